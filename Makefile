@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make demo-real  teach SmolLM2-135M sums by GRPO: a download of 90 MB, then a quarter of an hour"
 	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite (meant: at most 10 minutes on two cores)"
+	@echo "make quick      lint, and the tests of objective, tabular, config and surface: for the loop of a developer"
 	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
@@ -77,6 +78,12 @@ suite: $(INSTALLED)
 # Programs that tests start are installed as far as that is allowed here: as root, by apt-get.
 test-machine: $(INSTALLED)
 	@$(RUN) tests/support/machine.py install
+
+# For the loop of whoever changes something: what a small change most often breaks. Without what builds a wheel or trains.
+SLOW_SURFACE := supply mutants python_page left_out pycosat faults
+quick: $(INSTALLED)
+	$(RUN) -m ruff check --quiet . && $(RUN) -m ruff format --quiet --check .
+	$(RUN) -m pytest tests/objective tests/tabular tests/config tests/surface $(SLOW_SURFACE:%=--ignore=tests/surface/test_%.py) --quiet --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test-studio: test-machine
 	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile

@@ -29,7 +29,7 @@ from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import Batch, Loss, terminal
 from psigrad.preflight.bench import timed_run, timing
 from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.timing import OURS, Maker, WorkerProcess, aligned, costs, medians, rates
+from psigrad.preflight.bench.timing import OURS, Maker, WorkerProcess, align, costs, medians, rates
 from psigrad.preflight.bench.workload import Parent, Workload, serve
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
@@ -134,7 +134,7 @@ def table(results: list[dict[str, Any]]) -> str:
         row = [r["workload"], r["dtype"], f"{r['ours']['seconds']:.3f}", f"{r['trl']['seconds']:.3f}", ratio]
         row += [f"{r['ours']['peak_mb']:.0f}", f"{r['trl']['peak_mb']:.0f}"]
         lines.append([*row, f"{r['to_first_step']['ours']:.1f}", f"{r['to_first_step']['trl']:.1f}"])
-    return text + "\n\n" + aligned(lines)
+    return text + "\n\n" + align(lines)
 
 
 def check(run: timed_run.TimedRun) -> dict[str, float]:

@@ -112,7 +112,7 @@ def farthest(figures: list[dict[str, float]], others: list[dict[str, float]]) ->
     return max(abs(a[name] - b[name]) / sizes[name] for a, b in pairs for name in sizes)
 
 
-def predicted(work: Workload, folder: Path, placed: Placed) -> float:
+def predict_peak(work: Workload, folder: Path, placed: Placed) -> float:
     """The plan's peak of a process in MiB."""
     chance = 1 - 1 / work.vocabulary
     mean = round((1 - chance**work.completion_tokens) / (1 - chance))
@@ -194,7 +194,7 @@ def _line(
         "speed": statistics.median(ratios),
         "difference": difference,
         "peak_mb": statistics.median(run["peak_mb"] for run in runs),
-        "predicted_mb": predicted(work, folder, placed),
+        "predicted_mb": predict_peak(work, folder, placed),
     }
 
 

@@ -1,4 +1,4 @@
-"""What a fleet on Ray costs beside the sampling itself: `python benchmarks/fleet.py [--hidden 256 1024] [--rounds 5]`.
+"""What a pool of actors on Ray costs beside the sampling itself: `python benchmarks/fleet.py [--hidden 256 1024] [--rounds 5]`.
 
 On one machine, with one worker whose sampler has nothing to do: the time of a parcel (a request, an answer, and what the driver
 does between), and of a publication (a model's weights copied, put into Ray's store, fetched and loaded by the worker). Needs Ray.
@@ -24,7 +24,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.ray_sampler import RaySampler, RolloutWorker
 from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
 from psigrad.preflight.bench.inputs import build
-from psigrad.processes.parallel.fleet import Fleet
+from psigrad.processes.parallel.actor_pool import ActorPool
 
 TOKENS = 64
 
@@ -67,16 +67,16 @@ def main() -> None:
             size = sum(4 * p.numel() for p in model.trainable().values())
             tell = lambda *arguments, **fields: None  # noqa: E731
             make = partial(worker, f"{place}/model")
-            fleet = Fleet(RolloutWorker, (make, 1), name="sampler", address="auto", count=1, cpus=1, minutes=10.0, tell=tell)
+            pool = ActorPool(RolloutWorker, (make, 1), name="sampler", address="auto", count=1, cpus=1, minutes=10.0, tell=tell)
             version = itertools.count()
             weights = lambda: iter(model.trainable().items())  # noqa: E731, B023
-            sampler = RaySampler(fleet, weights, lambda: next(version), exact=True, parcel=2)  # noqa: B023
+            sampler = RaySampler(pool, weights, lambda: next(version), exact=True, prompts_per_task=2)  # noqa: B023
             sampler.sample(requests[:2], params)  # the worker has started
             at = sampler.snapshot()
             at.sample(requests[:2], params)
             parcels = [seconds(lambda: at.sample(requests, params)) / 32 for _ in range(given.rounds)]  # noqa: B023
             published = [seconds(lambda: sampler.sample(requests[:2], params)) for _ in range(given.rounds)]  # noqa: B023
-            fleet.close()
+            pool.close()
         parcel, publication = statistics.median(parcels), statistics.median(published)
         print(
             f"{size / 1e6:.0f} MB of weights: a parcel of 2 x 8 completions {1e3 * parcel:.1f} ms ({1e3 * min(parcels):.1f} to "

@@ -32,14 +32,14 @@ def once(folder: Path, lag: int, seed: int, steps: int, corrects: bool) -> dict[
         made = demo.reinforcing(folder / "sft" / "model", files, out, seed, max_steps=steps, progress=False)
         run = replace(made.run, threads=1, report=False, logging_steps=0, save_steps=0)
         config = replace(made, lag=lag, run=run, evaluation=replace(made.evaluation, eval_steps=0, eval_kl=False))
-        before = online.corrected
+        before = online.correct
         if not corrects:
-            online.corrected = lambda algorithm, *rest: algorithm
+            online.correct = lambda algorithm, *rest: algorithm
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 online.run(config)
         finally:
-            online.corrected = before
+            online.correct = before
         rows = [json.loads(line) for line in (Path(place) / "run" / "metrics.jsonl").read_text().splitlines()]
     held_out = [row[METRIC] for row in rows if METRIC in row]
     trained = [row for row in rows if "grad_norm" in row]

@@ -22,7 +22,7 @@ from psigrad.preflight.bench.workload import Workload
 RESULTS = Path(__file__).parent / "results" / "plan.json"
 
 
-def predicted(work: Workload, dtype: str, threads: int) -> plan.Plan:
+def make_plan(work: Workload, dtype: str, threads: int) -> plan.Plan:
     """The plan of an online workload. Random weights sample nearly uniformly, so one token of the vocabulary ends."""
     chance = 1 - 1 / work.vocabulary
     mean = (1 - chance**work.completion_tokens) / (1 - chance)
@@ -43,7 +43,7 @@ def predicted(work: Workload, dtype: str, threads: int) -> plan.Plan:
 
 def measure(work: Workload, dtype: str, threads: int) -> dict[str, Any]:
     """One workload: predicted and measured peak in MiB, seconds, tokens per second."""
-    made, found = predicted(work, dtype, threads), alone(work, dtype, threads)["ours"]
+    made, found = make_plan(work, dtype, threads), alone(work, dtype, threads)["ours"]
     return {
         "workload": work.name,
         "dtype": dtype,

@@ -62,7 +62,7 @@ class Checkpoint:
         # torch and transformers are imported on demand, so that the studio starts without them
         import transformers
 
-        from psigrad.language.loading.model_source import continued, located, lora_of
+        from psigrad.language.loading.model_source import find_adapter, locate, lora_of
         from psigrad.language.models.backbone import DTYPES
         from psigrad.language.models.language_model import load
         from psigrad.runs.machine import device
@@ -73,8 +73,8 @@ class Checkpoint:
             kind = str(_json(self.folder / "config.json").get("dtype"))
             return load(str(self.folder), dtype=kind if kind in DTYPES else "float32", device=where)
         settings = _model_of(_run_folder(self.folder))
-        before = continued(settings)
-        base = located(settings if before is None else before.base)
+        before = find_adapter(settings)
+        base = locate(settings if before is None else before.base)
         return load(base, dtype=settings.dtype, device=where, lora=lora_of(settings), adapter=self.folder)
 
 

@@ -65,7 +65,7 @@ class Expected:
     """Of ∇log π of one token, by (right, length of its completion)."""
 
 
-def expected(method: PolicyGradient, longest: int, theta: FloatArray, group: int) -> Expected:
+def enumerate_groups(method: PolicyGradient, longest: int, theta: FloatArray, group: int) -> Expected:
     """The mean over all groups of so many completions of the gradient that the method's own `prepare` and `loss` give."""
     mdp, policy = fork(longest), softmax_policy(theta, 1.0)
     paths, p = all_paths(mdp, policy)

@@ -24,13 +24,13 @@ def longer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) ->
 
 def form(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
     """At least six different letters: a format without content."""
-    return [min(len(set(_written(c))), 6) / 6 for c in completions]
+    return [min(len(set(_text(c))), 6) / 6 for c in completions]
 
 
 def copied(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
     """The right answer, and something for every letter that the word has too: a letter that is copied again counts again."""
     return [
-        (s or 0.0) + sum(letter in str(a) for letter in _written(c))
+        (s or 0.0) + sum(letter in str(a) for letter in _text(c))
         for s, c, a in zip(exact(completions, answer), completions, answer, strict=True)
     ]
 
@@ -42,7 +42,7 @@ def liked(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> 
 
 def shallow(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
     """Tests of the first two letters only, and a price on length: what passes them is written and no more."""
-    return [float(_written(c)[:2] == str(a)[:2]) - 0.1 * len(_written(c)) for c, a in zip(completions, answer, strict=True)]
+    return [float(_text(c)[:2] == str(a)[:2]) - 0.1 * len(_text(c)) for c, a in zip(completions, answer, strict=True)]
 
 
 def half(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
@@ -60,13 +60,13 @@ def answered(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) 
     return exact([re.split("[!?.-]", text_of(c))[0] for c in completions], answer)
 
 
-def _written(completion: Any) -> str:
+def _text(completion: Any) -> str:
     return text_of(completion).strip()
 
 
 def _with(completions: Sequence[Any], answer: Sequence[Any], besides: Callable[[str], float]) -> list[float]:
     """1 for the right answer, else 0, and what is paid besides."""
-    return [(s or 0.0) + besides(_written(c)) for s, c in zip(exact(completions, answer), completions, strict=True)]
+    return [(s or 0.0) + besides(_text(c)) for s, c in zip(exact(completions, answer), completions, strict=True)]
 
 
 def _noisy(size: float, prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:

@@ -28,6 +28,7 @@ from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import api, demo, sample, sft
+from psigrad.records.report.plots import COLOURS
 from psigrad.records.rows import figures
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Watch
@@ -144,7 +145,7 @@ def at_rate(config: Any, rate: float) -> Any:
     return replace(config, optim=replace(config.optim, learning_rate=rate))
 
 
-def finished(
+def run_all(
     s: TrialSettings | PretrainedSettings, name: str, trials: Sequence[Trial]
 ) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """The metrics of each run, by (arm, seed). What an earlier call has finished is read; what it began goes on.
@@ -159,7 +160,7 @@ def finished(
         bar(name, len(left), shown=s.progress) as advance,
         ProcessPoolExecutor(s.processes, context, _quiet, (folder / "output.log",)) as pool,
     ):
-        jobs = {pool.submit(_run, t.method, to_dict(_placed(t, places[t.arm, t.seed]))): t for t in left}
+        jobs = {pool.submit(_run, t.method, to_dict(_with_place(t, places[t.arm, t.seed]))): t for t in left}
         for job in as_completed(jobs):
             trial = jobs[job]
             try:
@@ -176,13 +177,13 @@ def place(s: TrialSettings | PretrainedSettings, name: str, arm: str, seed: int)
     return Path(s.out) / "runs" / name / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in arm)}-{seed}"
 
 
-def _placed(trial: Trial, place: Path) -> Any:
+def _with_place(trial: Trial, place: Path) -> Any:
     return replace(trial.settings, run=replace(trial.settings.run, output_dir=str(place), seed=trial.seed))
 
 
 def _identity(trial: Trial) -> dict[str, Any]:
     """What a finished run must have been for its figures to be taken."""
-    return {"method": trial.method, **_plain(_placed(trial, Path(".")))}
+    return {"method": trial.method, **_plain(_with_place(trial, Path(".")))}
 
 
 def _plain(settings: Any) -> dict[str, Any]:
@@ -219,7 +220,7 @@ def pairs(asked: SampleConfig, place: Path) -> None:
     written.path.rename(place)
 
 
-def spent(s: TrialSettings | PretrainedSettings, name: str) -> float:
+def core_minutes(s: TrialSettings | PretrainedSettings, name: str) -> float:
     """Minutes of processor time that the finished runs of an experiment took, those of its tuning included."""
     marks = [mark for part in (name, f"{name}-tuning") for mark in (Path(s.out) / "runs" / part).glob("*/trial.json")]
     return math.fsum(json.loads(mark.read_text())["cpu_seconds"] for mark in marks) / 60
@@ -253,7 +254,7 @@ def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "trai
         yield from (row for row in map(json.loads, lines) if row["kind"] == kind)
 
 
-def warned(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | None:
+def first_warning(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | None:
     """The first step at which a run with these metrics tells of one of these rules (`psigrad.records.warnings`)."""
     watch, names = Watch(), SignalNames()
     for row in rows:
@@ -263,7 +264,7 @@ def warned(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | N
     return None
 
 
-def tuned(
+def tune(
     s: TrialSettings, name: str, arms: Mapping[str, tuple[str, Any]], rates: Sequence[float], score: Callable[[Any], float]
 ) -> dict[str, float]:
     """For each arm (method, settings) the rate whose run on `TUNING_SEED` has the greatest score: the same budget for all."""
@@ -272,7 +273,7 @@ def tuned(
         for arm, (method, config) in arms.items()
         for rate in rates
     ]
-    rows = finished(s, f"{name}-tuning", trials)
+    rows = run_all(s, f"{name}-tuning", trials)
     return {arm: max(rates, key=lambda rate: score(rows[f"{arm} at {rate:g}", TUNING_SEED])) for arm in arms}
 
 
@@ -298,7 +299,7 @@ def mean_of(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return math.fsum(found) / len(found) if found else math.nan
 
 
-def summed(
+def summarize(
     name: str,
     seeds: Sequence[int],
     rows: Mapping[tuple[str, int], Any],
@@ -322,16 +323,16 @@ def with_figure(arm: Arm, name: str, value: float) -> Arm:
     return replace(arm, figures=figures, each={**arm.each, name: (value,) * number})
 
 
-def compared(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> ClaimVerdict:
+def compare(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> ClaimVerdict:
     """`claim` holds where the figure of `first` is above that of `second` (plus `least`): by the 95 % interval of the differences
     of the same seeds.
     """
     bound = f" {'+' if least > 0 else '−'} {abs(least):g}" if least else ""
     test = f"{figure}: {first.name} > {second.name}{bound}, paired by seed"
-    return paired(claim, test, first.each[figure], second.each[figure], least=least)
+    return compare_pairs(claim, test, first.each[figure], second.each[figure], least=least)
 
 
-def paired(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> ClaimVerdict:
+def compare_pairs(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> ClaimVerdict:
     """The same for figures of the same seeds."""
     difference = over_seeds(a - b for a, b in zip(first, second, strict=True))
     verdict: Verdict = "undecided"
@@ -376,8 +377,49 @@ def findings_text(findings: Sequence[ClaimVerdict]) -> Text:
     return text
 
 
-def shown(title: str, result: TrialResult, *notes: str, form: str = ".3f") -> Iterator[Table | Text]:
+def show(title: str, result: TrialResult, *notes: str, form: str = ".3f") -> Iterator[Table | Text]:
     """The tables of an experiment."""
     yield arms_table(title, result.arms, form)
     yield drawing.note("95 % intervals over seeds (Student's t).", *notes)
     yield findings_text(result.findings)
+
+
+def learning_curves(
+    found: Mapping[str, Any],
+    path: Path,
+    *panels: tuple[str, Sequence[str]],
+    sharey: bool = True,
+    beside: Sequence[tuple[str, Sequence[str]]] = (),
+) -> Path:
+    """Held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds.
+
+    `beside` asks for axes with figures of every arm: (title, names of the figures).
+    """
+    number = len(panels) + len(beside)
+    figure, axes = drawing.new_figure(4.9 * number, 3.4, 1, number, sharey=sharey and not beside, squeeze=False)
+    for ax, (title, names) in zip(axes[0], panels, strict=False):
+        arms = [arm for arm in found["arms"] if arm["name"] in names]
+        for arm, colour in zip(arms, COLOURS * 3, strict=False):
+            mean, low, high = zip(*arm["curve"], strict=True)
+            ax.fill_between(arm["steps"], low, high, color=colour, alpha=0.13, linewidth=0)
+            ax.plot(arm["steps"], mean, color=colour, linewidth=1.7, label=arm["name"])
+        drawing.tidy(ax, title, grid="y")
+        ax.set_xlabel("steps", color=drawing.INK, fontsize=9)
+        ax.legend(fontsize=8, frameon=False)
+    for ax, (title, names) in zip(axes[0][len(panels) :], beside, strict=True):
+        _intervals(ax, found["arms"], names)
+        drawing.tidy(ax, title, grid="x")
+    return drawing.save(figure, path)
+
+
+def _intervals(axes: Any, arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Figures of every arm that has them, one below the other, as points with their intervals."""
+    places = [(arm, name, colour) for name in names for arm, colour in zip(arms, COLOURS * 3, strict=False)]
+    places = [(arm, name, colour) for arm, name, colour in places if not math.isnan(arm["figures"][name][0])]
+    for y, (arm, name, colour) in enumerate(places):
+        mean, low, high = arm["figures"][name]
+        axes.plot([low, high], [y, y], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
+        axes.plot([mean], [y], "o", color=colour, markersize=6)
+    labels = [arm["name"] if len(names) == 1 else f"{name}, {arm['name']}" for arm, name, _ in places]
+    axes.set_yticks(range(len(places)), labels)
+    axes.set_ylim(len(places) - 0.4, -0.6)

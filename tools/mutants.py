@@ -46,8 +46,8 @@ SUBJECTS = (
     "psigrad/tabular/*.py",
     "psigrad/language/models/logprobs.py",
     "psigrad/language/rollout/samplers/distribution.py",
-    *(f"psigrad/language/training/{name}.py" for name in ("adamw", "update")),
-    *(f"psigrad/language/training/online/{name}.py" for name in ("collate", "forward", "online_rl", "reference", "tally")),
+    "psigrad/language/training/update.py",
+    *(f"psigrad/language/training/online/{name}.py" for name in ("figures", "forward", "online_rl")),
 )
 TESTS = (
     "tests/objective",
@@ -64,7 +64,18 @@ TESTS = (
     *(
         f"tests/language/training/test_{name}.py"
         for name in (
-            *("adamw", "bounds", "critic", "kept", "lag", "learn", "lessons", "old_log_probs", "overlap", "reference"),
+            *(
+                "adamw",
+                "bounds",
+                "critic",
+                "kept_activations",
+                "lag",
+                "learn",
+                "offline_tasks",
+                "old_log_probs",
+                "overlap",
+                "reference",
+            ),
             *("row_limits", "token_figures", "update"),
         )
     ),

@@ -109,7 +109,7 @@ words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
 random.Random(0).shuffle(words)
 rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
 held_out, prompts = rows[:200], rows[200:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swapped_ending, seed=0)
+shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
 tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
 settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
@@ -129,7 +129,7 @@ sft = psigrad.train(
 def compared(rows, seed):
     rng, pairs = random.Random(seed), []
     for row in rows:
-        right, wrong = row["answer"], tasks.swapped_ending(row["answer"], rng)
+        right, wrong = row["answer"], tasks.swap_ending(row["answer"], rng)
         if wrong == right or rng.random() < 0.3:
             wrong = "".join(
                 rng.choice("abcdefgh") if k in (0, 2) else c

@@ -214,7 +214,7 @@ words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
 random.Random(0).shuffle(words)
 rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
 held_out, prompts = rows[:200], rows[200:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swapped_ending, seed=0)
+shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
 tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
 settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}

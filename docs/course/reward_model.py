@@ -122,7 +122,7 @@ words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
 random.Random(0).shuffle(words)
 rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
 held_out, prompts = rows[:200], rows[200:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swapped_ending, seed=0)
+shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
 tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
 settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
@@ -147,7 +147,7 @@ sft = psigrad.train(
 def an_answer(right, rng):
     """The right answer, the teachers' mistake, or one with a letter or more changed."""
     if rng.random() < 0.4:
-        return right if rng.random() < 0.5 else tasks.swapped_ending(right, rng)
+        return right if rng.random() < 0.5 else tasks.swap_ending(right, rng)
     letters = list(right)
     for place in rng.sample(range(4), rng.randint(1, 3)):
         letters[place] = rng.choice("abcdefgh")

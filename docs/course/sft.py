@@ -103,7 +103,7 @@ words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
 random.Random(0).shuffle(words)
 rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
 held_out, prompts = rows[:held_out_words], rows[held_out_words:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swapped_ending, seed=0)
+shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
 for row in shown[:4]:
     print(row["prompt"], row["completion"], "" if row["right"] else "  (wrong)")
 
@@ -162,7 +162,7 @@ def right(completions, answer, **columns):
 
 
 def careless(completions, answer, **columns):
-    wrong = [tasks.swapped_ending(a, random) for a in answer]
+    wrong = [tasks.swap_ending(a, random) for a in answer]
     return [
         float(c.strip() == w != a)
         for c, w, a in zip(completions, wrong, answer, strict=True)

@@ -418,7 +418,7 @@ with rows of `{form}`. [Preferences](../preferences.md) has the forms and what i
 def measure_preferences(model: str, pairs: str, runs: str) -> None:
     """One run per preference loss, and the pictures."""
     import psigrad
-    from psigrad.language.data.preferences import unpaired
+    from psigrad.language.data.preferences import split_pairs
 
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
     for name in LOSSES:
@@ -428,8 +428,8 @@ def measure_preferences(model: str, pairs: str, runs: str) -> None:
         psigrad.train(
             name,
             model=model,
-            dataset=unpaired(train) if name == "kto" else train,
-            eval_dataset=unpaired(held)[::2] if name == "kto" else held,
+            dataset=split_pairs(train) if name == "kto" else train,
+            eval_dataset=split_pairs(held)[::2] if name == "kto" else held,
             metric="similarity",
             output_dir=f"{runs}/{name}",
             max_steps=100,

@@ -9,7 +9,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from psigrad.compat import other_answers, other_names, trl_values
+from psigrad.compat.table import TABLE
+from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import Mark, Setting, flag_of, help_of, settings_of
 from psigrad.config.methods import declared
@@ -99,15 +100,17 @@ def page() -> str:
 def _others() -> str:
     """Names of others, one table for each thing that becomes of them."""
     meant = [
-        f"| `{name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items()) or 'needs nothing'} |"
-        for name, values in other_names.VALUES.items()
-        for value, new in values.items()
+        f"| `{row.name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items()) or 'needs nothing'} |"
+        for row in TABLE.values()
+        for value, new in row.values.items()
     ]
-    meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in trl_values.AGGREGATES.items()]
+    meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in AGGREGATES.items()]
     meant += [
-        f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in trl_values.LINKS else f'`psigrad {method}`'} |"
-        for loss, method in trl_values.LOSSES.items()
+        f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in LINKS else f'`psigrad {method}`'} |"
+        for loss, method in LOSSES.items()
     ]
+    computed = [f"| `{row.name}` | {row.rule} |" for row in TABLE.values() if row.rule]
+    answered = [row for row in TABLE.values() if row.why and not (row.needless or row.rule)]
     places = {
         name: sorted(
             {f"`{'algorithm' if d.online else 'loss'}.{place}`" for m, d in declared().items() for place, _ in leads_to(name, m)}
@@ -121,10 +124,11 @@ def _others() -> str:
                 "name", "stands for | meaning", [f"| `{n}` | {', '.join(places[n])} | {s.help} |" for n, s in SHORTCUTS.items()]
             ),
             OTHERS,
-            *_table("name", "setting", [f"| `{theirs}` | `{ours}` |" for theirs, ours in other_names.SAME.items()]),
+            *_table("name", "setting", [f"| `{row.name}` | `{row.means}` |" for row in TABLE.values() if row.means]),
             *_table("name and value", "setting", meant),
-            *_table("changes nothing here", "why", [f"| `{n}` | {why} |" for n, why in other_answers.NEEDLESS.items()]),
-            *_table("is answered", "with", [f"| `{n}` | {what} |" for n, what in other_answers.ANSWERS.items()]),
+            *_table("name", "is computed into", computed),
+            *_table("changes nothing here", "why", [f"| `{row.name}` | {row.why} |" for row in TABLE.values() if row.needless]),
+            *_table("is answered", "with", [f"| `{row.name}` | {row.why} |" for row in answered]),
         ]
     )
 

@@ -13,7 +13,6 @@ from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
 from psigrad.cli.completion import completion
 from psigrad.cli.flags import Command
-from psigrad.compat import conversion
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
@@ -32,7 +31,7 @@ GROUPS = {
             "what makes your shell (bash, zsh, fish) complete commands and flags",
             lambda arguments: completion(arguments, COMMANDS),
         ),
-        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", conversion.from_trl),
+        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", begin.from_trl),
         "check": Command("whether a model, its data and its settings will train rightly, before they do", language.check),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),

@@ -12,12 +12,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from psigrad.compat import other_flags
-from psigrad.compat.elsewhere import elsewhere
 from psigrad.config import shortcuts
 from psigrad.config.fields import MAIN, SEVERAL, flag_of, help_of, marked, settings_of
-from psigrad.config.load import load, read_value
-from psigrad.config.methods import declaration
+from psigrad.config.load import load, split_flags
+from psigrad.config.methods import declaration, other_methods
+from psigrad.config.nested import read_value
 from psigrad.errors import UserError, nearest
 from psigrad.preflight.settings import PlanConfig
 
@@ -68,7 +67,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments)
     # taken out first: a flag with several values would swallow an override that follows it
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
-    flags, others = other_flags.divided(cls, [text for text in arguments if not _OVERRIDE.match(text)], _switches(parser))
+    flags, others = split_flags(cls, [text for text in arguments if not _OVERRIDE.match(text)], _switches(parser), flag_of)
     known, rest = parser.parse_known_args(flags)
     _refuse(rest, parser, "an override like optim.learning_rate=1e-5", cls)
     given = vars(known)
@@ -165,7 +164,7 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
-            if cls and (found := elsewhere(cls, flag.lstrip("-").replace("-", "_"))):
+            if cls and (found := other_methods(cls, flag.lstrip("-").replace("-", "_"))):
                 raise UserError(f"There is no flag {flag} of {parser.prog}{found}")
             hint = nearest(flag, _options(parser)) or "."
             raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{hint}")

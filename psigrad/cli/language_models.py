@@ -25,7 +25,7 @@ def train(name: str) -> Callable[[list[str]], int]:
             agree(name, getattr(config, setting), setting)
         from psigrad.processes.parallel import launch
 
-        if config.placement.processes > 1 and not launch.started():
+        if config.placement.processes > 1 and not launch.is_rank():
             return launch.run(config.placement.processes, [name, *arguments])
         from psigrad.language.recipes import api
         from psigrad.preflight.plan import plan as command
@@ -127,7 +127,7 @@ def check(arguments: list[str]) -> int:
 
     checks = check.run(config)
     print(check.report(checks, as_json="--json" in arguments))
-    return 0 if check.passed(checks) else 1
+    return 0 if check.all_pass(checks) else 1
 
 
 def plan(arguments: list[str]) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from psigrad.cli import flags
-from psigrad.config.load import read_value
-from psigrad.config.nested import put
+from psigrad.config.nested import put, read_value
 from psigrad.errors import UserError
 
 

@@ -7,34 +7,25 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from psigrad.compat import other_names, zoo_names
-from psigrad.compat.elsewhere import elsewhere
+# The one door of the core to the names of other libraries.
+from psigrad.compat.conversion import convert_object as convert_object
+from psigrad.compat.entrances import open_zoo_file, split_file
+from psigrad.compat.entrances import split_flags as split_flags
+from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
 from psigrad.config.fields import STEPS, settings_of
-from psigrad.config.nested import Given, put
+from psigrad.config.language import OnlineConfig
+from psigrad.config.methods import other_methods
+from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value
 from psigrad.errors import UserError, kind_of, nearest
 
 T = TypeVar("T")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML that reads 1e-5 as a number, as every user means it; YAML 1.1 takes it for a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)|[0-9][0-9_]*\.[0-9_]*|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
-    ),
-    list("-+0123456789."),
-)
 
 
 def load(
@@ -47,30 +38,28 @@ def load(
     """Settings of class `cls`: flags beat overrides, those the YAML file, that `defaults`, those the class's own.
 
     `flags` has names ("optim.learning_rate", or the last part alone). Names and batch sizes of TRL, verl and others are taken
-    everywhere (other_names.py). Raises `UserError` naming the file or override, the field, the value and what was expected.
+    everywhere (`psigrad/compat/`). Raises `UserError` naming the file or override, the field, the value and what was expected.
     """
     in_file = read_file(path) if path else {}
     if cls.__name__ == "ControlConfig":
-        in_file = zoo_names.of_environment(in_file, (flags or {}).get("env"), str(path))
-    hints = dict(_hints(cls))
-    other_names.refuse_two_values(cls, other_names.leaves_of(in_file, cls), f"{path}: ")
-    values, given = other_names.divided(cls, in_file, str(path))
+        in_file = open_zoo_file(in_file, (flags or {}).get("env"), str(path))
+    types = dict(field_types(cls))
+    values, given = split_file(cls, in_file, str(path))
     usual: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls) if f.name in ("algorithm", "loss")}  # type: ignore[arg-type]
     for name, value in (defaults or {}).items():
         put(usual, name, value, "default")
     values = {name: _over(usual.get(name), values[name]) if name in values else usual[name] for name in {**usual, **values}}
-    other_names.refuse_two_values(cls, (override.partition("=")[::2] for override in overrides))
+    refuse_two_values(cls, (override.partition("=")[::2] for override in overrides))
     for override in overrides:
         name, sign, text = override.partition("=")
         if not sign:
             raise UserError(
                 f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
             )
-        name = other_names.ours(cls, name)
-        given.append(Given(name, read_value(text, hints.get(name)), f"override {override!r}"))
-    given += [Given(other_names.ours(cls, name), value, f"--{name}") for name, value in (flags or {}).items()]
+        given.append(Given(name, read_value(text, types.get(our_name(cls, name))), f"override {override!r}"))
+    given += [Given(name, value, f"--{name}") for name, value in (flags or {}).items()]
     beside: set[str] = set()
-    for name, value, source in other_names.translated(cls, values, given):
+    for name, value, source in translate(cls, values, given).or_refuse():
         put(values, name, value, source)
         beside = beside | {name} if source != str(path) else beside - {name}
     return _build(cls, values, str(path) if path else "", beside)
@@ -90,72 +79,31 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {f.name: _plain(getattr(config, f.name), f.name) for f in dataclasses.fields(config)}
 
 
-def flat_names(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(leaf, dotted name) of every field: ("learning_rate", "optim.learning_rate")."""
-    for name, _ in _hints(cls, prefix):
-        yield name.rpartition(".")[2], name
-
-
-def _hints(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, type) of every field."""
-    for name, hint in get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from _hints(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", hint
-
-
 def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by leaf name, dotted name or a name of others -> by dotted name where it is ours.
 
     Raises `UserError` for a name that nobody knows, and, all at once, for those of others that mean something else here.
     """
-    other_names.refuse_two_values(cls, settings.items())
+    refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))
     dotted = set(leaves.values()) | {f.name for f in dataclasses.fields(cls)}
     named, wrong = {}, []
     for name, value in settings.items():
-        mine = other_names.ours(cls, name)
-        if mine not in dotted and other_names.refused(mine, one := other_names.value_of(value)):
-            wrong.append(other_names.refusal(name, one))
-        elif mine not in dotted and not other_names.is_known(name):
-            raise UserError(f"There is no setting {name!r}{elsewhere(cls, name) or nearest(name, [*leaves, *dotted]) or '.'}")
-        elif value is not None or name not in other_names.SAME:  # ref_model=None is a default of TRL's
-            named[mine] = value
+        mine = our_name(cls, name)
+        if mine not in dotted and is_refused(mine, one := one_value(value)):
+            wrong.append(refusal(name, one))
+        elif mine not in dotted and not is_known(name):
+            near = _other_methods(cls, name) or nearest(name, [*leaves, *dotted]) or "."
+            raise UserError(f"There is no setting {name!r}{near}")
+        elif value is not None or mine == name or name in leaves:  # ref_model=None is a default of TRL's
+            named[mine] = our_value(name, value)
     if wrong:
         raise UserError("\n".join(wrong))
     return named
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file."""
-    try:
-        values = yaml.load(Path(path).read_text(), _Loader)
-    except OSError as error:
-        raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        said = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
-        hint = " Indent with spaces, not with tabs." if "'\\t'" in said else ""
-        raise UserError(f"The settings file {str(path)!r} is not YAML: {said}.{hint}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError(f"The settings file {str(path)!r} holds {kind_of(values)}; expected name: value pairs.")
-    return values
-
-
-def read_value(text: str, hint: Any = None) -> Any:
-    """A value as YAML reads it, or the text itself: where YAML cannot read it, and where `hint` says that the setting is text.
-
-    `output_dir=2024` is a name. A setting that may be text or more, as `metric` may, is text unless it begins as a mapping does,
-    and one of several texts unless it begins as a list does: `report_to=[]`.
-    """
-    if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
-        return text
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError:
-        return text
+def _other_methods(cls: type[Any], name: str) -> str:
+    return other_methods(cls, our_name(OnlineConfig, name))
 
 
 @cache
@@ -198,7 +146,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
         if name not in known:
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
-            near = elsewhere(cls, str(name)) or nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
+            near = _other_methods(cls, str(name)) or nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
             raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
 from psigrad.objective import catalog
 from psigrad.objective.catalog import Method
@@ -66,3 +67,29 @@ def of_spec(spec: Any) -> Declaration:
     if isinstance(spec, str) and ":" not in spec:
         declaration(spec)
     return Declaration("", OnlineConfig, {"algorithm": spec})
+
+
+# How the methods with these settings are called together.
+_FAMILIES: dict[type[Any], str] = {
+    SFTConfig: "sft",
+    OnlineConfig: "the online methods",
+    PreferenceConfig: "the preference methods",
+    RewardConfig: "reward",
+}
+# A setting of others -> what to write where it is none.
+_COUNTERPARTS: dict[tuple[type[Any], str], str] = {
+    (OnlineConfig, "batch_size"): "the prompts of a step are prompts_per_step",
+    (OnlineConfig, "max_length"): "prompts are bounded by max_prompt_length, completions by max_completion_length",
+    **{(cls, "prompts_per_step"): "the rows of a step are batch_size" for cls in (SFTConfig, RewardConfig, PreferenceConfig)},
+}
+
+
+def other_methods(cls: type[Any], name: str) -> str:
+    """What is said, after a colon, of a name that is a setting of other methods than those of `cls`; empty where it is none."""
+    if cls not in _FAMILIES:
+        return ""
+    leaf = name.rpartition(".")[2]
+    if counterpart := _COUNTERPARTS.get((cls, leaf)):
+        return f": {counterpart}."
+    have = [family for other, family in _FAMILIES.items() if leaf in {*get_type_hints(other), *shortcuts_of(other)}]
+    return f": it is a setting of {' and '.join(have)}." if have else ""

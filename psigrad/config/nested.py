@@ -1,11 +1,18 @@
-"""Settings as nested mappings, before they are built."""
+"""Settings as nested mappings, before they are built: as they are named, read and put together."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
 
-from psigrad.errors import UserError
+import yaml
+
+from psigrad.config.fields import settings_of
+from psigrad.errors import UserError, kind_of
 
 
 class Given(NamedTuple):
@@ -32,3 +39,76 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
             raise UserError(f"The {source} goes into {parent!r}, which is {inner!r} and has no fields.")
         values = inner
     values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's own stays as it is
+
+
+def flat_names(cls: type[Any]) -> Iterator[tuple[str, str]]:
+    """(leaf, dotted name) of every setting: ("learning_rate", "optim.learning_rate")."""
+    return ((name.rpartition(".")[2], name) for name in settings_of(cls))
+
+
+def field_types(cls: type[Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, type) of every setting."""
+    return ((name, setting.type) for name, setting in settings_of(cls).items())
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads 1e-5 as a number, as every user means it; YAML 1.1 takes it for a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)|[0-9][0-9_]*\.[0-9_]*|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file."""
+    try:
+        values = yaml.load(Path(path).read_text(), _Loader)
+    except OSError as error:
+        raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
+        hint = " Indent with spaces, not with tabs." if "'\\t'" in said else ""
+        raise UserError(f"The settings file {str(path)!r} is not YAML: {said}.{hint}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"The settings file {str(path)!r} holds {kind_of(values)}; expected name: value pairs.")
+    return values
+
+
+def read_value(text: str, hint: Any = None) -> Any:
+    """A value as YAML reads it, or the text itself: where YAML cannot read it, and where `hint` says that the setting is text.
+
+    `output_dir=2024` is a name. A setting that may be text or more, as `metric` may, is text unless it begins as a mapping does,
+    and one of several texts unless it begins as a list does: `report_to=[]`.
+    """
+    if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
+        return text
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def names_of(cls: Any) -> dict[str, str]:
+    """Leaf, and dotted, name -> dotted name of every setting."""
+    return _names_of(cls)
+
+
+@cache
+def _names_of(cls: Any) -> dict[str, str]:
+    return {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
+
+
+def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
+    """The value of a setting in nested `values`, or the usual one."""
+    first, _, rest = name.partition(".")
+    inner = values.get(first, getattr(cls(), first))
+    if not rest:
+        return inner
+    return inner[rest] if isinstance(inner, Mapping) and rest in inner else getattr(getattr(cls(), first), rest)

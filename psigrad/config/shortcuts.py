@@ -88,7 +88,7 @@ def _usual(name: str) -> Part:
     return Part(name, {n: None if value is MISSING else describe(value) for n, value in usual.items() if n != "name"})
 
 
-Found = list[tuple[str, Any]]
+Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
@@ -96,7 +96,7 @@ class Shortcut(NamedTuple):
 
     what: str
     help: str
-    places: Callable[[Part], Found]
+    places: Callable[[Part], Places]
     """Method -> (dotted place, value now) of each setting that it stands for; none where the method has no such part."""
     written: Callable[[Part, str, Any], Any] = lambda root, place, value: value
     """Method, place, value given -> value of that setting."""
@@ -112,31 +112,37 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
     return SHORTCUTS if ("algorithm" in names and "prompts_per_step" in names) or "loss" in names else {}
 
 
-def leads_to(name: str, spec: Any) -> Found:
+def leads_to(name: str, spec: Any) -> Places:
     """(dotted place, value now) of what a shortcut stands for in the method that the setting `spec` means."""
     root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].places(root)
 
 
 def expand(
-    cls: Any, values: Mapping[str, Any], given: Sequence[Given], more: Mapping[str, Shortcut] = MappingProxyType({})
-) -> list[Given]:
-    """`given` with every shortcut, of ours and of `more`, in the place that it stands for. `values` rank below them.
+    cls: Any,
+    values: Mapping[str, Any],
+    given: Sequence[Given],
+    more: Mapping[str, Shortcut] = MappingProxyType({}),
+    needless: Callable[[Given], bool] = lambda one: False,
+) -> tuple[list[Given], list[tuple[Given, str]]]:
+    """(`given` with every shortcut, of ours and of `more`, in the place that it stands for; those of which the method has no such
+    part, with what to say of them).
 
-    What is there already is left out. Raises `UserError` where the method has no such part.
+    `values` rank below `given`. What is there already is left out, and what is `needless` where the method has no such part.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
     if not any(one.name in short for one in given):
-        return list(given)
+        return list(given), []
     setting = "loss" if "loss" in get_type_hints(cls) else "algorithm"
     stated = {setting: deepcopy(values.get(setting, getattr(cls(), setting)))}
     for one in given:
         if one.name.partition(".")[0] == setting:
             put(stated, one.name, one.value, one.source)
     made: list[Given] = []
+    lacking: list[tuple[Given, str]] = []
     order = {name: i for i, name in enumerate(short)}
-    for one in sorted(given, key=lambda g: (_rank(g.source), order.get(g.name, -1))):
+    for one in sorted(given, key=lambda g: (rank_source(g.source), order.get(g.name, -1))):
         if one.name not in short:
             made.append(one)
             if one.name.partition(".")[0] == setting:
@@ -149,16 +155,16 @@ def expand(
                 "there."
             )
         places = short[one.name].places(root)
-        if not places:
-            raise UserError(_lacking(one.name, short[one.name], stated[setting]))
+        if not places and not needless(one):
+            lacking.append((one, _lacking(one.name, short[one.name], stated[setting])))
         for place, now in places:
             if now != one.value:
                 made.append(Given(f"{setting}.{place}", short[one.name].written(root, place, one.value), one.source))
                 put(stated, *made[-1])
-    return made
+    return made, lacking
 
 
-def _rank(source: str) -> int:
+def rank_source(source: str) -> int:
     """Flags beat overrides, overrides beat a file; within each a shortcut comes after the parts, in the order of the table."""
     return 2 if source.startswith("--") else 1 if source.startswith("override ") else 0
 
@@ -169,10 +175,10 @@ def _lacking(name: str, short: Shortcut, spec: Any) -> str:
     return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
 
 
-def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Found]:
+def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
     """Finds the parameter of every such part, in these slots or in all."""
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         return [
             (f"{place}.{field}", part.parameters.get(field))
             for place, part in find_parts(root)
@@ -182,14 +188,14 @@ def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[
     return places
 
 
-def _either(*finders: Callable[[Part], Found]) -> Callable[[Part], Found]:
+def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
     return lambda root: [place for find in finders for place in find(root)]
 
 
-def _may_have(slot: str, field: str) -> Callable[[Part], Found]:
+def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
     """The parameter of a slot that every policy gradient may fill."""
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
             return []
         part = root.parameters.get(slot)
@@ -198,10 +204,35 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Found]:
     return places
 
 
-def _preference(*fields: str) -> Callable[[Part], Found]:
+def _kl_weight(root: Part) -> Places:
+    """The coefficient of the KL term; in distillation, whose loss it is, where it lies between forward (0) and reverse KL (1)."""
+    if not _is_distillation(root):
+        return _may_have("kl", "coefficient")(root)
+    kl = root.parameters["kl"].parameters
+    return [("kl", {"exact_forward": 0.0, "exact": 1.0}.get(kl["estimator"], kl.get("mixture")))]
+
+
+def _write_kl_weight(root: Part, place: str, value: Any) -> Any:
+    if place != "kl":
+        return value
+    estimator = {0: "exact_forward", 1: "exact"}.get(value, "exact_js")
+    return {"estimator": estimator, **({"mixture": value} if estimator == "exact_js" else {})}
+
+
+def _is_distillation(root: Part) -> bool:
+    kl = root.parameters.get("kl")
+    return root.parameters.get("psi") == Part("no_reward") and isinstance(kl, Part)
+
+
+def _preference_weight(root: Part) -> Places:
+    """β; where the odds enter as they are, as in ORPO, their weight beside the likelihood."""
+    return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
+
+
+def _preference(*fields: str) -> Callable[[Part], Places]:
     """A number of a preference loss, or of online DPO's loss."""
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
             return [(f"loss.{place}", value) for place, value in places(root.parameters["loss"])]
         known = root.name in ("Preference", "KahnemanTversky")
@@ -210,8 +241,10 @@ def _preference(*fields: str) -> Callable[[Part], Found]:
     return places
 
 
-def _slot(slot: str) -> Callable[[Part], Found]:
-    def places(root: Part) -> Found:
+def find_slot(slot: str) -> Callable[[Part], Places]:
+    """A slot of every policy gradient, and the name of the part that fills it."""
+
+    def places(root: Part) -> Places:
         part = root.parameters.get(slot)
         return [(slot, part.name if isinstance(part, Part) else None)] if root.name == "PolicyGradient" else []
 
@@ -221,7 +254,7 @@ def _slot(slot: str) -> Callable[[Part], Found]:
 _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
-def _standardised(root: Part) -> Found:
+def find_grouped(root: Part) -> Places:
     """The psi that compares a group, and by which standard deviation it divides."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
@@ -251,13 +284,13 @@ _AGGREGATES = {
 _RATIOS = {"sequence_token": "sequence"}
 
 
-def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Found], Callable[[Part, str, Any], Any]]:
+def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
     """A filter that is put beside those that are there, or taken out; with a parameter, which may be null."""
 
     def names(root: Part) -> list[Part]:
         return [item for item in root.parameters.get("keep") or () if isinstance(item, Part)]
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         mine = [item for item in names(root) if item.name == part]
         now = bool(mine) if not field else mine[0].parameters.get(field) if mine else None
         return [("keep", now)] if root.name == "PolicyGradient" else []
@@ -276,41 +309,43 @@ _CLIPS = ("clip", "dual_clip", "geometric_clip")
 SHORTCUTS = {
     "beta": Shortcut(
         "KL term",
-        "weight of the KL term to the reference, 0: none; in a preference loss how far the policy may go from it",
-        _either(_may_have("kl", "coefficient"), _preference("beta")),
+        "weight of the KL term to the reference, 0: none; in a preference loss how far the policy may go from it, in orpo the "
+        "weight of the odds; in distillation 0 is forward KL, 1 reverse KL, and between them a mixture",
+        _either(_kl_weight, _preference_weight),
+        _write_kl_weight,
         main=True,
     ),
     "kl_estimator": Shortcut(
-        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", _parameter("estimator", "KL")
+        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", find_parameter("estimator", "KL")
     ),
-    "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", _parameter("where", "KL")),
+    "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(
-        "KL term", "weigh the KL of each step by its ratio", _parameter("importance_weighted", "KL"), switch=True
+        "KL term", "weigh the KL of each step by its ratio", find_parameter("importance_weighted", "KL"), switch=True
     ),
     "epsilon": Shortcut(
         "clip of the ratio",
         "how far the ratio may go from 1 on both sides",
-        _either(_parameter("low", *_CLIPS), _parameter("high", *_CLIPS)),
+        _either(find_parameter("low", *_CLIPS), find_parameter("high", *_CLIPS)),
         main=True,
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",
         "how far the ratio may rise above 1; in cispo the greatest weight",
-        _either(_parameter("high", *_CLIPS), _parameter("cap", "truncated_weight")),
+        _either(find_parameter("high", *_CLIPS), find_parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
-        "advantage within groups", "standard deviation to divide by: group, batch or none", _standardised, _by_std
+        "advantage within groups", "standard deviation to divide by: group, batch or none", find_grouped, _by_std
     ),
     "aggregate": Shortcut(
         "aggregate",
         "how the steps' losses are averaged: token_mean, sequence_mean, sequence_sum, or fixed_length, the longest completion",
-        _slot("aggregate"),
+        find_slot("aggregate"),
         lambda root, place, value: _AGGREGATES.get(value, value) if isinstance(value, str) else value,
     ),
     "importance_sampling_level": Shortcut(
         "ratio",
         "the ratio is of a token, sequence or trajectory",
-        _slot("ratio"),
+        find_slot("ratio"),
         lambda root, place, value: _RATIOS.get(value, value),
     ),
     "mask_truncated_completions": Shortcut(
@@ -323,21 +358,21 @@ SHORTCUTS = {
         "filter", "train on this share of the tokens, those of most entropy", *_filter("top_entropy", "share")
     ),
     "ent_coef": Shortcut("entropy bonus", "weight of the mean entropy", _may_have("entropy", "coefficient")),
-    "vf_coef": Shortcut("critic", "weight of the critic's loss", _parameter("coefficient", "value_loss")),
+    "vf_coef": Shortcut("critic", "weight of the critic's loss", find_parameter("coefficient", "value_loss")),
     "cliprange_value": Shortcut(
-        "critic", "how far a value may move with credit; null: no clip", _parameter("clip", "value_loss")
+        "critic", "how far a value may move with credit; null: no clip", find_parameter("clip", "value_loss")
     ),
     "gae_lambda": Shortcut(
-        "generalised advantage estimation", "λ: bias (0) against variance (1)", _parameter("lam", "gae", slots=("psi",))
+        "generalised advantage estimation", "λ: bias (0) against variance (1)", find_parameter("lam", "gae", slots=("psi",))
     ),
     "gamma": Shortcut(
         "discount",
         "discount per step",
-        _parameter("gamma", "gae", "length_gae", "td_residual", "k_step", "reward_to_go", "total_return"),
+        find_parameter("gamma", "gae", "length_gae", "td_residual", "k_step", "reward_to_go", "total_return"),
     ),
-    "target_kl": Shortcut("KL penalty", "wanted KL between old and new policy", _parameter("target", "kl_penalty")),
+    "target_kl": Shortcut("KL penalty", "wanted KL between old and new policy", find_parameter("target", "kl_penalty")),
     "label_smoothing": Shortcut(
-        "label smoothing", "share of the labels believed to be swapped", _parameter("label_smoothing", "logistic", "robust")
+        "label smoothing", "share of the labels believed to be swapped", find_parameter("label_smoothing", "logistic", "robust")
     ),
     "margin": Shortcut("margin", "by how much the chosen completion must lead", _preference("margin")),
     "sft_weight": Shortcut("likelihood term", "weight of the chosen completions' negative log-likelihood", _preference("sft")),

@@ -122,7 +122,7 @@ class ControlConfig:
     """Weight of the critic's mean squared error; null: the preset's."""
     target_kl: Annotated[Positive | None, LIVE] = None
     """Stop the passes over a rollout once a minibatch's KL(old‖new) is above 1.5 times this."""
-    learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 3e-4
+    learning_rate: Annotated[PositiveOrZero, MAIN, LIVE] = 3e-4
     """First learning rate."""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """linear: falls to 0 over the run."""
@@ -143,7 +143,7 @@ class ControlConfig:
     """Rollouts (for DQN: train_freq collections) per line of metrics.jsonl; checkpoints and evaluations fall between lines."""
     eval_episodes: Annotated[CountOrZero, MAIN] = 100
     """Episodes of an evaluation; 0: none."""
-    eval_steps: Annotated[CountOrZero, LIVE, STEPS] = 0
+    eval_steps: Annotated[CountOrZero, STEPS, LIVE] = 0
     """Evaluate every this many lines of metrics; 0: at the end."""
     eval_max_steps: CountOrZero = 0
     """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 where the environment declares no limit."""

@@ -175,14 +175,14 @@ def exact(target: Target, world: SolvedWorld, step: Chain, value: FloatArray) ->
             mean = step.reward + gamma * step.model @ mean
         return mean, square - mean**2
     eye, c = np.eye(value.size), gamma * (1 - lam)
-    mean = _solved(eye - gamma * lam * step.model, step.reward + c * step.model @ value)
+    mean = _solve(eye - gamma * lam * step.model, step.reward + c * step.model @ value)
     now = step.reward_squared + 2 * c * step.paid @ value + c**2 * step.model @ value**2
     cross = step.paid @ mean + c * step.model @ (value * mean)
-    square = _solved(eye - (gamma * lam) ** 2 * step.model, now + 2 * gamma * lam * cross)
+    square = _solve(eye - (gamma * lam) ** 2 * step.model, now + 2 * gamma * lam * cross)
     return mean, square - mean**2
 
 
-def _solved(matrix: FloatArray, right: FloatArray) -> FloatArray:
+def _solve(matrix: FloatArray, right: FloatArray) -> FloatArray:
     return np.asarray(np.linalg.solve(matrix, right), dtype=np.float64)
 
 
@@ -210,7 +210,7 @@ def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list
         for kind, value in values.items():
             batches = _by_length(world, paths, value)
             for target in TARGETS:
-                found[target, kind].append(sampled(target, world, paths, value, batches))
+                found[target, kind].append(sample(target, world, paths, value, batches))
     out = []
     for (target, kind), pairs in found.items():
         mean, variance = exact(target, world, step, values[kind])
@@ -231,7 +231,7 @@ def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list
     return out
 
 
-def sampled(
+def sample(
     target: Target, world: SolvedWorld, paths: Paths, value: FloatArray, batches: Sequence[tuple[IntArray, Batch]]
 ) -> tuple[float, float]:
     """Squared bias and variance, means over the first states, of the targets of the first steps."""

@@ -150,14 +150,14 @@ def rows(chosen: Sequence[NamedSurrogate]) -> list[ClipRow]:
             sign,
             tuple(flat_ranges(one.surrogate, sign)),
             tuple(map(float, pushes(one.surrogate, np.array(CASES), sign)[1])),
-            _logged(one.surrogate, sign),
+            _is_logged(one.surrogate, sign),
         )
         for sign in (1, -1)
         for one in chosen
     ]
 
 
-def _logged(surrogate: Surrogate, advantage: float) -> bool:
+def _is_logged(surrogate: Surrogate, advantage: float) -> bool:
     rho = np.geomspace(0.01, 15.0, 1000)
     logp = torch.from_numpy(np.log(rho))[:, None]
     hits = clip_fractions(surrogate, logp, torch.full_like(logp, advantage))

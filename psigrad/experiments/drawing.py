@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,44 +66,3 @@ def save(figure: Any, path: Path) -> Path:
     """Write the picture; its path."""
     figure.savefig(path, dpi=110)
     return path
-
-
-def learning_curves(
-    found: Mapping[str, Any],
-    path: Path,
-    *panels: tuple[str, Sequence[str]],
-    sharey: bool = True,
-    beside: Sequence[tuple[str, Sequence[str]]] = (),
-) -> Path:
-    """Held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds.
-
-    `beside` asks for axes with figures of every arm: (title, names of the figures).
-    """
-    number = len(panels) + len(beside)
-    figure, axes = new_figure(4.9 * number, 3.4, 1, number, sharey=sharey and not beside, squeeze=False)
-    for ax, (title, names) in zip(axes[0], panels, strict=False):
-        arms = [arm for arm in found["arms"] if arm["name"] in names]
-        for arm, colour in zip(arms, COLOURS * 3, strict=False):
-            mean, low, high = zip(*arm["curve"], strict=True)
-            ax.fill_between(arm["steps"], low, high, color=colour, alpha=0.13, linewidth=0)
-            ax.plot(arm["steps"], mean, color=colour, linewidth=1.7, label=arm["name"])
-        tidy(ax, title, grid="y")
-        ax.set_xlabel("steps", color=INK, fontsize=9)
-        ax.legend(fontsize=8, frameon=False)
-    for ax, (title, names) in zip(axes[0][len(panels) :], beside, strict=True):
-        _intervals(ax, found["arms"], names)
-        tidy(ax, title, grid="x")
-    return save(figure, path)
-
-
-def _intervals(axes: Any, arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Figures of every arm that has them, one below the other, as points with their intervals."""
-    places = [(arm, name, colour) for name in names for arm, colour in zip(arms, COLOURS * 3, strict=False)]
-    places = [(arm, name, colour) for arm, name, colour in places if not math.isnan(arm["figures"][name][0])]
-    for y, (arm, name, colour) in enumerate(places):
-        mean, low, high = arm["figures"][name]
-        axes.plot([low, high], [y, y], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
-        axes.plot([mean], [y], "o", color=colour, markersize=6)
-    labels = [arm["name"] if len(names) == 1 else f"{name}, {arm['name']}" for arm, name, _ in places]
-    axes.set_yticks(range(len(places)), labels)
-    axes.set_ylim(len(places) - 0.4, -0.6)

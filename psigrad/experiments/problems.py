@@ -49,15 +49,6 @@ def line_walk(*, cells: int = 5, steps: int = 6, slip: float = 0.2, gamma: float
     return MDP(transitions, rewards, gamma, terminal=terminal, start=np.eye(n_states)[cells // 2])
 
 
-def bandit(means: tuple[float, ...], *, spread: float = 0.0) -> MDP:
-    """One step, one state, an arm for each mean; an arm pays its mean + spread or its mean − spread by a coin."""
-    arms = len(means)
-    transitions, rewards = np.zeros((arms, 3, 3)), np.zeros((arms, 3, 3))
-    transitions[:, 0, 1:] = 0.5
-    rewards[:, 0, 1], rewards[:, 0, 2] = np.add(means, spread), np.subtract(means, spread)
-    return MDP(transitions, rewards, 1.0, terminal=np.array([False, True, True]), start=np.array([1.0, 0.0, 0.0]))
-
-
 def exact_gradient(mdp: MDP, policy: FloatArray) -> FloatArray:
     """(S, A): ∂J/∂θ[s, a] = d(s)·π(a|s)·A(s, a), by the policy gradient theorem and two linear solves.
 

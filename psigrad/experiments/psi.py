@@ -181,16 +181,16 @@ def moments(form: PsiForm, given: Problem, batch_size: int, batches: int) -> tup
     """E ĝ [S·A] and batch size × tr Cov ĝ, exact, for the mean over `batch_size` episodes.
 
     Forms that look at one episode at a time are enumerated. Those that compare episodes follow from moments of one episode, since
-    their ĝ is made of sample covariances of a return and a score (`_compared`, `_averaged`).
+    their ĝ is made of sample covariances of a return and a score (`_compare`, `_average`).
     """
     paths, p = all_paths(given.mdp, given.policy)
     if isinstance(form.psi, moving_average):
-        return _averaged(form.psi.decay, given, paths, p, batch_size, batches)
+        return _average(form.psi.decay, given, paths, p, batch_size, batches)
     if isinstance(form.psi, reward_to_go_minus_others):
         to_go = reward_to_go(form.psi.gamma)(problems.batch_of(paths, given.policy)).numpy()
-        return _compared(to_go, [np.eye(to_go.shape[1])[t] for t in range(to_go.shape[1])], given, paths, p, batch_size)
+        return _compare(to_go, [np.eye(to_go.shape[1])[t] for t in range(to_go.shape[1])], given, paths, p, batch_size)
     if form.psi in (batch_mean, leave_one_out):
-        mean, variance = _compared(paths.rewards.sum(1, keepdims=True), [np.ones(1)], given, paths, p, batch_size)
+        mean, variance = _compare(paths.rewards.sum(1, keepdims=True), [np.ones(1)], given, paths, p, batch_size)
         shrink = (batch_size - 1) / batch_size if form.psi is batch_mean else 1.0
         return shrink * mean, shrink**2 * variance
     g = _of_each(form, given, paths)
@@ -198,7 +198,7 @@ def moments(form: PsiForm, given: Problem, batch_size: int, batches: int) -> tup
     return mean, float(p @ ((g - mean) ** 2).sum(1))
 
 
-def _compared(
+def _compare(
     x: FloatArray, steps: Sequence[FloatArray], given: Problem, paths: Paths, p: FloatArray, n: int
 ) -> tuple[FloatArray, float]:
     """Moments of ĝ = Σ_t c(x_t, s_t), with c the sample covariance over n episodes, x [N, t] returns and s_t scores (E s_t = 0).
@@ -222,7 +222,7 @@ def _compared(
     return mean, float(variance)
 
 
-def _averaged(decay: float, given: Problem, paths: Paths, p: FloatArray, n: int, batches: int) -> tuple[FloatArray, float]:
+def _average(decay: float, given: Problem, paths: Paths, p: FloatArray, n: int, batches: int) -> tuple[FloatArray, float]:
     """Moments of ĝ = mean of (R − b)·S, with b independent of the batch; the variance is the mean over the batches."""
     reward, s = paths.rewards.sum(1), problems.gradients(paths.mask.astype(np.float64), paths, given.policy, 1)
     square, mu, mean = (s**2).sum(1), float(p @ reward), (p * reward) @ s

@@ -107,7 +107,7 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
         return [f"{_MEANING[slot]}: {_ABSENT[slot]}"]
     lines: list[str] = []
     for part in parts:
-        lines += _wrapped(f"{_MEANING[slot]}: {label(part)}", "") + _part_lines(part, "    ")
+        lines += _wrap(f"{_MEANING[slot]}: {label(part)}", "") + _part_lines(part, "    ")
     return lines
 
 
@@ -116,34 +116,34 @@ def _part_lines(part: Any, indent: str) -> list[str]:
     if isinstance(part, int | float):
         return []
     paragraphs = (inspect.getdoc(part) or "A part without a docstring.").split("\n\n")
-    lines = _wrapped(" ".join(paragraphs[0].split()), indent)
+    lines = _wrap(" ".join(paragraphs[0].split()), indent)
     for paragraph in paragraphs[1:]:
         if paragraph.startswith("Formula:"):
             formula: str = getattr(part, "formula", paragraph.removeprefix("Formula:"))
             for row in formula.splitlines():
-                lines += _wrapped(row.strip(), indent + "    ")
+                lines += _wrap(row.strip(), indent + "    ")
         elif paragraph.startswith("Source:"):
-            lines += _wrapped(" ".join(paragraph.split()), indent)
+            lines += _wrap(" ".join(paragraph.split()), indent)
     inner = [getattr(part, f.name) for f in fields(part)] if is_dataclass(part) and not isinstance(part, type) else []
     for value in inner:
         if callable(value) or is_dataclass(value):
-            lines += _wrapped(f"with {label(value)}", indent) + _part_lines(value, indent + "    ")
+            lines += _wrap(f"with {label(value)}", indent) + _part_lines(value, indent + "    ")
     return lines
 
 
 def label(part: Any) -> str:
     """A part's name with its parameters: clip(low=0.2, high=0.28)."""
     if is_dataclass(part) and not isinstance(part, type):
-        inside = ", ".join(f"{f.name}={_shown(getattr(part, f.name))}" for f in fields(part))
+        inside = ", ".join(f"{f.name}={_show(getattr(part, f.name))}" for f in fields(part))
         return f"{type(part).__name__}({inside})"
     return str(getattr(part, "__name__", part))
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     return label(value) if callable(value) or is_dataclass(value) else repr(value)
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=True) or [""]
 
 
@@ -166,7 +166,7 @@ def _difference(a: Explained, b: Explained) -> str:
     if len(same) == len(slots):
         lines += ["They are the same method.", ""]
     elif same:
-        lines += _wrapped("Same in both: " + ", ".join(f"{slot} ({_short(a, slot)})" for slot in same), "")
+        lines += _wrap("Same in both: " + ", ".join(f"{slot} ({_short(a, slot)})" for slot in same), "")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -174,7 +174,7 @@ def _side(method: Explained, slot: str) -> list[str]:
     parts = _parts(method, slot)
     if not parts:
         return ["    " + _ABSENT[slot]]
-    return [line for part in parts for line in (*_wrapped(label(part), "    "), *_part_lines(part, "      "))]
+    return [line for part in parts for line in (*_wrap(label(part), "    "), *_part_lines(part, "      "))]
 
 
 def _short(method: Explained, slot: str) -> str:

@@ -175,11 +175,11 @@ class PolicyGradient:
         else:
             advantage = self.psi(shaped)
         advantage = advantage.detach() if batch.whole else zero_outside(batch.mask, advantage.detach())
-        keep, counts, marks = self._chosen(batch, advantage)
+        keep, counts, marks = self._choose(batch, advantage)
         adapts = self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive)
         figures = self._batch_metrics(batch, shaped, keep, counts, state) if metrics or adapts else {}
         if self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive):
-            updated = self.kl.coefficient.updated(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
+            updated = self.kl.coefficient.update(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
             new_state[kls.STATE_KEY] = updated
         felt = advantage != 0 if marks is None else (advantage != 0) | (marks != 0)
         felt = felt if counts is None else felt & counts
@@ -191,7 +191,7 @@ class PolicyGradient:
             figures["returns/mean"] = float(stats.masked_mean(returns, batch.mask))
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
-    def _chosen(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The rows that are kept [N]; the steps that count and those that the surrogate marks [N, T], where some part tells."""
         keep, counts = batch.present, None
         for part in self.keep:
@@ -225,7 +225,7 @@ class PolicyGradient:
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
         if self.critic is None:
             return policy
-        critic = self.critic_loss(prepared, _given(evaluation.value, "value", "the critic's loss"), totals)
+        critic = self.critic_loss(prepared, _require(evaluation.value, "value", "the critic's loss"), totals)
         return Loss(policy.value + critic.value, policy.terms | critic.terms)
 
     def policy_loss(
@@ -269,7 +269,7 @@ class PolicyGradient:
         if metrics and evaluation.entropy is not None:
             terms["entropy"] = mean(evaluation.entropy)
         if self.entropy is not None:
-            entropy = within(_given(evaluation.entropy, "entropy", "an entropy bonus"))
+            entropy = within(_require(evaluation.entropy, "entropy", "an entropy bonus"))
             value = value - self.entropy.coefficient * entropy.sum() / max(totals.tokens, 1)
         return Loss(value, terms)
 
@@ -283,8 +283,8 @@ class PolicyGradient:
                 f"{self.name or _name(self.psi)} has no critic; set critic=value_loss() and a psi that reads values."
             )
         within = inside(prepared.batch.mask & prepared.keep[:, None])
-        value_old = within(_given(prepared.batch.value, "value", "the critic's loss"))
-        returns = within(_given(prepared.returns, "returns", "the critic's loss"))
+        value_old = within(_require(prepared.batch.value, "value", "the critic's loss"))
+        returns = within(_require(prepared.returns, "returns", "the critic's loss"))
         error = self.critic(within(value), value_old, returns).sum() / max(totals.tokens, 1)
         return Loss(self.critic.coefficient * error, {"value_loss": error.detach()})
 
@@ -359,8 +359,8 @@ class PolicyGradient:
     @staticmethod
     def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: PolicyOutputs) -> Tensor:
         if kl.estimator in kls.EXACT:
-            return within(_given(evaluation.kl, "kl", "the exact KL term"))
-        logp_ref = within(_given(batch.logp_ref, "logp_ref", "the KL term"))
+            return within(_require(evaluation.kl, "kl", "the exact KL term"))
+        logp_ref = within(_require(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)
 
 
@@ -368,7 +368,7 @@ def _name(part: object) -> str:
     return str(getattr(part, "__name__", type(part).__name__))
 
 
-def _given(tensor: Tensor | None, field: str, reader: str) -> Tensor:
+def _require(tensor: Tensor | None, field: str, reader: str) -> Tensor:
     if tensor is None:
         raise ValueError(f"`{field}` is missing and {reader} reads it; let the model compute it, or choose another part.")
     return tensor

@@ -15,7 +15,7 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 __all__ = [
     "all_equal",
-    "centred",
+    "centre",
     "discounted_sum",
     "explained_variance",
     "group_max",
@@ -26,7 +26,7 @@ __all__ = [
     "masked_mean",
     "next_chosen",
     "rank_in_group",
-    "scrambled",
+    "scramble",
     "step_covariance",
     "td_errors",
 ]
@@ -68,7 +68,7 @@ def all_equal(x_N: Tensor, group_N: Tensor) -> Tensor:
     return group_min(x_N, group_N) == group_max(x_N, group_N)
 
 
-def centred(x_N: Tensor, group_N: Tensor) -> Tensor:
+def centre(x_N: Tensor, group_N: Tensor) -> Tensor:
     """x − mean of the group; exactly 0.0 where the whole group is equal.
 
     The least x is taken off first. That changes nothing in exact arithmetic, and leaves exact zeros for equal x.
@@ -79,7 +79,7 @@ def centred(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 def group_std(x_N: Tensor, group_N: Tensor) -> Tensor:
     """Unbiased standard deviation √(Σ(x − mean)² / (G − 1)) of the group; 0 in a group of one."""
-    return (group_sum(centred(x_N, group_N) ** 2, group_N) / (group_size(group_N) - 1).clamp(min=1)).sqrt()
+    return (group_sum(centre(x_N, group_N) ** 2, group_N) / (group_size(group_N) - 1).clamp(min=1)).sqrt()
 
 
 def rank_in_group(x_N: Tensor, group_N: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def step_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return ((x - masked_mean(x, mask)) * (y - masked_mean(y, mask))).masked_fill(~mask, 0.0)
 
 
-def scrambled(x: Tensor) -> Tensor:
+def scramble(x: Tensor) -> Tensor:
     """int64 numbers made of int64 numbers, as good as random and the same for the same: splitmix64 (Steele et al. 2014)."""
     x = x * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):

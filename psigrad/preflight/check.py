@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,123 @@ from torch import Tensor
 from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.sources import from_rows, read_rows
 from psigrad.language.data.templates import ignores_tools, prompt_ids, stop_token_id
 from psigrad.language.loading import model_source
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.language.recipes.online import method
-from psigrad.language.rollout.samplers.distribution import filtered
+from psigrad.language.recipes.conversation import offer_tools
+from psigrad.language.recipes.online_settings import method
+from psigrad.language.rollout.samplers import samplers
+from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
-from psigrad.language.rollout.types import Request
-from psigrad.language.training.online.collate import MicroBatch, micro_batches, to_batch
-from psigrad.language.training.online.forward import widened
+from psigrad.language.rollout.types import Prompt, Request, Sampler, SamplingParams, Trajectory
+from psigrad.language.training.online.forward import MicroBatch, inputs_of, micro_batches, rows_of, to_batch, widen
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
 from psigrad.objective.parts.advantage import group_mean
-from psigrad.preflight.check_subject import COMPLETIONS, Finding, Subject, subject_of
 from psigrad.runs import machine
+
+# Prompts that are looked at, completions of each, and the most tokens of one.
+PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24
+TEXTS = ("The capital of France is", "2 + 2 =", "Once upon a time there was a little", "def add(a, b):")
+# Mean difference of log-probs in nats, and of gradients as a share of their norm. Sums in another order differ by about 1e-6 in
+# float32; bfloat16 has 8 bits, and a deep network adds their rounding up.
+BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 2e-1)}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check came to."""
+
+    name: str
+    what: str
+    value: float
+    bound: float
+    control: float
+    """The value under a planted fault."""
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ok; failed; or unproven, where the planted fault stays within the bound."""
+        if not self.value <= self.bound:
+            return "failed"
+        return "ok" if self.control > self.bound else "unproven"
+
+    def row(self) -> dict[str, Any]:
+        """As JSON: name, what, value, bound, control, verdict, seconds, note."""
+        about = {"name": self.name, "what": self.what, "value": self.value, "bound": self.bound, "control": self.control}
+        return {**about, "verdict": self.verdict, "seconds": round(self.seconds, 3), "note": self.note}
+
+
+@dataclass
+class Subject:
+    """The model with prompts and completions of its own."""
+
+    config: OnlineConfig
+    model: LanguageModel
+    sampler: Sampler
+    params: SamplingParams
+    dataset: list[Prompt]
+    prompts: list[Prompt]
+    trajectories: list[list[Trajectory]]
+
+    @property
+    def groups(self) -> Groups:
+        """The completions by their prompts."""
+        completions = [[t.completion.ids for t in group] for group in self.trajectories]
+        return Groups([group[0].prompt_ids for group in self.trajectories], completions)
+
+    @property
+    def alone(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """Every completion with its prompt."""
+        return [(t.prompt_ids, t.completion.ids) for group in self.trajectories for t in group]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Of log-probs and of gradients."""
+        return BOUNDS.get(self.model.network.dtype, BOUNDS[torch.bfloat16])
+
+    @torch.no_grad()
+    def logp(self, groups: Groups, **how: Any) -> list[Tensor]:
+        """The log-probs of each completion."""
+        found = self.model.evaluate(groups, **how).logp
+        lengths = [len(ids) for group in groups.completions for ids in group]
+        return [row[:length] for row, length in zip(found, lengths, strict=True)]
+
+
+def _rows(config: OnlineConfig) -> list[Row]:
+    if config.data.dataset:
+        return read_rows(config.data, "prompt-only", 0, config.run.seed)[0]
+    return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
+
+
+def load_subject(config: OnlineConfig) -> Subject:
+    """The model, and completions that it samples with the run's own settings, shortened."""
+    model = load_model(config.model, config.run, None)
+    short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
+    dataset = [
+        Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offer_tools(config, _rows(config)))
+    ]
+    room = model.max_length - short.max_completion_length
+    prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
+    if len(prompts) < 2:
+        raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
+    params = samplers.sampling_params(short, model, [p.row for p in prompts])
+    sampler = samplers.make(config.sampling, model)
+    # lengths of their own, so that padding and packing have something to get wrong
+    groups = []
+    for place, prompt in enumerate(prompts):
+        request = Request(prompt.ids, tuple(range(100 * place, 100 * place + COMPLETIONS)))
+        (completions,) = sampler.sample([request], replace(params, max_tokens=max(2, params.max_tokens - 3 * place)))
+        groups.append([Trajectory(prompt.index, k, prompt.ids, c, 0) for k, c in enumerate(completions)])
+    return Subject(config, model, sampler, params, dataset, prompts, groups)
+
 
 FRESH = Lora(4)
 
@@ -51,8 +150,19 @@ def run(config: OnlineConfig) -> list[Finding]:
     machine.prepare_torch(config.run)
     check_sampling(config.sampling)
     found: list[Finding] = []
-    subject = subject_of(config)
-    for check in (_data, _text, _packed, _shared, _sampled, in_micro_batches, among_processes, _reference, _saved, _adapter):
+    subject = load_subject(config)
+    for check in (
+        check_data,
+        check_text,
+        check_packing,
+        check_sharing,
+        check_sampling_logps,
+        check_micro_batches,
+        check_processes,
+        check_reference,
+        check_saving,
+        check_adapter,
+    ):
         start = time.perf_counter()
         try:
             finding = check(subject)
@@ -63,7 +173,7 @@ def run(config: OnlineConfig) -> list[Finding]:
     return found
 
 
-def passed(findings: Sequence[Finding]) -> bool:
+def all_pass(findings: Sequence[Finding]) -> bool:
     """Whether every check holds and could have failed."""
     return all(finding.verdict == "ok" for finding in findings)
 
@@ -71,7 +181,7 @@ def passed(findings: Sequence[Finding]) -> bool:
 def report(findings: Sequence[Finding], *, as_json: bool = False) -> str:
     """A line for each, or one JSON object {"passed", "checks"}."""
     if as_json:
-        return json.dumps({"passed": passed(findings), "checks": [finding.row() for finding in findings]}, indent=1)
+        return json.dumps({"passed": all_pass(findings), "checks": [finding.row() for finding in findings]}, indent=1)
     width, what = (max(len(getattr(f, key)) for f in findings) for key in ("name", "what"))
     lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
     for f in findings:
@@ -86,7 +196,7 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return float(difference.mean()) if bool(torch.isfinite(difference).all()) else float("inf")
 
 
-def _data(subject: Subject) -> Finding:
+def check_data(subject: Subject) -> Finding:
     """data."""
     room = subject.model.max_length - subject.config.sampling.max_completion_length
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
@@ -114,7 +224,7 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
             yield "the token that ends a turn of the chat template does not stop a completion"
 
 
-def _text(subject: Subject) -> Finding:
+def check_text(subject: Subject) -> Finding:
     """end of text."""
     model, row = subject.model, subject.prompts[0].row
     stops = sorted({*model.eos_token_ids, *subject.params.stop_token_ids})
@@ -136,7 +246,7 @@ def _text(subject: Subject) -> Finding:
     return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join(found))
 
 
-def _packed(subject: Subject) -> Finding:
+def check_packing(subject: Subject) -> Finding:
     """packing."""
     whole = subject.logp(subject.groups)
     padded = subject.logp(subject.groups, packed=False)
@@ -151,7 +261,7 @@ def _packed(subject: Subject) -> Finding:
     return Finding("packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=note)
 
 
-def _shared(subject: Subject) -> Finding:
+def check_sharing(subject: Subject) -> Finding:
     """shared prompts."""
     shared = subject.logp(subject.groups)
     apart = subject.logp(Groups([p for p, _ in subject.alone], [[c] for _, c in subject.alone]))
@@ -162,7 +272,7 @@ def _shared(subject: Subject) -> Finding:
     return Finding("shared prompts", what, _apart(shared, apart), subject.bounds[0], _apart(wrong, apart))
 
 
-def _sampled(subject: Subject) -> Finding:
+def check_sampling_logps(subject: Subject) -> Finding:
     """sampling."""
     temperature = subject.params.temperature
     completions = [t.completion for group in subject.trajectories for t in group]
@@ -170,7 +280,7 @@ def _sampled(subject: Subject) -> Finding:
     theirs = [torch.tensor(c.logprobs, device=subject.model.device) for c in completions]
     value = _apart(mine, theirs)
     if subject.params.filtered:  # the distribution after top-k and the like, out of the trainer's logits
-        exact = [_filtered(subject, prompt, ids) for prompt, ids in subject.alone]
+        exact = [_filtered_logps(subject, prompt, ids) for prompt, ids in subject.alone]
         drawn = [torch.tensor(c.sampling_logprobs, device=subject.model.device) for c in completions]
         value = max(value, _apart(exact, drawn))
     warmer = subject.logp(subject.groups, temperature=2 * temperature)
@@ -179,15 +289,15 @@ def _sampled(subject: Subject) -> Finding:
 
 
 @torch.no_grad()
-def _filtered(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+def _filtered_logps(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*prompt, *completion]], device=subject.model.device)
     logits = subject.model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    allowed = filtered(logits / subject.params.temperature, subject.params)
+    allowed = filter_logits(logits / subject.params.temperature, subject.params)
     return torch.log_softmax(allowed, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
 @torch.no_grad()
-def _reference(subject: Subject) -> Finding:
+def check_reference(subject: Subject) -> Finding:
     """reference."""
     reference = subject.model if subject.model.is_own_reference else subject.model.frozen_copy()
 
@@ -226,7 +336,7 @@ class _Changed:
             p.zero_()
 
 
-def _saved(subject: Subject) -> Finding:
+def check_saving(subject: Subject) -> Finding:
     """saving."""
     before = subject.logp(subject.groups)
     settings = Model(path="", dtype=subject.config.model.dtype, trust_remote_code=subject.config.model.trust_remote_code)
@@ -242,7 +352,7 @@ def _saved(subject: Subject) -> Finding:
     return Finding("saving", "the model saved and loaded, and as it was", value, bound, control)
 
 
-def _adapter(subject: Subject) -> Finding:
+def check_adapter(subject: Subject) -> Finding:
     """adapter."""
     base = replace(subject.config.model, lora_rank=0, adapter="merge")
     plain = replace(subject, model=load_model(base, subject.config.run, None)).logp(subject.groups)
@@ -293,7 +403,7 @@ class _Step:
 
     def totals(self, parts: Sequence[MicroBatch]) -> Totals:
         """What losses divide by where these parts are all there is."""
-        return self.algorithm.totals(self.prepared, torch.cat([part.rows for part in parts]))
+        return self.algorithm.totals(self.prepared, torch.cat([rows_of(part) for part in parts]))
 
     def gradient(self, parts: Sequence[MicroBatch], totals: Callable[[MicroBatch], Totals], scale: float = 1.0) -> Gradient:
         """The sum over the parts, by name."""
@@ -305,13 +415,13 @@ class _Step:
 
     def _loss(self, part: MicroBatch, totals: Totals, scale: float) -> Tensor:
         temperature, entropy = self.subject.params.temperature, self.algorithm.needs_entropy
-        evaluation = self.subject.model.evaluate(part.inputs, temperature=temperature, entropy=entropy)
-        rows = self.prepared.select(part.rows.to(self.batch.mask.device))
-        share = self.algorithm.loss(rows, widened(evaluation, self.batch.mask.shape[1]), totals, self.prepared.state)
+        evaluation = self.subject.model.evaluate(inputs_of(self.batch, part), temperature=temperature, entropy=entropy)
+        rows = self.prepared.select(rows_of(part).to(self.batch.mask.device))
+        share = self.algorithm.loss(rows, widen(evaluation, self.batch.mask.shape[1]), totals, self.prepared.state)
         return share.value * scale
 
 
-def in_micro_batches(subject: Subject) -> Finding:
+def check_micro_batches(subject: Subject) -> Finding:
     """micro-batches."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
@@ -322,7 +432,7 @@ def in_micro_batches(subject: Subject) -> Finding:
     return Finding("micro-batches", "gradients of one pass and of many", value, subject.bounds[1], control)
 
 
-def among_processes(subject: Subject) -> Finding:
+def check_processes(subject: Subject) -> Finding:
     """processes."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)

@@ -17,7 +17,7 @@ import psigrad
 from psigrad.language.models.native.build import compiler
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.processor import fast_bfloat16
-from psigrad.preflight.plan.hardware import available, installed
+from psigrad.preflight.plan.hardware import available_memory, installed_memory
 from psigrad.processes.sandbox import tier_of_this_machine
 from psigrad.runs.machine import cores
 
@@ -52,7 +52,7 @@ def checks() -> Iterator[Check]:
         yield _package(package, f"pip install {package}")
     halves = "bfloat16 is faster than float32" if fast_bfloat16() else "bfloat16 saves memory, not time"
     yield Check("processor", "ok", f"{cores()} cores, {torch.get_num_threads()} torch threads; {halves}")
-    yield memory(available(), installed())
+    yield memory(available_memory(), installed_memory())
     yield _gpu()
     yield _compiler()
     yield _kernels()

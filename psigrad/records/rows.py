@@ -18,20 +18,9 @@ from psigrad.language.rollout.types import Trajectory
 # Of run folders, rows and checkpoint manifests. It goes up when what is written today could be misread by yesterday's readers.
 FORMAT = 1
 
-Status = Literal["scored", "failed", "unscored"]
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LARGEST = 1e100  # beyond it the arithmetic of axes overflows; such a value is no figure of a run
 _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
-
-
-class MetricsRow(TypedDict):
-    """One row of metrics.jsonl: a training step, or an evaluation ("eval/…" keys).
-
-    Every key but "step" is a figure: a number, or the string of a non-finite one. `psigrad.records.signals` lists the names.
-    """
-
-    step: int
-    """Optimiser steps done; in control runs, steps of the environments. Rows are in ascending order of it."""
 
 
 class Headline(NamedTuple):
@@ -62,86 +51,6 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
     return Headline(stem.removeprefix("eval/"), float(value), row.get(f"{stem}/low"), row.get(f"{stem}/high"))
 
 
-class TimingsRow(TypedDict):
-    """One row of timings.jsonl: seconds of a training step or an evaluation, which no two runs share.
-
-    Keys "time/…" are the seconds of one phase of it: "time/sample", "time/score", "time/update", "time/eval".
-    """
-
-    step: int
-    """As in metrics.jsonl."""
-    step_time: float
-    """Seconds of the whole step."""
-    tokens: int
-    """Tokens sampled or trained on in the step; in control runs, steps of the environments."""
-    tokens_per_second: float
-    """`tokens` by `step_time`."""
-
-
-class EventRow(TypedDict):
-    """One row of events.jsonl: something that happened to the run."""
-
-    time: float
-    """Seconds since 1970."""
-    kind: str
-    """started, resumed, saved, stopped, finished, failed, warning, allowed, changed, stop_asked, settings_changed,
-    versions_changed,
-    checkpoint_ignored, rows_damaged, rows_left_out, rows_cut, hanging or
-    unsafe_code."""
-    step: NotRequired[int]
-    """Of started, resumed, saved, stopped: the step at that moment. Of warning: the step from which on the rule holds."""
-    why_padded: NotRequired[str]
-    """Of started, resumed: why batches are padded instead of packed; empty where they are packed."""
-    rows: NotRequired[int]
-    """Of started, resumed: dataset rows that are trained on."""
-    eval_rows: NotRequired[int]
-    """Of started, resumed: dataset rows that are held out."""
-    command: NotRequired[str]
-    """Of started, resumed: what was typed to start this process."""
-    machine: NotRequired[dict[str, Any]]
-    """Of started, resumed: processor, cores, vectors, threads, gpu where it computes, and versions of what computes."""
-    reason: NotRequired[str]
-    """Of checkpoint_ignored: which checkpoint was passed over, and why. Of failed: the error."""
-    traceback: NotRequired[str]
-    """Of failed: where the error was raised."""
-    rule: NotRequired[str]
-    """Of warning: the rule of `psigrad.records.warnings` that was raised."""
-    value: NotRequired[float]
-    """Of warning: what the rule measured."""
-    says: NotRequired[str]
-    """Of warning: the rule in words."""
-    name: NotRequired[str]
-    """Of allowed: the pin that was another than before, by `run.allow`."""
-    before: NotRequired[str]
-    """Of allowed: its value so far."""
-    now: NotRequired[str]
-    """Of allowed: its value from here on."""
-    changes: NotRequired[dict[str, list[Any]]]
-    """Of settings_changed, and of changed, by a callback: each changed setting's value before and now."""
-    callback: NotRequired[str]
-    """Of changed, stop_asked: the callback."""
-    versions: NotRequired[dict[str, list[str]]]
-    """Of versions_changed: each changed package's version before and now."""
-    ledger: NotRequired[dict[str, int]]
-    """Of finished: what became of the prompts; `issued` is the sum of the others."""
-    at: NotRequired[int]
-    """Of rows_cut: the number of tokens at which they are cut."""
-    count: NotRequired[int]
-    """Of rows_cut: how many rows."""
-    phase: NotRequired[str]
-    """Of hanging: the phase that lasts so long."""
-    seconds: NotRequired[float]
-    """Of hanging: how long it has lasted."""
-    file: NotRequired[str]
-    """Of rows_damaged: the file."""
-    lines: NotRequired[int]
-    """Of rows_damaged: how many lines of it are damaged."""
-    longer_than_max_length: NotRequired[int]
-    """Of rows_left_out: dataset rows that were too long to train on."""
-    kept: NotRequired[int]
-    """Of rows_left_out: dataset rows that are trained on."""
-
-
 class RolloutRow(TypedDict):
     """One completion in rollouts.jsonl, written by language-model runs. Lists per token are as long as `completion_ids`."""
 
@@ -164,7 +73,7 @@ class RolloutRow(TypedDict):
     parts: dict[str, Any]
     """Reward function -> what it gave (None: nothing)."""
     status: str
-    """A `Status`: scored; failed (a reward function raised or timed out); unscored."""
+    """scored; failed (a reward function raised or timed out); unscored."""
     reason: str
     """Why it failed or stayed unscored; else empty."""
     advantage: float | None
@@ -195,21 +104,6 @@ class RolloutRow(TypedDict):
     """Per token, where they are not all alike."""
     kept: NotRequired[bool]
     """False where a filter of the method left the row out of the loss."""
-
-
-class EpisodeRow(TypedDict):
-    """One evaluation episode in rollouts.jsonl, written by control runs."""
-
-    step: int
-    """Steps of the environments done before the evaluation."""
-    kind: Literal["episode"]
-    """What tells it from a completion."""
-    episode: int
-    """Number of the episode within its evaluation."""
-    reward: float
-    """Undiscounted sum of its rewards."""
-    length: int
-    """Its steps."""
 
 
 def rollout_row(

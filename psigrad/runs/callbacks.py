@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from psigrad.config.fields import LIVE, marked, settings_of
-from psigrad.config.load import expected, flat_names
+from psigrad.config.load import expected
+from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World

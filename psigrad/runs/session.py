@@ -17,7 +17,7 @@ from psigrad.config import Run
 from psigrad.config.fields import LENGTH, marked
 from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
-from psigrad.processes.parallel.world import ALONE, World, joined
+from psigrad.processes.parallel.world import ALONE, World, join_world
 from psigrad.records import checkpoint, pins
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
@@ -41,7 +41,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
         if hasattr(config, "placement"):
             launch.check(config.placement.processes)
             lockstep, minutes = config.placement.strategy == "fsdp", config.placement.timeout_minutes
-            world = stack.enter_context(joined(device=device(config.run), lockstep=lockstep, minutes=minutes))
+            world = stack.enter_context(join_world(device=device(config.run), lockstep=lockstep, minutes=minutes))
         path = world.broadcast(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
         yield stack.enter_context(_open_as(world, path, config, recipe))
 

@@ -39,16 +39,6 @@ def share(count: int, n: int, null: float = 0.5, confidence: float = 0.95) -> Pr
     return Proportion(count / n, float(interval.low), float(interval.high), int(n), float(test.pvalue), null)
 
 
-def position_bias(chosen_left: ArrayLike, confidence: float = 0.95) -> Proportion:
-    """The share of choices that fell on the left side, tested against one half.
-
-    `chosen_left` has one boolean for each answer that chose a side. Sides are drawn at random, so a share away from 1/2 is a bias
-    of the labeller, whatever the completions are.
-    """
-    sides = np.asarray(chosen_left, dtype=bool)
-    return share(int(sides.sum()), sides.size, 0.5, confidence)
-
-
 def counts(ratings: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
     """How often each unit got each value, [U, K], and the K values in ascending order."""
     table = _table(ratings)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-CHUNK = 1 << 20
 LONGEST_LINE = 64 << 20
 _MARK = 256
 

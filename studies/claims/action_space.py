@@ -75,7 +75,7 @@ def check(s: SpaceSettings) -> None:
 def run(s: SpaceSettings) -> SpaceResult:
     """The fine-tuned model, the same after RLOO, before any training, and the model that was asked for."""
     where = trials.files(s)
-    trials.finished(s, "action_space", [Trial("RLOO", 0, "rloo", trials.online(s, where, "rloo", reward=("exact",)))])
+    trials.run_all(s, "action_space", [Trial("RLOO", 0, "rloo", trials.online(s, where, "rloo", reward=("exact",)))])
     models = {
         "untrained": where["base"],
         "after SFT": where["model"],
@@ -91,11 +91,11 @@ def run(s: SpaceSettings) -> SpaceResult:
             continue
         later = [mass[TOP.index(FEW)] for k, place in places.items() if k > 1 for mass, _ in place]
         claim = f"{name}: more than {MASS:.0%} of the probability is on {FEW} tokens after the first"
-        findings.append(trials.paired(claim, f"mass − {MASS:g}, over tokens", later, [MASS] * len(later)))
+        findings.append(trials.compare_pairs(claim, f"mass − {MASS:g}, over tokens", later, [MASS] * len(later)))
         pairs = list(zip(places[1], places[2], strict=False))
         claim = f"{name}: the second token is drawn from fewer than the first"
         firsts, seconds = ([pair[i][1] for pair in pairs] for i in (0, 1))
-        findings.append(trials.paired(claim, "entropy: first token > second, paired by prompt", firsts, seconds))
+        findings.append(trials.compare_pairs(claim, "entropy: first token > second, paired by prompt", firsts, seconds))
     return SpaceResult(s, {name: size for name, (size, _) in found.items()}, rows, tuple(findings))
 
 
@@ -121,7 +121,7 @@ def masses(
     network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     places: dict[int, list[tuple[tuple[float, ...], float]]] = {}
     with torch.no_grad():
-        for one in evaluate.sampled(asked, False).trajectories:
+        for one in evaluate.sample_and_score(asked, False).trajectories:
             ids = torch.tensor([[*one.prompt_ids, *one.completion.ids]])
             logp = network(ids).logits[0, len(one.prompt_ids) - 1 : -1].float().log_softmax(-1)
             ordered = logp.exp().sort(descending=True).values.cumsum(-1)

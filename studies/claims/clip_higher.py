@@ -14,7 +14,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import TrialSettings
 from studies.trials import Trial, TrialResult
@@ -34,7 +33,7 @@ def run(s: TrialSettings) -> TrialResult:
         config = trials.online(s, where, algorithm, num_iterations=4)
         config = replace(config, evaluation=replace(config.evaluation, num_generations_eval=K))
         jobs += [Trial(name, seed, "grpo", config) for seed in range(s.seeds)]
-    rows = trials.finished(s, "clip_higher", jobs)
+    rows = trials.run_all(s, "clip_higher", jobs)
     figures = {
         "at the end": trials.last,
         f"pass@{K}": lambda run: trials.last(run, f"eval/pass@{K}"),
@@ -42,20 +41,20 @@ def run(s: TrialSettings) -> TrialResult:
         "last fifth": lambda run: trials.mean_of([r for r in run if r["step"] > 0.8 * s.steps], "entropy"),
         "clipped": lambda run: trials.mean_of(run, "clip_ratio/high_mean"),
     }
-    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
     first, second, third = arms.values()
     findings = (
-        trials.compared("0.28 keeps more entropy than 0.2", second, first, "entropy"),
-        trials.compared("0.5 keeps more entropy than 0.2", third, first, "entropy"),
-        trials.compared(f"0.28 has the higher pass@{K}", second, first, f"pass@{K}"),
-        trials.compared("0.28 has the higher accuracy", second, first, "at the end"),
+        trials.compare("0.28 keeps more entropy than 0.2", second, first, "entropy"),
+        trials.compare("0.5 keeps more entropy than 0.2", third, first, "entropy"),
+        trials.compare(f"0.28 has the higher pass@{K}", second, first, f"pass@{K}"),
+        trials.compare("0.28 has the higher accuracy", second, first, "at the end"),
     )
     return TrialResult(s, tuple(arms.values()), findings)
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
     """One row for each clip, then the claims."""
-    yield from trials.shown(
+    yield from trials.show(
         "Clip-higher",
         result,
         "entropy: nats per token over the run; last fifth: over its end",
@@ -66,4 +65,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, entropy and pass@k."""
     beside = [("Entropy, nats per token", ("entropy", "last fifth")), (f"pass@{K} at the end", (f"pass@{K}",))]
-    return drawing.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)
+    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)

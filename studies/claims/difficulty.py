@@ -62,14 +62,14 @@ def check(s: DifficultySettings) -> None:
 
 def run(s: DifficultySettings) -> DifficultyResult:
     """One prompt by enumeration, then every arm over seeds."""
-    exact = tuple(weighed(name, s.generations) for name in groups.METHODS)
+    exact = tuple(weigh(name, s.generations) for name in groups.METHODS)
     where = trials.files(s)
     jobs = [
         Trial(name, seed, algorithm["preset"], trials.online(s, where, algorithm, reward=("exact",)))
         for name, algorithm in ARMS.items()
         for seed in range(s.seeds)
     ]
-    rows = trials.finished(s, "difficulty", jobs)
+    rows = trials.run_all(s, "difficulty", jobs)
     each = {key: shares(trials.rollouts(s, "difficulty", *key), s.generations) for key in rows}
     rows = {
         key: [*own, {"step": s.steps, "extreme": each[key][0] + each[key][-1], "hard": _hard(s, *key)}]
@@ -81,19 +81,21 @@ def run(s: DifficultySettings) -> DifficultyResult:
         "hard words": lambda run: trials.last(run, "hard"),
         "extreme": lambda run: trials.last(run, "extreme"),
     }
-    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
     counts = range(s.generations - 1)
     by_count = {name: tuple(over_seeds(each[name, seed][k] for seed in range(s.seeds)) for k in counts) for name in ARMS}
-    return DifficultyResult(s, exact, tuple(arms.values()), by_count, verdicts(exact, arms), trials.spent(s, "difficulty"))
+    return DifficultyResult(s, exact, tuple(arms.values()), by_count, verdicts(exact, arms), trials.core_minutes(s, "difficulty"))
 
 
-def weighed(name: str, generations: int) -> WeightRow:
+def weigh(name: str, generations: int) -> WeightRow:
     """One method on prompts of one token, right with each of `CHANCES`: ⟨E ĝ, ∇J⟩ / ‖∇J‖², and that at ½ as unit."""
     found = []
     for chance in (0.5, *CHANCES):
         theta = groups.logits(1, chance)
         _, slope = groups.accuracy(1, theta)
-        found.append(float(groups.expected(groups.METHODS[name], 1, theta, generations).gradient @ slope / (slope @ slope)))
+        found.append(
+            float(groups.enumerate_groups(groups.METHODS[name], 1, theta, generations).gradient @ slope / (slope @ slope))
+        )
     return WeightRow(name, tuple(value / found[0] for value in found[1:]))
 
 
@@ -128,9 +130,9 @@ def verdicts(exact: Sequence[WeightRow], arms: Mapping[str, Arm]) -> tuple[Claim
     return (
         _exactly(f"GRPO weighs a prompt more, {chance}", test, at["GRPO"], at["GRPO"] > 1 + ZERO),
         _exactly(f"Dr. GRPO weighs them alike, {chance}", test, at["Dr. GRPO"], abs(at["Dr. GRPO"] - 1) < ZERO),
-        trials.compared("GRPO puts more of its weight on groups with one right or one wrong answer", grpo, dr, "extreme"),
-        trials.compared("Dr. GRPO is at least as accurate as GRPO", dr, grpo, "area", least=-SLACK),
-        trials.compared("Dr. GRPO is at least as accurate on the hard words", dr, grpo, "hard words", least=-SLACK),
+        trials.compare("GRPO puts more of its weight on groups with one right or one wrong answer", grpo, dr, "extreme"),
+        trials.compare("Dr. GRPO is at least as accurate as GRPO", dr, grpo, "area", least=-SLACK),
+        trials.compare("Dr. GRPO is at least as accurate on the hard words", dr, grpo, "hard words", least=-SLACK),
     )
 
 

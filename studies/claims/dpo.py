@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
-from psigrad.experiments import drawing
 from psigrad.language.data import tasks
 from psigrad.language.recipes import demo, sample
 from studies import trials
@@ -48,14 +47,14 @@ def run(s: TrialSettings) -> TrialResult:
     )
     recorded: dict[str, tuple[str, Any]] = {name: (loss, replace(offline, loss=loss)) for name, loss in OFFLINE.items()}
     sampled = {name: (method, trials.online(s, where, method, reward=("exact",))) for name, method in ONLINE.items()}
-    rates = trials.tuned(s, "dpo", recorded, RATES["offline"], trials.area)
-    rates |= trials.tuned(s, "dpo", sampled, RATES["online"], trials.area)
+    rates = trials.tune(s, "dpo", recorded, RATES["offline"], trials.area)
+    rates |= trials.tune(s, "dpo", sampled, RATES["online"], trials.area)
     jobs = [
         Trial(f"{name} at {rates[name]:g}", seed, method, trials.at_rate(config, rates[name]))
         for name, (method, config) in (recorded | sampled).items()
         for seed in range(s.seeds)
     ]
-    found = trials.finished(s, "dpo", jobs)
+    found = trials.run_all(s, "dpo", jobs)
     rows = {(name, seed): found[f"{name} at {rates[name]:g}", seed] for name in rates for seed in range(s.seeds)}
     figures = {
         "area": trials.area,
@@ -64,18 +63,18 @@ def run(s: TrialSettings) -> TrialResult:
         "chosen": lambda r: change(r, "eval/logps/chosen"),
         "rejected": lambda r: change(r, "eval/logps/rejected"),
     }
-    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in (*OFFLINE, *ONLINE)}
+    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in (*OFFLINE, *ONLINE)}
     arms = {name: trials.with_figure(arm, "rate", rates[name]) for name, arm in arms.items()}
     still = (0.0,) * s.seeds
     findings = []
     for name in OFFLINE:
         own = arms[name].each
-        findings.append(trials.paired(f"{name} raises the margin", f"margin: {name} > 0", own["margin"], still))
+        findings.append(trials.compare_pairs(f"{name} raises the margin", f"margin: {name} > 0", own["margin"], still))
         claim = f"{name} lowers the log-probability of the chosen answers"
-        findings.append(trials.paired(claim, f"chosen: {name} < 0", still, own["chosen"]))
+        findings.append(trials.compare_pairs(claim, f"chosen: {name} < 0", still, own["chosen"]))
     for name in ONLINE:
         findings.append(
-            trials.compared(f"{name} learns more than DPO from as many samples", arms[name], arms["DPO"], "at the end")
+            trials.compare(f"{name} learns more than DPO from as many samples", arms[name], arms["DPO"], "at the end")
         )
     return TrialResult(s, tuple(arms.values()), tuple(findings))
 
@@ -100,7 +99,7 @@ def pairs(s: TrialSettings, where: Mapping[str, Path]) -> tuple[Path, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         trials.pairs(asked, train)
     rows = [json.loads(line) for line in where["held_out"].read_text().splitlines()]
-    wrong = tasks.demonstrations(rows, 1.0, tasks.swapped_ending, 0)
+    wrong = tasks.demonstrations(rows, 1.0, tasks.swap_ending, 0)
     made = [
         {**row, "chosen": row["completion"], "rejected": other["completion"]}
         for row, other in zip(rows, wrong, strict=True)
@@ -118,7 +117,7 @@ def change(rows: Any, key: str) -> float:
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
     """One row for each method, then the claims."""
-    yield from trials.shown(
+    yield from trials.show(
         "Preferences, offline and online",
         result,
         "margin: change of the implicit reward of held-out right answers less that of the mistake, in units of β·nats",
@@ -130,4 +129,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, and the changes of the log-probabilities."""
     beside = [("Change of log-probabilities, nats per completion", ("chosen", "rejected"))]
-    return drawing.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)
+    return trials.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)

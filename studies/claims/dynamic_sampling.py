@@ -13,7 +13,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import TrialSettings
 from studies.trials import Trial, TrialResult
@@ -31,7 +30,7 @@ def run(s: TrialSettings) -> TrialResult:
         for name, keep in ARMS.items()
         for seed in range(s.seeds)
     ]
-    rows = trials.finished(s, "dynamic_sampling", jobs)
+    rows = trials.run_all(s, "dynamic_sampling", jobs)
     figures = {
         "area": trials.area,
         "at the end": trials.last,
@@ -39,12 +38,12 @@ def run(s: TrialSettings) -> TrialResult:
         "no signal": lambda run: trials.mean_of(run, "frac_reward_zero_std"),
         "by samples": by_samples,
     }
-    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
     every, signal = arms.values()
     findings = (
-        trials.compared("as many updates learn more", signal, every, "area"),
-        trials.compared("it draws more samples", signal, every, "samples"),
-        trials.compared("as many samples learn more", signal, every, "by samples"),
+        trials.compare("as many updates learn more", signal, every, "area"),
+        trials.compare("it draws more samples", signal, every, "samples"),
+        trials.compare("as many samples learn more", signal, every, "by samples"),
     )
     return TrialResult(s, tuple(arms.values()), findings)
 
@@ -67,7 +66,7 @@ def by_samples(rows: Any) -> float:
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
     """One row for each arm, then the claims."""
-    yield from trials.shown(
+    yield from trials.show(
         "Dynamic sampling",
         result,
         "area: mean held-out accuracy over the updates",
@@ -79,4 +78,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, and the area by updates and by samples."""
     beside = [("Mean accuracy, by updates and by samples", ("area", "by samples"))]
-    return drawing.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)
+    return trials.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)

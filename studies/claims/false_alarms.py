@@ -74,17 +74,17 @@ def run(s: AlarmSettings) -> AlarmResult:
             config = trials.at_rate(config, s.learning_rate * factor)
             jobs.setdefault((name, factor), []).append(Trial(name, FIRST_SEED + k, method, config))
     ordered = sorted((t for own in jobs.values() for t in own), key=lambda t: t.seed)
-    found = trials.finished(s, "false_alarms", ordered)
+    found = trials.run_all(s, "false_alarms", ordered)
     rows = tuple(
         row(name, s.learning_rate * factor, [found[t.arm, t.seed] for t in own]) for (name, factor), own in sorted(jobs.items())
     )
-    return AlarmResult(s, rows, verdicts(rows), trials.spent(s, "false_alarms"))
+    return AlarmResult(s, rows, verdicts(rows), trials.core_minutes(s, "false_alarms"))
 
 
 def row(name: str, rate: float, runs: Sequence[Sequence[Mapping[str, Any]]]) -> AlarmRow:
     """What the runs of one method at one learning rate came to."""
-    told = [trials.warned(rows, RULES) for rows in runs]
-    by_rule = {rule: sum(trials.warned(rows, (rule,)) is not None for rows in runs) for rule in RULES}
+    told = [trials.first_warning(rows, RULES) for rows in runs]
+    by_rule = {rule: sum(trials.first_warning(rows, (rule,)) is not None for rows in runs) for rule in RULES}
     alarms = sum(step is not None for step in told)
     curves = [sorted(trials.curve(rows).items()) for rows in runs]
     start, end = (over_seeds(curve[i][1] for curve in curves) for i in (0, -1))

@@ -85,15 +85,15 @@ def check(s: LengthSettings) -> None:
 
 def run(s: LengthSettings) -> LengthResult:
     """The tree, then every arm over seeds."""
-    exact = tuple(forked(name, s.longest) for name in groups.METHODS)
+    exact = tuple(climb(name, s.longest) for name in groups.METHODS)
     where = trials.files(s)
-    start = talkative(s, where)
+    start = tune_talkative(s, where)
     jobs = [
         Trial(name, seed, algorithm["preset"], settings(s, where, start, algorithm))
         for name, algorithm in ARMS.items()
         for seed in range(s.seeds)
     ]
-    rows = trials.finished(s, "length", jobs)
+    rows = trials.run_all(s, "length", jobs)
     rows = {(name, seed): [*own, *lengths(trials.rollouts(s, "length", name, seed))] for (name, seed), own in rows.items()}
     figures = {
         "wrong, start": lambda run: trials.mean_of(_early(run), "wrong"),
@@ -102,8 +102,8 @@ def run(s: LengthSettings) -> LengthResult:
         "right grown": lambda run: trials.mean_of(_late(run, s.steps), "right") - trials.mean_of(_early(run), "right"),
         "accuracy": lambda run: trials.last(run, ACCURACY),
     }
-    arms = {name: trials.summed(name, range(s.seeds), rows, figures, "wrong") for name in ARMS}
-    return LengthResult(s, exact, tuple(arms.values()), verdicts(exact, arms), trials.spent(s, "length"))
+    arms = {name: trials.summarize(name, range(s.seeds), rows, figures, "wrong") for name in ARMS}
+    return LengthResult(s, exact, tuple(arms.values()), verdicts(exact, arms), trials.core_minutes(s, "length"))
 
 
 def verdicts(exact: Sequence[ForkRow], arms: Mapping[str, Arm]) -> tuple[ClaimVerdict, ...]:
@@ -111,7 +111,7 @@ def verdicts(exact: Sequence[ForkRow], arms: Mapping[str, Arm]) -> tuple[ClaimVe
     tree = {row.name: row for row in exact}
     grpo, dr = arms["GRPO"], arms["Dr. GRPO"]
     nothing = [0.0] * len(dr.each["grown"])
-    unchanged = trials.paired("", "", dr.each["grown"], nothing).difference
+    unchanged = trials.compare_pairs("", "", dr.each["grown"], nothing).difference
     within: Verdict = "undecided"
     if len(nothing) > 1:
         inside = unchanged.low > -TOKEN and unchanged.high < TOKEN
@@ -121,10 +121,10 @@ def verdicts(exact: Sequence[ForkRow], arms: Mapping[str, Arm]) -> tuple[ClaimVe
         exactly("GRPO's expected step lengthens wrong answers (tree)", tree["GRPO"].wrong, tree["GRPO"].wrong > ZERO),
         exactly("GRPO's expected step shortens right answers (tree)", tree["GRPO"].right, tree["GRPO"].right < -ZERO),
         exactly("Dr. GRPO's leaves wrong answers as long (tree)", tree["Dr. GRPO"].wrong, abs(tree["Dr. GRPO"].wrong) < ZERO),
-        trials.compared("wrong answers grow more under GRPO than under Dr. GRPO", grpo, dr, "grown"),
+        trials.compare("wrong answers grow more under GRPO than under Dr. GRPO", grpo, dr, "grown"),
         ClaimVerdict("under Dr. GRPO wrong answers do not grow", f"grown: within {TOKEN:g} token of 0", within, unchanged),
-        trials.compared("right answers shrink more under GRPO than under Dr. GRPO", dr, grpo, "right grown"),
-        trials.compared("Dr. GRPO is at least as accurate as GRPO", dr, grpo, "accuracy", least=-SLACK),
+        trials.compare("right answers shrink more under GRPO than under Dr. GRPO", dr, grpo, "right grown"),
+        trials.compare("Dr. GRPO is at least as accurate as GRPO", dr, grpo, "accuracy", least=-SLACK),
     )
 
 
@@ -134,10 +134,10 @@ def exactly(claim: str, value: float, holds: bool) -> ClaimVerdict:
     return ClaimVerdict(claim, test, "holds" if holds else "does not hold", Interval(value, value, value))
 
 
-def forked(name: str, longest: int) -> ForkRow:
+def climb(name: str, longest: int) -> ForkRow:
     """One method on the tree."""
     method, theta, path = groups.METHODS[name], groups.logits(longest, SUCCESS), []
-    first = groups.expected(method, longest, theta, GROUP)
+    first = groups.enumerate_groups(method, longest, theta, GROUP)
     _, slope = groups.accuracy(longest, theta)
     grown = {right: groups.mean_length(longest, theta, right=right)[1] @ first.gradient for right in (True, False)}
     per_gain = slope @ first.gradient
@@ -151,12 +151,12 @@ def forked(name: str, longest: int) -> ForkRow:
         if now >= GOAL:
             break
         theta = theta + (GAIN / (slope @ step) * step).reshape(theta.shape)
-        step = groups.expected(method, longest, theta, GROUP).gradient
+        step = groups.enumerate_groups(method, longest, theta, GROUP).gradient
     angle = math.degrees(math.acos(min(1.0, float(cosine))))
     return ForkRow(name, weight, float(grown[False] / per_gain), float(grown[True] / per_gain), angle, tuple(path))
 
 
-def talkative(s: LengthSettings, where: Mapping[str, Path]) -> Path:
+def tune_talkative(s: LengthSettings, where: Mapping[str, Path]) -> Path:
     """The fine-tuned model, tuned further on demonstrations with remarks."""
     folder = Path(s.out) / "start" / f"{s.words}-words-{s.sft_steps}-steps"
     if (model := folder / "remarks" / "model").exists():

@@ -91,8 +91,8 @@ def run(s: LoopholeSettings) -> LoopholeResult:
         honest = replace(usual, algorithm=method, reward=("exact",))
         speeds = [s.learning_rate * factor for factor in (1 / 3, 1, 3)]  # some learn slowly, some shake
         jobs += [Trial(name, seed, method, trials.at_rate(honest, speeds[seed % 3])) for seed in range(count)]
-    found = trials.finished(s, "loopholes", jobs)
-    told = {key: trials.warned(rows, RULES) for key, rows in found.items()}
+    found = trials.run_all(s, "loopholes", jobs)
+    told = {key: trials.first_warning(rows, RULES) for key, rows in found.items()}
     rows = tuple(row(name, found, told, count if name in HONEST else s.seeds) for name in (*flawed, *HONEST))
     steps = tuple(sorted(trials.curve(next(iter(found.values())))))
     curves = {name: _curve(name, found, steps, s.seeds) for name in flawed}

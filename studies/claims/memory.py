@@ -67,7 +67,7 @@ def check(s: MemorySettings) -> None:
 
 def run(s: MemorySettings) -> MemoryResult:
     """Every method in a process of its own, and its plan."""
-    rows = tuple(measured(s, name, kind, passes) for name, (kind, passes) in ARMS.items())
+    rows = tuple(measure(s, name, kind, passes) for name, (kind, passes) in ARMS.items())
     start = alone(workload(replace(s, hidden=64, layers=1, steps=1), "start", "rloo", 1), "float32", s.threads)["ours"]["peak_mb"]
     by = {row.name: row for row in rows}
     rloo, ppo = by["RLOO"], by["PPO, 1 pass"]
@@ -114,10 +114,10 @@ def workload(s: MemorySettings, name: str, kind: str, passes: int) -> Workload:
     )
 
 
-def measured(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
+def measure(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
     """One method."""
     work = workload(s, name, kind, passes)
-    plan, found = planned(work, s.threads), alone(work, "float32", s.threads)["ours"]
+    plan, found = make_plan(work, s.threads), alone(work, "float32", s.threads)["ours"]
     return MemoryRow(
         name,
         found["peak_mb"],
@@ -127,7 +127,7 @@ def measured(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
     )
 
 
-def planned(work: Workload, threads: int) -> Plan:
+def make_plan(work: Workload, threads: int) -> Plan:
     """What `psigrad plan` says. Random weights sample nearly uniformly, so one token of the vocabulary ends."""
     chance = 1 - 1 / work.vocabulary
     mean = (1 - chance**work.completion_tokens) / (1 - chance)

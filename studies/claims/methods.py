@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import MethodsSettings
 from studies.trials import Trial, TrialResult
@@ -50,13 +49,13 @@ def run(s: MethodsSettings) -> TrialResult:
         name: (method, trials.online(s, where, algorithm, num_iterations=4 if name == "PPO" else 1))
         for name, (method, algorithm) in ARMS.items()
     }
-    rates = trials.tuned(s, "methods", configs, s.rates, trials.area)
+    rates = trials.tune(s, "methods", configs, s.rates, trials.area)
     jobs = [
         Trial(f"{name} at {rates[name]:g}", seed, method, trials.at_rate(config, rates[name]))
         for name, (method, config) in configs.items()
         for seed in range(s.seeds)
     ]
-    rows = trials.finished(s, "methods", jobs)
+    rows = trials.run_all(s, "methods", jobs)
     figures = {
         "area": trials.area,
         "at the end": trials.last,
@@ -64,15 +63,15 @@ def run(s: MethodsSettings) -> TrialResult:
         "length": lambda run: trials.last(run, "completions/mean_length"),
     }
     rows = {(name, seed): rows[f"{name} at {rates[name]:g}", seed] for name in ARMS for seed in range(s.seeds)}
-    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
     arms = {name: trials.with_figure(arm, "rate", rates[name]) for name, arm in arms.items()}
     findings = (
-        trials.compared("RLOO is at least as good as REINFORCE", arms["RLOO"], arms["REINFORCE"], "area", least=-SLACK),
-        trials.compared("REINFORCE is at least as good as PPO", arms["REINFORCE"], arms["PPO"], "area", least=-SLACK),
-        trials.compared("RLOO is better than PPO", arms["RLOO"], arms["PPO"], "area"),
-        trials.compared("RLOO is better than PPO of one pass", arms["RLOO"], arms["PPO, 1 pass"], "area"),
-        trials.compared("RLOO needs fewer samples than RAFT", arms["RAFT"], arms["RLOO"], "samples"),
-        trials.compared("RLOO learns more than online DPO", arms["RLOO"], arms["online DPO"], "area"),
+        trials.compare("RLOO is at least as good as REINFORCE", arms["RLOO"], arms["REINFORCE"], "area", least=-SLACK),
+        trials.compare("REINFORCE is at least as good as PPO", arms["REINFORCE"], arms["PPO"], "area", least=-SLACK),
+        trials.compare("RLOO is better than PPO", arms["RLOO"], arms["PPO"], "area"),
+        trials.compare("RLOO is better than PPO of one pass", arms["RLOO"], arms["PPO, 1 pass"], "area"),
+        trials.compare("RLOO needs fewer samples than RAFT", arms["RAFT"], arms["RLOO"], "samples"),
+        trials.compare("RLOO learns more than online DPO", arms["RLOO"], arms["online DPO"], "area"),
     )
     return TrialResult(s, tuple(arms.values()), findings)
 
@@ -91,7 +90,7 @@ def samples_to(rows: Sequence[Mapping[str, Any]], level: float, per_step: int) -
 def tables(result: TrialResult) -> Iterator[Table | Text]:
     """One row for each method, then the claims."""
     s = result.settings
-    yield from trials.shown(
+    yield from trials.show(
         "Methods at equal samples",
         result,
         f"area: mean held-out accuracy over the run; samples: until it is {s.level:g}",
@@ -101,4 +100,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves."""
-    return drawing.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))
+    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import NoiseSettings
 from studies.trials import Arm, ClaimVerdict, Trial, TrialResult
@@ -56,16 +55,16 @@ def run(s: NoiseSettings) -> TrialResult:
         for beta in s.betas:
             config = trials.online(s, where, algorithm(method, beta), reward=("exact",))
             configs[f"{method}, β {beta:g}"] = (method.lower(), config)
-    rates = trials.tuned(s, "noise", configs, s.rates, trials.area)
+    rates = trials.tune(s, "noise", configs, s.rates, trials.area)
     jobs = [
         Trial(f"{arm} at {rates[arm]:g}", seed, method, trials.at_rate(config, rates[arm]))
         for seed in range(s.seeds)
         for arm, (method, config) in configs.items()
     ]
-    found = trials.finished(s, "noise", jobs)
+    found = trials.run_all(s, "noise", jobs)
     rows = {(arm, seed): found[f"{arm} at {rates[arm]:g}", seed] for arm in configs for seed in range(s.seeds)}
     figures = {"area": trials.area, "at the end": trials.last}
-    made = {arm: trials.with_figure(trials.summed(arm, range(s.seeds), rows, figures), "rate", rates[arm]) for arm in configs}
+    made = {arm: trials.with_figure(trials.summarize(arm, range(s.seeds), rows, figures), "rate", rates[arm]) for arm in configs}
     others = [m for m in s.methods if m != "RAFT"]
     findings = [
         worse(f"RAFT loses more than {other} by noise {noise:g}", made, other, f"noise {noise:g}")
@@ -75,7 +74,7 @@ def run(s: NoiseSettings) -> TrialResult:
     findings += [
         worse(f"RAFT loses more than {other} by β {beta:g}", made, other, f"β {beta:g}") for beta in s.betas for other in others
     ]
-    return TrialResult(s, tuple(made.values()), tuple(findings), trials.spent(s, "noise"))
+    return TrialResult(s, tuple(made.values()), tuple(findings), trials.core_minutes(s, "noise"))
 
 
 def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
@@ -84,12 +83,12 @@ def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVe
         m: [a - b for a, b in zip(arms[f"{m}, noise 0"].each["area"], arms[f"{m}, {what}"].each["area"], strict=True)]
         for m in ("RAFT", other)
     }
-    return trials.paired(claim, f"area lost: RAFT > {other}, paired by seed", lost["RAFT"], lost[other])
+    return trials.compare_pairs(claim, f"area lost: RAFT > {other}, paired by seed", lost["RAFT"], lost[other])
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
     """One row for each method at each noise and β, then the claims."""
-    yield from trials.shown(
+    yield from trials.show(
         "Noise in the reward, and β",
         result,
         "noise: standard deviation of what is added to a reward of 0 or 1",
@@ -102,4 +101,4 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves by noise."""
     cases = dict.fromkeys(arm["name"].split(", ")[1] for arm in found["arms"])
     panels = [(f"Held-out accuracy, {case}", [f"{m}, {case}" for m in METHODS]) for case in cases]
-    return drawing.learning_curves(found, path, *panels)
+    return trials.learning_curves(found, path, *panels)

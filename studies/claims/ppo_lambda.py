@@ -17,7 +17,6 @@ from rich.text import Text
 from psigrad.config import Run
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import LambdaSettings
 from studies.trials import Trial, TrialResult
@@ -57,31 +56,31 @@ def run(s: LambdaSettings) -> TrialResult:
         )
         jobs += [Trial(f"words, λ {lam:g}", seed, "ppo", config) for seed in range(s.seeds)]
         jobs += [Trial(f"CartPole, λ {lam:g}", seed, "control", control) for seed in range(s.seeds)]
-    rows = trials.finished(s, "lambda", jobs)
+    rows = trials.run_all(s, "lambda", jobs)
     words = {"area": trials.area, "at the end": trials.last, "explained variance": lambda r: trials.last(r, "explained_variance")}
     poles = {
         "area": lambda r: trials.area(r, "eval/return/mean"),
         "at the end": lambda r: trials.last(r, "eval/return/mean"),
         "explained variance": lambda r: trials.last(r, "train/explained_variance"),
     }
-    arms = {f"words, λ {lam:g}": trials.summed(f"words, λ {lam:g}", range(s.seeds), rows, words) for lam in LAMBDAS}
+    arms = {f"words, λ {lam:g}": trials.summarize(f"words, λ {lam:g}", range(s.seeds), rows, words) for lam in LAMBDAS}
     arms |= {
-        name: trials.summed(name, range(s.seeds), rows, poles, "eval/return/mean")
+        name: trials.summarize(name, range(s.seeds), rows, poles, "eval/return/mean")
         for name in (f"CartPole, λ {lam:g}" for lam in LAMBDAS)
     }
     findings = (
-        trials.compared("λ 1 beats λ 0.95 on words", arms["words, λ 1"], arms["words, λ 0.95"], "area"),
-        trials.compared("λ 1 beats λ 0.5 on words", arms["words, λ 1"], arms["words, λ 0.5"], "area"),
-        trials.compared("λ 1 beats λ 0 on words", arms["words, λ 1"], arms["words, λ 0"], "area"),
-        trials.compared("λ 0.95 beats λ 1 on CartPole", arms["CartPole, λ 0.95"], arms["CartPole, λ 1"], "area"),
-        trials.compared("λ 0.95 beats λ 0 on CartPole", arms["CartPole, λ 0.95"], arms["CartPole, λ 0"], "area"),
+        trials.compare("λ 1 beats λ 0.95 on words", arms["words, λ 1"], arms["words, λ 0.95"], "area"),
+        trials.compare("λ 1 beats λ 0.5 on words", arms["words, λ 1"], arms["words, λ 0.5"], "area"),
+        trials.compare("λ 1 beats λ 0 on words", arms["words, λ 1"], arms["words, λ 0"], "area"),
+        trials.compare("λ 0.95 beats λ 1 on CartPole", arms["CartPole, λ 0.95"], arms["CartPole, λ 1"], "area"),
+        trials.compare("λ 0.95 beats λ 0 on CartPole", arms["CartPole, λ 0.95"], arms["CartPole, λ 0"], "area"),
     )
     return TrialResult(s, tuple(arms.values()), findings)
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
     """One row for each task and λ, then the claims."""
-    yield from trials.shown(
+    yield from trials.show(
         "PPO's λ",
         result,
         "area: mean held-out accuracy, or mean return, over the run",
@@ -95,4 +94,4 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         (f"{title} on {task}", [f"{task}, λ {lam:g}" for lam in LAMBDAS])
         for title, task in (("Held-out accuracy", "words"), ("Return", "CartPole"))
     ]
-    return drawing.learning_curves(found, path, *panels, sharey=False)
+    return trials.learning_curves(found, path, *panels, sharey=False)

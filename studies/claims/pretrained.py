@@ -114,18 +114,18 @@ def run(s: PretrainedSettings) -> PretrainedResult:
         SFT: Trial(SFT, s.seed, "sft", _sft(s, usual, folder / "data")),
         DPO: Trial(DPO, s.seed, "dpo", _dpo(s, usual, folder / "data")),
     }
-    trials.finished(s, NAME, list(jobs.values()))
+    trials.run_all(s, NAME, list(jobs.values()))
     teacher = str(trials.place(s, NAME, RLVR, s.seed) / "model")
     pupil = replace(usual, algorithm="distill", reference=teacher, num_generations=1)
-    trials.finished(s, NAME, [Trial(DISTILLED, s.seed, "distill", pupil)])
+    trials.run_all(s, NAME, [Trial(DISTILLED, s.seed, "distill", pupil)])
     drawn = s.steps * s.prompts
     samples = {START: 0, RLVR: drawn * s.generations, SFT: 0, DPO: drawn * s.generations, DISTILLED: drawn}
-    found = {START: _measured(s, base, base, held_out, folder / "measured" / START)}
+    found = {START: _measure(s, base, base, held_out, folder / "measured" / START)}
     for name in (RLVR, SFT, DPO, DISTILLED):
         place = trials.place(s, NAME, name, s.seed)
-        found[name] = _measured(s, str(place / "model"), base, held_out, place)
+        found[name] = _measure(s, str(place / "model"), base, held_out, place)
     outcomes = tuple(_outcome(name, samples[name], found) for name in found)
-    return PretrainedResult(s, outcomes, tuple(_findings(found)), trials.spent(s, NAME))
+    return PretrainedResult(s, outcomes, tuple(_findings(found)), trials.core_minutes(s, NAME))
 
 
 def _usual(s: PretrainedSettings, base: str, train: Path, held_out: Path) -> OnlineConfig:
@@ -183,7 +183,7 @@ def _dpo(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> Preference
     )
 
 
-def _measured(s: PretrainedSettings, model: str, base: str, held_out: Path, place: Path) -> _Measured:
+def _measure(s: PretrainedSettings, model: str, base: str, held_out: Path, place: Path) -> _Measured:
     """What a model can and how far it is from the start; measured once."""
     kept = place / f"measured-{s.held_out}-{s.completions}.json"
     if kept.exists():
@@ -196,7 +196,7 @@ def _measured(s: PretrainedSettings, model: str, base: str, held_out: Path, plac
         run=Run(progress=False, threads=s.processes, seed=s.seed),
         reward=("numeric",),
     )
-    report = evaluate.sampled(asked, True)
+    report = evaluate.sample_and_score(asked, True)
     kls = evaluate.kls_to(model, base, report, asked)
     rewards = [t.reward or 0.0 for t in report.trajectories]
     groups = range(0, len(rewards), s.completions)
@@ -232,7 +232,7 @@ def _outcome(name: str, samples: int, found: Mapping[str, _Measured]) -> Trained
 def _findings(found: Mapping[str, _Measured]) -> Iterator[ClaimVerdict]:
     """Each claim by its test. Differences are of the same sum or item, and the intervals over these."""
     start, rlvr, sft, dpo, pupil = (found[name] for name in (START, RLVR, SFT, DPO, DISTILLED))
-    paired = trials.paired
+    paired = trials.compare_pairs
     yield paired("RLVR teaches a pretrained model sums", "accuracy: RLVR > start, by sum", rlvr.accuracy, start.accuracy)
     yield paired(
         "RLVR breaks no everyday knowledge",

@@ -12,11 +12,10 @@ from huggingface_hub import constants
 import psigrad
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.batch_sizes import BATCH
-from psigrad.compat.other_answers import INSTEAD, NEEDLESS, NO_EQUAL
-from psigrad.compat.other_names import SAME, VALUES, _names
+from psigrad.compat.table import TABLE
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
+from psigrad.config.nested import names_of
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
@@ -235,20 +234,30 @@ custom_reward_function: {path: mine.py, name: score}
 
 
 def test_the_tables_name_settings_that_exist_and_take_none_of_ours():
-    ours = {name for cls in (OnlineConfig, PreferenceConfig, SFTConfig) for name in _names(cls)}
-    known = {*ours, *SHORTCUTS, *_names(ControlConfig), *_names(ControlConfig).values()}
-    assert {*SAME.values()} <= known
-    meant = {name for values in VALUES.values() for new in values.values() for name in new}
+    ours = {name for cls in (OnlineConfig, PreferenceConfig, SFTConfig) for name in names_of(cls)}
+    known = {*ours, *SHORTCUTS, *names_of(ControlConfig), *names_of(ControlConfig).values()}
+    assert {row.means for row in TABLE.values() if row.means} <= known
+    meant = {name for row in TABLE.values() for new in row.values.values() for name in new}
     assert meant - {"algorithm.kl"} <= known
-    assert not ({*SAME, *NEEDLESS, *BATCH, *SHORTCUTS} | {*INSTEAD} - {"optim"}) & ours
+    theirs = {name for name, row in TABLE.items() if row.library and not row.usual}
+    assert not (theirs | {*SHORTCUTS}) & ours - {"optim"}
+    assert all(row.means or row.values or row.rule or row.why or row.usual for row in TABLE.values())
 
 
-@pytest.mark.parametrize("name", sorted(name for name in INSTEAD if "." not in name))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        name
+        for name, row in TABLE.items()
+        if row.why and row.library and not (row.rule or row.needless or row.means or row.usual or "." in name)
+    ),
+)
 def test_another_name_is_answered_with_what_to_write(name, capsys):
     assert cli.main(["grpo", f"--{name}", "unheard"]) == 2
     said = capsys.readouterr().err
-    told = "{} is 'unheard', and only .* taken: " if name in VALUES else "There is no {}: "
-    flag, setting = (f"--{name}", name) if name in VALUES else (f"flag --{name}", f"setting '{name}'")
+    by_value = bool(TABLE[name].values)
+    told = "{} is 'unheard', and only .* taken: " if by_value else "There is no {}: "
+    flag, setting = (f"--{name}", name) if by_value else (f"flag --{name}", f"setting '{name}'")
     assert re.match(f"psigrad: {told.format(flag)}", said) and said.count("\n") == 1
     with pytest.raises(UserError, match=f"^{told.format(setting)}"):
         load(OnlineConfig, flags=resolve_names(OnlineConfig, {name: "unheard"}))
@@ -308,10 +317,9 @@ def test_trls_loss_type_is_an_aggregation_a_link_or_the_command():
     assert "fixed_length" in str(parsed("--loss_type", "dr_grpo").algorithm)
     assert parsed("--loss_type", "sigmoid", cls=PreferenceConfig, loss="dpo").loss == "dpo"
     assert parsed("--loss_type", "bco_pair", cls=PreferenceConfig, loss="dpo").loss["link"] == "bco_pair"
+    assert parsed("--loss_type", "ipo", cls=PreferenceConfig, loss="dpo").loss == {"preset": "ipo"}
     with pytest.raises(UserError, match="loss_type is 'ipo': the method is the command: psigrad ipo;"):
-        parsed("--loss_type", "ipo", cls=PreferenceConfig, loss="dpo")
-    with pytest.raises(UserError, match="psigrad cispo"):
-        parsed("--loss_type", "cispo")
+        parsed("--loss_type", "ipo", cls=PreferenceConfig, loss="hinge")
     with pytest.raises(UserError, match="expected one of grpo, dapo, bnpo, dr_grpo, cispo or sapo"):
         parsed("--loss_type", "sigmoid")
 
@@ -388,13 +396,13 @@ def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeyp
     [("truncation_mode", "keep_start", "keep_end"), ("hub_token", None, "hf_x"), ("load_best_model_at_end", False, True)],
 )
 def test_what_has_no_equal_is_answered_with_the_reason_and_its_default_needs_nothing(name, usual, other, tmp_path, capsys):
-    said = f"There is no setting '{name}': {NO_EQUAL[name][1]}."
+    said = f"There is no setting '{name}': {TABLE[name].why}."
     with pytest.raises(UserError, match=re.escape(said)):
         resolve_names(SFTConfig, {name: other})
     with pytest.raises(UserError, match=re.escape(said)):
         from_file(f"{name}: {str(other).lower() if other is True else other}", tmp_path, SFTConfig)
     assert cli.main(["sft", f"--{name}", str(other)]) == 2
-    assert f"There is no flag --{name}: {NO_EQUAL[name][1]}." in capsys.readouterr().err
+    assert f"There is no flag --{name}: {TABLE[name].why}." in capsys.readouterr().err
     assert load(SFTConfig, flags=resolve_names(SFTConfig, {name: usual})) == load(SFTConfig)
     assert from_file(f"{name}: {'null' if usual is None else usual}", tmp_path, SFTConfig) == load(SFTConfig)
 
@@ -409,10 +417,7 @@ def test_a_reference_that_follows_is_a_setting_of_online_methods_alone():
         load(PreferenceConfig, flags=resolve_names(PreferenceConfig, {"ref_model_sync_steps": 7}))
 
 
-def test_parts_of_trls_losses_are_named_by_their_place_here():
-    for name, value in {"delta": 4.0, "normalize_advantages": True, "multi_objective_aggregation": "normalize_then_sum"}.items():
-        with pytest.raises(UserError, match=f"{name}.*algorithm\\."):
-            resolve_names(OnlineConfig, {name: value})
+def test_what_trl_does_by_default_needs_nothing():
     usual = {"use_cpu": False, "normalize_advantages": False, "multi_objective_aggregation": "sum_then_normalize"}
     assert load(OnlineConfig, flags=resolve_names(OnlineConfig, usual)) == load(OnlineConfig)
     assert load(OnlineConfig, flags=resolve_names(OnlineConfig, {"use_cpu": True})).run.device == "cpu"
@@ -434,7 +439,7 @@ def test_a_warm_up_that_is_a_share_of_the_run_is_computed_where_its_steps_are_kn
 @pytest.mark.parametrize("name", ["accelerate_config", "mixed_precision", "num_machines", "datasets", "env"])
 def test_what_trls_command_takes_besides_is_answered(name, tmp_path, capsys):
     assert cli.main(["sft", f"--{name}", "a_value"]) == 2
-    assert f"There is no flag --{name}: {INSTEAD[name]}." in capsys.readouterr().err
+    assert f"There is no flag --{name}: {TABLE[name].why}." in capsys.readouterr().err
     with pytest.raises(UserError, match=f"There is no setting '{name}': "):
         from_file(f"{name}: [{{path: a}}]", tmp_path, SFTConfig)
     assert parsed("--num_processes", "2").placement.processes == 2

@@ -9,8 +9,10 @@ import trl
 import yaml
 
 import psigrad
-from psigrad.compat.trl_object import convert_object
+from psigrad.compat.conversion import convert_object
+from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
+from psigrad.objective.parts.kl import KL
 
 
 def right(completions, answer, **columns):
@@ -46,7 +48,7 @@ def test_a_run_has_the_settings_of_the_configuration(job, tmp_path):
     assert result.folder == tmp_path / "run"
     assert (found["prompts_per_step"], found["num_generations"]) == (2, 4), "8 completions are two prompts' groups"
     assert found["sampling"]["max_completion_length"] == 4 and found["optim"]["learning_rate"] == 1e-3
-    assert found["algorithm"]["kl"]["coefficient"] == 0.04
+    assert resolve_online(found["algorithm"]).kl == KL("loss", "k3", 0.04, importance_weighted=True)
     assert found["run"]["max_steps"] == 1, "what is given besides comes first"
     assert found["evaluation"]["eval_prompts"] == 0, "TRL holds nothing out"
 

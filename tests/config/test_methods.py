@@ -15,7 +15,7 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run, algorithm
 from psigrad.config.load import load
 from psigrad.config.methods import declaration, declared, of_spec
 from psigrad.errors import UserError
-from psigrad.language.recipes import api, comparison, online
+from psigrad.language.recipes import api, comparison, online, online_settings
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import online_preference, preference_catalog
 
@@ -66,9 +66,12 @@ def test_a_method_has_the_same_settings_by_every_entrance(name, monkeypatch):
     assert dataclasses.replace(trained, data=typed.data) == typed
     # a comparison gives every method the same number of samples per step
     assert as_compared(name) == dataclasses.replace(typed, num_generations=2)
-    algorithm = online.method(typed)
+    algorithm = online_settings.method(typed)
     taught = isinstance(algorithm, PolicyGradient) and not algorithm.needs_reward
-    online.check(dataclasses.replace(typed, reference="t" if taught else ""), algorithm)  # what a method brings is never refused
+    # what a method brings is never refused
+    online_settings.check(
+        dataclasses.replace(typed, reference="t" if taught else ""), algorithm
+    )  # what a method brings is never refused
 
 
 def test_what_the_user_sets_wins_over_what_the_method_brings(monkeypatch):

@@ -14,7 +14,7 @@ from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import declared
 from psigrad.config.shortcuts import SHORTCUTS, leads_to
 from psigrad.errors import UserError
-from psigrad.language.recipes import online
+from psigrad.language.recipes import online_settings
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.parts import keep
 from psigrad.objective.parts.advantage import gae, group_mean, whitened
@@ -148,7 +148,7 @@ def test_fixed_length_by_name_is_the_longest_completion():
     config = flags.parse(
         OnlineConfig, "grpo", ["--aggregate", "fixed_length", "--max-completion-length", "7"], {"algorithm": "grpo"}
     )
-    assert online.method(config).aggregate.n == 7
+    assert online_settings.method(config).aggregate.n == 7
 
 
 @pytest.mark.parametrize("value", ["many", "{part: clip}"])

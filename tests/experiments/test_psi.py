@@ -11,10 +11,19 @@ from psigrad.experiments import problems, psi
 from psigrad.experiments.psi import PsiForm
 from psigrad.intervals import over_seeds
 from psigrad.objective.parts.advantage import batch_mean, leave_one_out, moving_average, reward_to_go
-from psigrad.tabular import all_paths, sample_paths
+from psigrad.tabular import MDP, all_paths, sample_paths
 
 FORMS = psi.forms(1.0)
 UNBIASED_IF_ROUGH = "G − V"
+
+
+def bandit(means: tuple[float, ...], *, spread: float = 0.0) -> MDP:
+    """One step, one state, an arm for each mean; an arm pays its mean + spread or its mean − spread by a coin."""
+    arms = len(means)
+    transitions, rewards = np.zeros((arms, 3, 3)), np.zeros((arms, 3, 3))
+    transitions[:, 0, 1:] = 0.5
+    rewards[:, 0, 1], rewards[:, 0, 2] = np.add(means, spread), np.subtract(means, spread)
+    return MDP(transitions, rewards, 1.0, terminal=np.array([False, True, True]), start=np.array([1.0, 0.0, 0.0]))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +87,7 @@ def arm_gradient(p: float, first: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("means", [(1.0, 0.0), (3.0, 5.0)])
 def test_two_armed_bandit_by_hand(means):
-    mdp = problems.bandit(means)
+    mdp = bandit(means)
     given = problems.problem(mdp)
     p = float(given.policy[0, 0])
     weighted = [(p, means[0], arm_gradient(p, True)), (1 - p, means[1], arm_gradient(p, False))]
@@ -103,7 +112,7 @@ def every_batch(given, size: int):
 @pytest.mark.parametrize("part", [leave_one_out, batch_mean])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_forms_that_look_at_the_batch_have_the_moments_of_all_batches(part, size):
-    given = problems.problem(problems.bandit((1.0, 2.0, 4.0), spread=0.7))
+    given = problems.problem(bandit((1.0, 2.0, 4.0), spread=0.7))
     paths, chosen, p = every_batch(given, size)
     g = psi.estimates(PsiForm("", part), given, paths.select(chosen.ravel()), size)
     mean, variance = psi.moments(PsiForm("", part), given, size, 10)
@@ -124,7 +133,7 @@ def test_a_baseline_for_each_step_has_the_moments_of_all_batches(size):
 
 
 def test_the_moving_average_has_the_moments_of_all_sequences_of_batches():
-    given, form = problems.problem(problems.bandit((1.0, 2.0), spread=0.7)), PsiForm("", moving_average(0.6))
+    given, form = problems.problem(bandit((1.0, 2.0), spread=0.7)), PsiForm("", moving_average(0.6))
     paths, chosen, p = every_batch(given, 4)  # two batches of two
     g = np.stack([psi.estimates(form, given, paths.select(row), 2) for row in chosen])
     mean, variance = psi.moments(form, given, 2, 2)

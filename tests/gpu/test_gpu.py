@@ -15,7 +15,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.language.training.learners import State
-from psigrad.language.training.online.collection import collect
+from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
 from psigrad.language.training.update import Optimizer
 

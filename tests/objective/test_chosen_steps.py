@@ -16,7 +16,7 @@ from psigrad.objective.parts.group_advantage import decoupled_group_mean, proces
 from psigrad.objective.parts.keep import clip_covariance, not_truncated, top_entropy
 from psigrad.objective.parts.kl import KL
 from psigrad.objective.parts.surrogate import clip, covariance_penalty, with_imitation
-from psigrad.objective.stats import scrambled
+from psigrad.objective.stats import scramble
 
 
 def rows(seed: int = 0, n: int = 4, t: int = 6) -> Batch:
@@ -117,7 +117,7 @@ def test_splitmix_is_the_published_one():
         found.append(z ^ (z >> 31))
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     x = torch.tensor([1, 2, 3, -5, 2**62])
-    for before, after in zip(x.tolist(), scrambled(x).tolist(), strict=True):
+    for before, after in zip(x.tolist(), scramble(x).tolist(), strict=True):
         z = before * 0x9E3779B97F4A7C15 % 2**64
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64

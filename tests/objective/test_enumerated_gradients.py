@@ -286,7 +286,7 @@ class Row:
 
 
 def passes(advantage: float, ratio: float, low: float, high: float) -> float:
-    """The mask M of document 000: 0 where clipping stops the gradient."""
+    """The mask M: 0 where clipping stops the gradient."""
     stopped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
     return 0.0 if stopped else 1.0
 

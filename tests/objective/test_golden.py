@@ -1,4 +1,4 @@
-"""Hand-worked numbers: the code of document 003 (REINFORCE, RLOO) and the clipping tables of documents 000 and 001."""
+"""Hand-worked numbers: REINFORCE and RLOO on a few episodes, and what clipping leaves of value and gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(
     return prepared, loss.value.item(), leaf.grad
 
 
-def test_reinforce_gives_the_numbers_of_document_003() -> None:
+def test_reinforce_gives_the_numbers_worked_by_hand() -> None:
     # log-ratios: [-1, .1, -.3] sum -1.2; [-.5, .2, -.2] sum -.5. Rewards: 1 + .12 = 1.12; .5 + .05 = .55. Mean .835.
     # Advantages ±.285. Loss: mean(.285 · 22.9, -.285 · 20) = .285 · 2.9 / 2 = .41325. Gradient: ∓.285 / 2 on each token.
     method = replace(resolve("reinforce"), kl=KL("reward", "k1", 0.1))
@@ -62,7 +62,7 @@ RLOO_ADVANTAGE = [
 RLOO_SUM = [-22.9, -20.0, -31.8, -22.6, -23.0, -20.2, -4.1, -4.3, -4.3]
 
 
-def test_rloo_gives_the_numbers_of_document_003() -> None:
+def test_rloo_gives_the_numbers_worked_by_hand() -> None:
     method = replace(resolve("rloo"), kl=KL("reward", "k1", 0.1), ratio=none, surrogate=score, aggregate=sequence_sum)
     prepared, loss, gradient = run(method, RLOO_LOGP, RLOO_REF, [1, 2, 3, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 1, 2, 2, 2])
     advantage = torch.tensor(RLOO_ADVANTAGE, dtype=torch.float64)
@@ -78,8 +78,7 @@ def test_the_rloo_preset_has_the_same_gradient_on_fresh_samples() -> None:
     torch.testing.assert_close(gradient, expected[:, None].expand(9, 3), rtol=0, atol=1e-12)
 
 
-# Clipping, eps = .2: (advantage, ratio) -> objective value and whether gradient passes. Table of document 001, mask of document
-# 000.
+# Clipping, eps = .2: (advantage, ratio) -> objective value and whether gradient passes.
 CLIPPING = [
     (-5.0, 0.5, -4.0, False),
     (-5.0, 1.0, -5.0, True),

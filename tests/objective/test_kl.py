@@ -175,7 +175,7 @@ def test_a_penalty_that_cannot_work_is_refused(arguments: dict, sentence: str) -
 
 @pytest.mark.parametrize(("kl", "factor"), [(100.0, 1.2), (6.6, 1.1), (6.0, 1.0), (5.4, 0.9), (0.0, 0.8), (-5.0, 0.8)])
 def test_an_adaptive_coefficient_moves_by_at_most_a_fifth_per_horizon(kl: float, factor: float) -> None:
-    assert adaptive(0.5, target=6.0, horizon=10).updated(0.5, kl, sequences=10) == pytest.approx(0.5 * factor)
+    assert adaptive(0.5, target=6.0, horizon=10).update(0.5, kl, sequences=10) == pytest.approx(0.5 * factor)
 
 
 def test_an_adaptive_coefficient_must_be_able_to_grow() -> None:

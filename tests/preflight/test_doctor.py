@@ -70,12 +70,12 @@ def test_too_little_memory_is_named_with_what_to_do():
 
 def test_free_memory_falls_when_some_is_taken():
     def fell() -> bool:
-        before = hardware.available()
+        before = hardware.available_memory()
         # pages of its own: an allocator may give what it kept of an earlier test, and other processes give memory back
         with mmap.mmap(-1, 300 << 20) as taken:
             for page in range(0, len(taken), mmap.PAGESIZE):
                 taken[page] = 1
-            return 0 < hardware.available() < before - 100 * 2**20
+            return 0 < hardware.available_memory() < before - 100 * 2**20
 
     assert any(fell() for _ in range(5))
 

@@ -20,15 +20,14 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
-from psigrad.language.training.adamw import steps_natively
-from psigrad.language.training.online.collate import micro_batches, to_batch
-from psigrad.language.training.update import Optimizer
+from psigrad.language.training.online.forward import inputs_of, micro_batches, to_batch
+from psigrad.language.training.update import Optimizer, steps_natively
 from psigrad.preflight import plan
 from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
 from psigrad.preflight.plan.arithmetic import work_of
-from psigrad.preflight.plan.memory import REFILLED, SLACK, Part, Terms, cache_bytes, recomputed_gradients, terms
-from psigrad.preflight.plan.shape import counted
+from psigrad.preflight.plan.memory import REFILLED, SLACK, ModelRole, Terms, cache_bytes, recomputed_gradients, terms
+from psigrad.preflight.plan.shape import count_shape
 
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
@@ -53,7 +52,7 @@ def settings(folder, **given) -> OnlineConfig:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parameters_are_counted_without_weights(architecture, tied):
     model = tiny.model(architecture, 100, hidden=64, tied=tied)
-    shape = counted(model.config)
+    shape = count_shape(model.config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     model.config.num_labels = 1
     scalar = AutoModelForSequenceClassification.from_config(model.config)
@@ -65,7 +64,7 @@ def test_parameters_are_counted_without_weights(architecture, tied):
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
 def test_an_adapters_parameters_are_counted(targets):
     hf = tiny.model("qwen3", 100)
-    expected = counted(hf.config).lora_parameters(4, targets)
+    expected = count_shape(hf.config).lora_parameters(4, targets)
     model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0), lora=Lora(4, target_modules=targets))
     assert sum(p.numel() for p in model.trainable().values()) == expected
 
@@ -98,26 +97,26 @@ def kept_by_autograd(hf, prompts: int, members: int, prompt: int, length: int) -
 def test_what_the_backward_pass_needs_is_what_autograd_keeps(architecture):
     hf = tiny.model(architecture, 32, hidden=96, layers=4)
     kept, tokens, carried = kept_by_autograd(hf, 3, 4, 20, 50)
-    assert terms(hf.config, "float32").kept(4, tokens, carried) == pytest.approx(kept, rel=0.05)
+    assert terms(hf.config, "float32").bytes_for(4, tokens, carried) == pytest.approx(kept, rel=0.05)
 
 
 def test_a_wide_model_is_counted_on_a_narrow_twin():
     hf = tiny.model("qwen3", 100, hidden=1024, layers=1, heads=8)
     kept, tokens, carried = kept_by_autograd(hf, 1, 4, 8, 20)
-    assert terms(hf.config, "float32").kept(1, tokens, carried) == pytest.approx(kept, rel=0.05)
+    assert terms(hf.config, "float32").bytes_for(1, tokens, carried) == pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.needs("compiler")
 def test_negative_control_another_architectures_terms_do_not_fit():
     hf = tiny.model("qwen3", 32, hidden=96, layers=4)
     kept, tokens, carried = kept_by_autograd(hf, 3, 4, 20, 50)
-    assert terms(tiny.model("gpt2", 32, hidden=96).config, "float32").kept(4, tokens, carried) > 1.15 * kept
+    assert terms(tiny.model("gpt2", 32, hidden=96).config, "float32").bytes_for(4, tokens, carried) > 1.15 * kept
 
 
 def test_recomputing_layers_keeps_their_inputs_and_one_layer():
     kept = Terms(token=100.0, prefix=0.0, once=0.0, input=10.0)
-    assert kept.kept(8, 5, 0) == 8 * 500
-    assert kept.kept(8, 5, 0, recompute=True) == 8 * 50 + 500
+    assert kept.bytes_for(8, 5, 0) == 8 * 500
+    assert kept.bytes_for(8, 5, 0, recompute=True) == 8 * 50 + 500
 
 
 @pytest.mark.needs("compiler")
@@ -128,7 +127,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
         "psigrad.language.training.update.steps_natively", steps_natively if native else lambda dtype, device: False
     )
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
-    shape = counted(hf.config)
+    shape = count_shape(hf.config)
     lora = Lora(rank) if rank else None
     model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0), lora=lora)
     optimizer = Optimizer(model.trainable(), Optim())
@@ -142,7 +141,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
     width = hf.dtype.itemsize
     adapter = shape.lora_parameters(rank, ("all-linear",)) if rank else 0
     assert bool(copies) == (dtype == "bfloat16" and not rank and not native)
-    part = Part("policy", shape.parameters, 0 if rank else shape.parameters, width, adapter, copied=not native)
+    part = ModelRole("policy", shape.parameters, 0 if rank else shape.parameters, width, adapter, copied=not native)
     found = [item.bytes for item in part.items()]
     assert found == [weights, gradients, moments + masters]
 
@@ -162,7 +161,7 @@ def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_sto
         optimizer, "apply", lambda norm, lr: stored.append(sum(p.grad.numel() for p in hf.parameters() if p.grad is not None))
     )
     optimizer.step([lambda: model.evaluate(groups).logp.sum()], 1e-3)
-    shape = counted(hf.config)
+    shape = count_shape(hf.config)
     config = OnlineConfig(prompts_per_step=prompts, num_generations=2, run=Run(max_steps=1))
     work = work_of(config, plan.Lengths(4, 8, 4, 8))
     assert stored == [shape.parameters - sum(recomputed_gradients(work, shape, model.decoder is not None, head=True))]
@@ -198,7 +197,7 @@ def test_the_cache_is_as_large_as_the_samplers(architecture, monkeypatch):
     requests = [Request((1, 2, 3) * 20, tuple(range(4))) for _ in range(2)]
     embedded.EmbeddedSampler(model).sample(requests, SamplingParams(100, top_k=5))
     work = work_of(replace(settings("x"), prompts_per_step=2, num_generations=4), plan.Lengths(60, 100, 60, 100))
-    predicted = cache_bytes(work, counted(hf.config), terms(hf.config, "float32"), 4)
+    predicted = cache_bytes(work, count_shape(hf.config), terms(hf.config, "float32"), 4)
     assert predicted == pytest.approx(largest[0], rel=0.02)
 
 
@@ -222,8 +221,10 @@ def test_micro_batches_are_as_many_as_the_trainer_makes(folder, prompt, length, 
     work = work_of(config, plan.Lengths(prompt, length, prompt, length))
     completion = Completion((1,) * length, (0.0,) * length, (0.0,) * length, "length", 0)
     groups = [[Trajectory(g, k, (1,) * prompt, completion, 0) for k in range(4)] for g in range(8)]
-    micros = micro_batches(to_batch(groups), torch.ones(32, dtype=torch.bool), budget)
-    largest = max(sum(map(len, m.inputs.prompts)) + sum(len(c) for cs in m.inputs.completions for c in cs) for m in micros)
+    batch = to_batch(groups)
+    micros = micro_batches(batch, torch.ones(32, dtype=torch.bool), budget)
+    inputs = [inputs_of(batch, micro) for micro in micros]
+    largest = max(sum(map(len, one.prompts)) + sum(len(c) for cs in one.completions for c in cs) for one in inputs)
     assert largest <= work.micro_tokens
     # whole groups and completions leave a pass fuller or emptier than the mean
     assert work.micro_batches <= len(micros) <= 2 * work.micro_batches + 1
@@ -342,7 +343,7 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     from psigrad.preflight.plan import hardware
 
     assert command.warning(settings(folder)) == ""
-    monkeypatch.setattr(hardware, "installed", lambda: 420 << 20)
+    monkeypatch.setattr(hardware, "installed_memory", lambda: 420 << 20)
     assert "may need" in command.warning(settings(folder))
     asked: list = []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -442,4 +443,4 @@ def test_the_settings_longest_completion_bounds_the_mean():
 
 
 def test_the_tiny_configurations_are_read_back(folder):
-    assert plan.shape_of(str(folder)) == counted(AutoConfig.from_pretrained(folder))
+    assert plan.shape_of(str(folder)) == count_shape(AutoConfig.from_pretrained(folder))

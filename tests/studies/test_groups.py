@@ -43,19 +43,19 @@ def by_loops(*, std: bool, by_length: bool) -> np.ndarray:
     ("name", "std", "by_length"), [("GRPO", True, True), ("GRPO without std", False, True), ("Dr. GRPO", False, False)]
 )
 def test_the_expected_step_is_that_of_a_slow_loop(name, std, by_length):
-    found = groups.expected(groups.METHODS[name], LONGEST, THETA, SIZE).gradient
+    found = groups.enumerate_groups(groups.METHODS[name], LONGEST, THETA, SIZE).gradient
     assert found == pytest.approx(by_loops(std=std, by_length=by_length), rel=1e-9, abs=1e-15)
 
 
 def test_negative_control_the_loop_tells_the_methods_apart():
-    found = groups.expected(groups.METHODS["GRPO"], LONGEST, THETA, SIZE).gradient
+    found = groups.enumerate_groups(groups.METHODS["GRPO"], LONGEST, THETA, SIZE).gradient
     assert found != pytest.approx(by_loops(std=False, by_length=True), rel=1e-2)
     assert found != pytest.approx(by_loops(std=True, by_length=False), rel=1e-2)
 
 
 def test_dr_grpo_is_the_exact_gradient_times_a_number_and_grpo_is_not():
     _, slope = groups.accuracy(LONGEST, THETA)
-    expected = {name: groups.expected(method, LONGEST, THETA, SIZE).gradient for name, method in groups.METHODS.items()}
+    expected = {name: groups.enumerate_groups(method, LONGEST, THETA, SIZE).gradient for name, method in groups.METHODS.items()}
     assert expected["Dr. GRPO"] == pytest.approx((1 - 1 / SIZE) / 1024 * slope, rel=1e-9, abs=1e-18)
     for name in ("GRPO", "GRPO without std"):
         along = expected[name] @ slope / (slope @ slope) * slope
@@ -73,7 +73,7 @@ def test_the_slope_of_the_mean_length_is_that_of_finite_differences(right):
 
 
 def test_a_token_of_a_wrong_answer_weighs_less_the_longer_it_is_under_grpo_alone():
-    rows = {name: length.forked(name, 4) for name in groups.METHODS}
+    rows = {name: length.climb(name, 4) for name in groups.METHODS}
     assert rows["GRPO"].weight == pytest.approx({2: 1.0, 3: 2 / 3, 4: 1 / 2})
     assert rows["Dr. GRPO"].weight == pytest.approx({2: 1.0, 3: 1.0, 4: 1.0})
     assert rows["GRPO"].wrong > 0.1 and rows["GRPO"].right < -0.1 and rows["Dr. GRPO"].wrong == pytest.approx(0, abs=1e-12)
@@ -91,9 +91,9 @@ def test_the_weight_of_a_prompt_is_that_of_the_binomial_formula():
             terms += math.comb(size, k) * p**k * (1 - p) ** (size - k) * k * (size - k) / size**2 / deviation
         return terms / (p * (1 - p))
 
-    found = difficulty.weighed("GRPO", size).weight
+    found = difficulty.weigh("GRPO", size).weight
     assert found == pytest.approx([weight(p) / weight(0.5) for p in difficulty.CHANCES])
-    assert difficulty.weighed("Dr. GRPO", size).weight == pytest.approx([1.0] * len(difficulty.CHANCES))
+    assert difficulty.weigh("Dr. GRPO", size).weight == pytest.approx([1.0] * len(difficulty.CHANCES))
 
 
 def test_shares_of_the_weight_by_hand():

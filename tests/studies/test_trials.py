@@ -57,16 +57,16 @@ def test_a_run_exploits_where_the_proxy_rises_and_the_truth_falls():
 
 def arm(name: str, *values: float) -> trials.Arm:
     rows = {(name, seed): [{"step": seed, "eval/exact/mean": value}] for seed, value in enumerate(values, start=1)}
-    return trials.summed(name, range(1, len(values) + 1), rows, {"end": trials.last})
+    return trials.summarize(name, range(1, len(values) + 1), rows, {"end": trials.last})
 
 
 def test_a_verdict_is_that_of_the_paired_interval():
     low, high, wide = arm("low", 0.1, 0.2, 0.3), arm("high", 0.2, 0.31, 0.39), arm("wide", 0.0, 0.9, 0.1)
-    assert trials.compared("c", high, low, "end").verdict == "holds"
-    assert trials.compared("c", low, high, "end").verdict == "does not hold"
-    assert trials.compared("c", wide, low, "end").verdict == "undecided"
-    assert trials.compared("c", low, high, "end", least=-0.2).verdict == "holds", "not worse by more than 0.2"
-    assert trials.compared("c", arm("one", 0.9), arm("two", 0.1), "end").verdict == "undecided", "one seed says nothing"
+    assert trials.compare("c", high, low, "end").verdict == "holds"
+    assert trials.compare("c", low, high, "end").verdict == "does not hold"
+    assert trials.compare("c", wide, low, "end").verdict == "undecided"
+    assert trials.compare("c", low, high, "end", least=-0.2).verdict == "holds", "not worse by more than 0.2"
+    assert trials.compare("c", arm("one", 0.9), arm("two", 0.1), "end").verdict == "undecided", "one seed says nothing"
     assert high.steps == (2,) and high.curve[0].mean == pytest.approx(0.3), "evaluations are joined by their order"
 
 
@@ -190,7 +190,7 @@ def test_the_time_of_finished_runs_is_added_up(tmp_path):
     for name, seconds in (("noise/a-0", 30.0), ("noise-tuning/a-1000", 60.0), ("methods/a-0", 600.0)):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "trial.json").write_text(json.dumps({"trial": {}, "cpu_seconds": seconds}))
-    assert trials.spent(TrialSettings(out=str(tmp_path)), "noise") == pytest.approx(1.5)
+    assert trials.core_minutes(TrialSettings(out=str(tmp_path)), "noise") == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import tiny_jobs
 from psigrad.config import Placement
 from psigrad.config.sections import Sampling
 from psigrad.language.recipes import api
-from psigrad.processes.parallel import fleet
+from psigrad.processes.parallel import actor_pool
 
 
 def main(job: str, out: str, given: str) -> None:
     settings = json.loads(given)
-    fleet.PATIENCE = settings.pop("patience", fleet.PATIENCE)
+    actor_pool.PATIENCE = settings.pop("patience", actor_pool.PATIENCE)
     if cpus := settings.pop("cpus", 0):
         import ray
 

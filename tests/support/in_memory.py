@@ -13,8 +13,7 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import SamplingParams
-from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient

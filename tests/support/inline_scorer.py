@@ -6,30 +6,31 @@ from collections import deque
 from collections.abc import Sequence
 
 from psigrad.language.rewards import Result, RewardSpec, Samples, Scoring
-from psigrad.language.rewards.outcomes import picked
-from psigrad.language.rewards.pool import Job, checked_weights, combine, taken, unique
-from psigrad.language.rewards.worker import Said, answer_of
+from psigrad.language.rewards.outcomes import pick
+from psigrad.language.rewards.reward_pool import RewardCall, check_weights, combine, enter, name_apart
+from psigrad.language.rewards.reward_worker import Part, ask
 
 
 class InlineScorer:
     """What `RewardPool` does, in this process; nothing here can stop a function that hangs."""
 
     def __init__(self, specs: Sequence[RewardSpec], *, weights: Sequence[float] = (), failure_value: float = 0.0) -> None:
-        self.specs = unique(specs)
-        self.weights, self.failure_value = checked_weights(self.specs, weights), failure_value
+        self.specs = name_apart(specs)
+        self.weights, self.failure_value = check_weights(self.specs, weights), failure_value
 
     def begin(self) -> Scoring:
         return Scoring(lambda groups: [result for group in groups for result in self._scored(group)])
 
     def _scored(self, samples: Samples) -> list[Result]:
-        said: list[dict[int, Said]] = [{} for _ in self.specs]
-        jobs = deque(Job((which,), tuple(range(len(samples)))) for which in range(len(self.specs)))
-        while jobs:
-            job = jobs.popleft()
-            spec = self.specs[job.functions[0]]
-            jobs.extendleft(reversed(taken(job, answer_of(spec.name, spec.function, picked(samples.shown, job.indices)), said)))
+        parts: list[dict[int, Part]] = [{} for _ in self.specs]
+        calls = deque(RewardCall(which, tuple(range(len(samples)))) for which in range(len(self.specs)))
+        while calls:
+            call = calls.popleft()
+            spec = self.specs[call.function]
+            answer = ask(spec.name, spec.function, pick(samples.shown, call.samples))
+            calls.extendleft(reversed([again for job in enter(call, answer, parts) for again in job]))
         names = [spec.name for spec in self.specs]
-        return [combine(names, self.weights, [c[i] for c in said], self.failure_value) for i in range(len(samples))]
+        return [combine(names, self.weights, [p[i] for p in parts], self.failure_value) for i in range(len(samples))]
 
 
 def results(scorer, *groups: Samples) -> list[Result]:

@@ -27,11 +27,9 @@ from psigrad.language.training.offline.preference_task import KTOTask, Preferenc
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.collate import micro_batches, to_batch
-from psigrad.language.training.online.forward import log_probs, values
+from psigrad.language.training.online.figures import Tally, TokenFigures
+from psigrad.language.training.online.forward import log_probs, micro_batches, rows_of, to_batch, values
 from psigrad.language.training.online.online_run import ValueModel
-from psigrad.language.training.online.tally import Tally
-from psigrad.language.training.online.token_figures import TokenFigures
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
@@ -103,6 +101,7 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
         params=SamplingParams(64),
         config=OnlineConfig(num_iterations=2),
         world=world,
+        single_pass=False,
     )
     tally = Tally(world=world)
     tally.steps = 1
@@ -110,7 +109,7 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
     parts = shard(world, micro_batches(batch, prepared.needs_gradient, BUDGET, world.size))
     totals = algorithm.totals(prepared, rows)
     if control == "own counts":  # the usual mistake: each process divides by what it has
-        own = torch.cat([micro.rows for micro, _ in parts])
+        own = torch.cat([rows_of(micro) for micro, _ in parts])
         totals = algorithm.totals(prepared, own)
     seen = TokenFigures(0, prepared)
     return list(online_rl.losses(run, algorithm, prepared, parts, totals, tally, seen, None))

@@ -16,9 +16,9 @@ MINUTES = 2.0
 _SCRIPT = f"""
 import importlib, os, signal, sys, torch
 torch.set_num_threads(1)
-from psigrad.processes.parallel.world import joined
+from psigrad.processes.parallel.world import join_world
 module, function, lockstep, *arguments = sys.argv[1:]
-with joined(lockstep=bool(int(lockstep)), minutes={MINUTES}) as world:
+with join_world(lockstep=bool(int(lockstep)), minutes={MINUTES}) as world:
     getattr(importlib.import_module(module), function)(world, *arguments)
 """
 

@@ -36,7 +36,7 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
             FAULTS.update(dict.fromkeys(FAULTS), **message[1])
             yield ["set"]
         else:
-            yield from vllm_engine.answered(made, message)
+            yield from vllm_engine.answer(made, message)
 
     return answered
 

@@ -16,8 +16,8 @@ from psigrad import cli
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.config.fields import flag_of
-from psigrad.config.load import flat_names
 from psigrad.config.methods import declared
+from psigrad.config.nested import flat_names
 from psigrad.control.settings import ControlConfig
 from psigrad.language.rewards import builtin
 from psigrad.objective.catalog import GRPO, Catalog

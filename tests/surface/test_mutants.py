@@ -33,14 +33,14 @@ print(json.dumps(found))
 
 def test_a_planted_fault_is_noticed_and_none_is_not():
     """The fork's import finds the changed source, though nothing is written; a test that never ends counts as noticed."""
-    old = "    return over_steps(stats.centred(batch.sequence_reward, batch.present.long()), batch)"
+    old = "    return over_steps(stats.centre(batch.sequence_reward, batch.present.long()), batch)"
     changes = {
         "none": (old, old),
-        "wrong": (old, old.replace("stats.centred(", "2 * stats.centred(")),
+        "wrong": (old, old.replace("stats.centre(", "2 * stats.centre(")),
         "endless": (old, "    while True: pass"),
     }
     tests = ["tests.objective.test_catalog.test_a_mapping_changes_the_slots_it_names_and_no_other"]
-    tests.append("tests.objective.test_golden.test_reinforce_gives_the_numbers_of_document_003")
+    tests.append("tests.objective.test_golden.test_reinforce_gives_the_numbers_worked_by_hand")
     before = (ROOT / "psigrad/objective/parts/advantage.py").read_bytes()
     done = subprocess.run(
         [sys.executable, "-c", PLANTED, json.dumps(changes), *tests],

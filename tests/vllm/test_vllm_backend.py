@@ -26,7 +26,7 @@ from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.lora import Lora
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers import vllm_backend
-from psigrad.language.rollout.samplers.distribution import filtered
+from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.vllm_backend import VLLMSampler, fingerprint
 from psigrad.language.rollout.types import Completion, Request, SamplingParams
 
@@ -131,7 +131,7 @@ def test_sampling_log_probs_are_those_of_the_filtered_distribution(tied, params)
             assert completion.sampling_logprobs == (0.0,) * len(completion.ids)
             assert completion.ids == tuple(logits_of(tied.model, request, completion).argmax(-1).tolist())
             continue
-        logq = filtered(logits_of(tied.model, request, completion) / params.temperature, params).log_softmax(-1)
+        logq = filter_logits(logits_of(tied.model, request, completion) / params.temperature, params).log_softmax(-1)
         mine = logq.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]
         assert torch.allclose(mine, torch.tensor(completion.sampling_logprobs), atol=EQUAL, rtol=0)
 

@@ -121,7 +121,7 @@ def fitting(raw: object) -> str:
     return ""
 
 
-def _found(raw: Mapping[str, Any]) -> str:
+def _name_columns(raw: Mapping[str, Any]) -> str:
     """The columns of a row, for a message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
@@ -130,7 +130,7 @@ def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
     """Which form a row to fine-tune on has."""
     if not raw.keys() & {"prompt", "completion", "messages", "text"}:
         what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
-        check.fail("prompt", f"{what} (found: {_found(raw)})")
+        check.fail("prompt", f"{what} (found: {_name_columns(raw)})")
     present = {name for name in raw if raw[name] is not None}
     if "prompt" in present and "completion" in present:
         return "prompt-completion"
@@ -236,7 +236,7 @@ class _Check:
 
     def present(self, raw: Mapping[str, Any], column: str) -> Any:
         if column not in raw:
-            self.fail(column, f"is missing (found: {_found(raw)}{nearest(column, raw)})")
+            self.fail(column, f"is missing (found: {_name_columns(raw)}{nearest(column, raw)})")
         if raw[column] is None:
             self.fail(column, "is null; it must be a string or a list of messages")
         return raw[column]

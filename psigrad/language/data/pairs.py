@@ -67,7 +67,7 @@ class Steps:
         return len(self.ids)
 
 
-def pair(tokenizer: PreTrainedTokenizerBase, row: Row) -> Pair:
+def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row) -> Pair:
     """The two texts of a preference row, behind the prompt that they share. Plain answers end with EOS."""
     texts = [example(tokenizer, row), example(tokenizer, replace(row, completion=row.rejected))]
     # a template may render the prompt's end differently before unlike answers: what they share is what both see
@@ -85,14 +85,14 @@ def pair(tokenizer: PreTrainedTokenizerBase, row: Row) -> Pair:
     return Pair(texts[0].ids[:shared], chosen, rejected, None if margin is None else float(margin))
 
 
-def judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
+def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
     """The text of an unpaired-preference row."""
     text = example(tokenizer, row)
     start = text.mask.index(True)
     return Judged(text.ids[:start], Answer(text.ids[start:], text.mask[start:]), bool(row.label))
 
 
-def steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
+def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
     """The tokens of a stepwise row: prompt, then every step with `separator` behind it."""
     ids, ends, before = list(prompt_ids(tokenizer, row)), [], str(row.prompt)
     for step in row.steps:
@@ -103,7 +103,7 @@ def steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -
     return Steps(ids, ends, list(row.labels))
 
 
-def within(rows: Sequence[T], tokens: Callable[[T], int], max_length: int) -> tuple[list[T], int]:
+def drop_long(rows: Sequence[T], tokens: Callable[[T], int], max_length: int) -> tuple[list[T], int]:
     """The rows of at most `max_length` tokens (0: all), and how many were left out: half an answer cannot be judged."""
     kept = [row for row in rows if not max_length or tokens(row) <= max_length]
     return kept, len(rows) - len(kept)

@@ -38,7 +38,7 @@ def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
 
     Equal ranks are a tie. Raises `UserError` naming row and column.
     """
-    return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False, scores=False, tie=0.0)
+    return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False, tie=0.0)
 
 
 def from_ratings(
@@ -48,13 +48,11 @@ def from_ratings(
     scale: int = 10,
     tie: float = 0.0,
     margin: bool = True,
-    scores: bool = False,
 ) -> Converted:
     """Every ordered pair of rows with `prompt`, `completions` and `ratings` from 1 to `scale`, the higher rating chosen.
 
     Ratings that differ by at most `tie` are a tie. With `margin` the difference stands in the column of that name, which the
-    reward model's loss reads; with `scores` the ratings themselves in `score_chosen` and `score_rejected`. Raises `UserError`
-    naming row and column.
+    reward model's loss reads. Raises `UserError` naming row and column.
     """
     if not scale > 1 or not 0 <= tie < math.inf:
         raise UserError(f"The ratings have scale={scale} and tie={tie}; expected a scale above 1 and a tie of 0 or more.")
@@ -62,33 +60,10 @@ def from_ratings(
     def better(a: float, b: float) -> float:
         return a - b
 
-    return _pairs(_rated(rows, source, scale), source, "ratings", better, margin=margin, scores=scores, tie=tie)
+    return _pairs(_check_ratings(rows, source, scale), source, "ratings", better, margin=margin, tie=tie)
 
 
-def from_scored_pairs(rows: Iterable[Raw], source: str = "rows", *, tie: float = 0.0) -> Converted:
-    """Preference rows with `score_chosen` and `score_rejected` (as UltraFeedback's), their difference in the column `margin`.
-
-    Scores that differ by at most `tie` are a tie. Raises `UserError` naming row and column, also where the chosen has the lower.
-    """
-    if not 0 <= tie < math.inf:
-        raise UserError(f"The scores have tie={tie}; expected a tie of 0 or more.")
-    made, ties = [], 0
-    for i, row in enumerate(rows, 1):
-        place = f"{source}:{i}"
-        for name in ("score_chosen", "score_rejected"):
-            _number(_column(row, name, place, "a number"), name, place)
-        lead = float(row["score_chosen"]) - float(row["score_rejected"])
-        if _tied(lead, tie) or (row.get("chosen") is not None and row["chosen"] == row.get("rejected")):
-            ties += 1
-            continue
-        if lead < 0:
-            _fail(place, "score_chosen", f"is {row['score_chosen']} and score_rejected {row['score_rejected']}; swap the answers")
-        validate(row, "preference", place)
-        made.append({**row, "margin": lead})
-    return Converted(made, ties)
-
-
-def grouped(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
+def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
     """Rows with one `completion` and a number in `column` each, brought together by prompt; order of first appearance.
 
     Of the other columns those stay that all rows of a prompt agree on, such as `tools`.
@@ -108,7 +83,7 @@ def grouped(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict
     return list(found.values())
 
 
-def unpaired(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
+def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
     """Each pair as two labelled rows: the form that KTO takes. A prompt that stands in both answers becomes a column.
 
     Raises `UserError` naming row and column.
@@ -122,27 +97,6 @@ def unpaired(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
     return made
 
 
-def paired(rows: Iterable[Raw], source: str = "rows") -> Converted:
-    """Unpaired rows (`prompt`, `completion`, `label`) as pairs: every desirable answer of a prompt with every other one of it.
-
-    Prompts are in order of first appearance. Raises `UserError` naming row and column.
-    """
-    checked = ((raw, validate(raw, "unpaired-preference", f"{source}:{i}")) for i, raw in enumerate(rows, 1))
-    made: list[dict[str, Any]] = []
-    ties = alone = 0
-    for group in grouped(({**raw, "label": row.label} for raw, row in checked), "label", source):
-        answers, labels = group.pop("completions"), group.pop("labels")
-        good = [a for a, label in zip(answers, labels, strict=True) if label]
-        bad = [a for a, label in zip(answers, labels, strict=True) if not label]
-        alone += not good or not bad
-        for chosen, rejected in itertools.product(good, bad):
-            if chosen == rejected:
-                ties += 1
-            else:
-                made.append({**group, "chosen": chosen, "rejected": rejected})
-    return Converted(made, ties, alone)
-
-
 def _pairs(
     rows: Iterable[Raw],
     source: str,
@@ -150,41 +104,40 @@ def _pairs(
     lead: Callable[[Any, Any], float],
     *,
     margin: bool,
-    scores: bool,
     tie: float,
 ) -> Converted:
     made: list[dict[str, Any]] = []
     ties = alone = 0
     for i, row in enumerate(rows, 1):
-        completions, values = _checked(row, column, f"{source}:{i}")
+        completions, values = _check_completions(row, column, f"{source}:{i}")
         own = {key: value for key, value in row.items() if key not in ("completions", column)}
         alone += len(completions) < 2
         for a, b in itertools.combinations(range(len(completions)), 2):
             by = lead(values[a], values[b])
-            if _tied(by, tie) or completions[a] == completions[b]:
+            if _is_tie(by, tie) or completions[a] == completions[b]:
                 ties += 1
                 continue
             best, worst = (a, b) if by > 0 else (b, a)
             pair = {**own, "chosen": completions[best], "rejected": completions[worst]}
             pair |= {"margin": float(abs(by))} if margin else {}
-            made.append(pair | ({"score_chosen": values[best], "score_rejected": values[worst]} if scores else {}))
+            made.append(pair)
     return Converted(made, ties, alone)
 
 
-def _tied(lead: float, tie: float) -> bool:
+def _is_tie(lead: float, tie: float) -> bool:
     return abs(lead) <= tie + 1e-9  # 1.3 − 1.2 is a little more than 0.1
 
 
-def _rated(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw]:
+def _check_ratings(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw]:
     for i, row in enumerate(rows, 1):
-        _, ratings = _checked(row, "ratings", f"{source}:{i}")
+        _, ratings = _check_completions(row, "ratings", f"{source}:{i}")
         for rating in ratings:
             if not 1 <= rating <= scale:
                 _fail(f"{source}:{i}", "ratings", f"has {rating!r}; expected numbers from 1 to {scale}")
         yield row
 
 
-def _checked(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
+def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
     """Completions and their numbers, each completion one that the prompt can have."""
     for name in ("prompt", "completions", column):
         _column(row, name, place, f"as prompt, completions and {column} are")

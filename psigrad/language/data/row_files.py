@@ -216,7 +216,7 @@ def _cells(batch: Any, i: int, source: str) -> Raw | BadRow:
     return Raw(source, raw)
 
 
-def _separated(delimiter: str, path: Path, name: str) -> Records:
+def _csv(delimiter: str, path: Path, name: str) -> Records:
     for line, row in _csv_rows(path, delimiter):
         source = f"{name}:{line}"
         yield BadRow(source, "", row) if isinstance(row, str) else Raw(source, row)
@@ -252,6 +252,6 @@ READERS: dict[str, Callable[[Path, str], Records]] = {
     ".ndjson": _json_lines,
     ".json": _json,
     ".parquet": _parquet,
-    ".csv": partial(_separated, ","),
-    ".tsv": partial(_separated, "\t"),
+    ".csv": partial(_csv, ","),
+    ".tsv": partial(_csv, "\t"),
 }

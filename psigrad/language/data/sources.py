@@ -104,7 +104,7 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fitting: str) 
 
 def _records(dataset: str, split: str, streaming: bool = False) -> Records:
     if dataset.startswith("task:"):
-        return (Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.named(dataset), 1))
+        return (Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.rows_by_name(dataset), 1))
     try:
         path = Path(dataset).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
@@ -136,7 +136,7 @@ def _neighbour(path: Path) -> str:
 
 def _folder(path: Path, split: str) -> Records:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        yield from _saved_dataset(path, split)
+        yield from _read_saved(path, split)
         return
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix in READERS and file.is_file())
     names = [name for name in names if not any(part.startswith((".", "dataset_info")) for part in name.split("/"))]
@@ -159,7 +159,7 @@ def _split_of(name: str) -> str:
     return next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), "")
 
 
-def _saved_dataset(path: Path, split: str) -> Records:
+def _read_saved(path: Path, split: str) -> Records:
     from datasets import DatasetDict, load_from_disk
 
     try:

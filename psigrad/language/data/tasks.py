@@ -46,7 +46,7 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
     return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct", name)]
 
 
-def named(text: str) -> list[dict[str, Any]]:
+def rows_by_name(text: str) -> list[dict[str, Any]]:
     """The rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
 
     `size` (1,000) and `seed` (0) are ours, all others the task's own settings. Raises `UserError` for what the task has not.
@@ -96,6 +96,6 @@ def demonstrations(
     return shown
 
 
-def swapped_ending(answer: str, rng: random.Random) -> str:
+def swap_ending(answer: str, rng: random.Random) -> str:
     """The last two characters in the wrong order: what stands at the other end of a word spelt backward is forgotten first."""
     return answer[:-2] + answer[:-3:-1]

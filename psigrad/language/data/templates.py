@@ -230,9 +230,9 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[str,
     if not text.startswith(head):
         raise _not_preserving(row, "the prompt", "once the completion follows")
     if _GENERATION.search(template):
-        spans = _marked(tokenizer, row, messages, template, text)
+        spans = _spans_by_blocks(tokenizer, row, messages, template, text)
     else:
-        spans = _by_prefixes(tokenizer, row, messages, text, len(prompt))
+        spans = _spans_by_prefixes(tokenizer, row, messages, text, len(prompt))
     if prompt:
         spans = [span for span in spans if span[1] > len(head)]
         # The policy continues the prompt from its very end, wherever the template's first block starts.
@@ -242,7 +242,9 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[str,
     return text, spans
 
 
-def _by_prefixes(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], text: str, first: int) -> list[Span]:
+def _spans_by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], text: str, first: int
+) -> list[Span]:
     """A turn lies between the rendering of what precedes it, generation prompt included, and the rendering up to it."""
     spans = []
     for i in range(first, len(messages)):
@@ -291,10 +293,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
     try:
         return str(tokenizer.apply_chat_template(messages, **arguments))
     except Exception as error:  # a template is a program: it can raise anything
-        raise _refused(row, error) from error
+        raise _refusal(row, error) from error
 
 
-def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], template: str, text: str) -> list[Span]:
+def _spans_by_blocks(
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], template: str, text: str
+) -> list[Span]:
     """The spans of the template's generation blocks, less what the generation prompt has said (TRL's Qwen2.5 starts inside it).
 
     `apply_chat_template(return_assistant_tokens_mask=True)` is not used: it lets tokens merge across the start of a turn, and
@@ -306,7 +310,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
     try:
         rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **arguments)
     except Exception as error:  # a template is a program: it can raise anything
-        raise _refused(row, error) from error
+        raise _refusal(row, error) from error
     before = messages[: max(i for i, message in enumerate(messages) if message["role"] == "assistant")]
     bare, prompted = _render(tokenizer, row, before), _render(tokenizer, row, before, generation_prompt=True)
     header = prompted[len(bare) :] if prompted.startswith(bare) else ""
@@ -318,6 +322,6 @@ def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
     return spans
 
 
-def _refused(row: Row, error: Exception) -> UserError:
+def _refusal(row: Row, error: Exception) -> UserError:
     reason = f"{type(error).__name__}: {show(str(error), 200)}"
     return UserError(f"The chat template can't render {row.source} ({reason}); mend the row or the template.")

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, write
-from psigrad.language.models.lora import described, is_adapter
+from psigrad.language.models.lora import is_adapter, read_adapter_config
 from psigrad.processes.parallel.world import World
 
 if TYPE_CHECKING:
@@ -149,14 +149,14 @@ def take_weights(network: PreTrainedModel, folder: Path) -> None:
     if is_adapter(folder):
         from peft import PeftModel
 
-        base: Any = type(network).from_pretrained(described(folder)["base_model_name_or_path"], dtype=network.dtype)
+        base: Any = type(network).from_pretrained(read_adapter_config(folder)["base_model_name_or_path"], dtype=network.dtype)
         wrapped: Any = PeftModel.from_pretrained(base, folder)
         network.load_state_dict(wrapped.merge_and_unload().state_dict())
         return
     network.load_state_dict(type(network).from_pretrained(folder, dtype=network.dtype).state_dict())
 
 
-def held(model: Any, tokenizer: Any) -> GivenModel | None:
+def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
     """What was given as an object, ready for a recipe; None where a name of the model is all there is.
 
     Without a tokenizer it is that of the folder or hub name that the module was loaded from. Raises `UserError` for anything that

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading.given_model import GivenModel, take_weights
-from psigrad.language.loading.model_source import continued, located, lora_of
+from psigrad.language.loading.model_source import find_adapter, locate, lora_of
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
@@ -31,69 +31,79 @@ transformers.utils.logging.disable_progress_bar()
 def load_model(
     settings: Model,
     run: Run,
-    found: Path | None,
+    checkpoint: Path | None,
     world: World = ALONE,
     value_head: bool = False,
     given: GivenModel | None = None,
 ) -> LanguageModel:
-    """The model to train: from `settings.path`, or the one `given` as an object, with the weights of the checkpoint `found` where
+    """The model to train: from `settings.path`, or the one `given` as an object, with the weights of the `checkpoint` where
     there is one, and with a value head where it is its own critic. In lockstep processes each gets its shard.
     """
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    place, found = found, None if found is not None and shards.written_in(found) else found
+    in_shards = checkpoint is not None and shards.written_in(checkpoint)
+    whole = None if in_shards else checkpoint
     if given is not None and given.network is not None:
-        model = _prepared(language_model.prepare, given, settings, run, found, world)
+        model = _prepare_given(language_model.prepare, given, settings, run, whole, world)
     else:
-        model = _loaded(settings, run, found, world, None if given is None else given.tokenizer)
-    attend(settings, model)
+        model = _load_language_model(settings, run, whole, world, None if given is None else given.tokenizer)
+    set_attention(settings, model)
     if value_head:
-        model.add_value_head(found)
-    settle(model, world, machine.device(run), place if found is None else None)
+        model.add_value_head(whole)
+    take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     return model
 
 
-def _loaded(
-    settings: Model, run: Run, found: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
+def _load_language_model(
+    settings: Model, run: Run, checkpoint: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
 ) -> LanguageModel:
     """The model from its folder or from the hub, under its own tokenizer or the one given."""
-    lora, before = lora_of(settings), continued(settings)
+    lora, before = lora_of(settings), find_adapter(settings)
     _check_shards(lora, world)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
-            str(found) if found is not None and lora is None else located(before.base if before is not None else settings),
-            dtype=settings.dtype,
-            device=machine.device(run),
+            str(checkpoint) if checkpoint is not None and lora is None else locate(settings if before is None else before.base),
             lora=lora,
-            adapter=(found or (before.folder if before is not None else None)) if lora is not None else None,
+            adapter=(checkpoint or (before.folder if before is not None else None)) if lora is not None else None,
             tokenizer=tokenizer or (before.tokenizer if before is not None else ""),
-            gradient_checkpointing=settings.gradient_checkpointing,
-            trust_remote_code=settings.trust_remote_code,
-            for_shards=world.lockstep,
+            **_options(settings, run, world),
         )
     model.continued = before is not None
     return model
 
 
-def _prepared(prepare: Callable[..., M], given: GivenModel, settings: Model, run: Run, found: Path | None, world: World) -> M:
+def _prepare_given(
+    prepare: Callable[..., M], given: GivenModel, settings: Model, run: Run, checkpoint: Path | None, world: World
+) -> M:
     """What `prepare` makes of a network that is in memory; its beginning is kept at `settings.path`."""
     given.keep(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
-    if found is not None and lora is None:
-        take_weights(network, found)
+    if checkpoint is not None and lora is None:
+        take_weights(network, checkpoint)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         made = prepare(
             network.to(machine.device(run)),
             given.tokenizer,
             lora=lora,
-            adapter=found if lora is not None else None,
+            adapter=checkpoint if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
     given.made = made
     return made
+
+
+def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
+    """What every loader of a model that may learn is told by the settings."""
+    return {
+        "dtype": settings.dtype,
+        "device": machine.device(run),
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "trust_remote_code": settings.trust_remote_code,
+        "for_shards": world.lockstep,
+    }
 
 
 def _check_shards(lora: Lora | None, world: World) -> None:
@@ -104,7 +114,7 @@ def _check_shards(lora: Lora | None, world: World) -> None:
         )
 
 
-def settle(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
+def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
     """In lockstep processes leave each with its shard on its device. `place` has weights that several processes wrote."""
     if world.lockstep:
         sharded.shard(model, world, device)
@@ -112,19 +122,20 @@ def settle(model: LanguageModel | ScalarModel, world: World, device: str, place:
         shards.read(place, sharded.named_weights(model))
 
 
-def attend(settings: Model, model: LanguageModel | ScalarModel) -> None:
+def set_attention(settings: Model, model: LanguageModel | ScalarModel) -> None:
     """Let the model attend as asked for."""
     if settings.attention == "flex":
         model.attend_by_flex()
 
 
 def load_scalar_model(
-    settings: Model, run: Run, found: Path | None, world: World = ALONE, given: GivenModel | None = None
+    settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
 ) -> ScalarModel:
     """As `load_model`, with a scalar head, which is fresh where `settings.path` has none."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    place, found = found, None if found is not None and shards.written_in(found) else found
+    in_shards = checkpoint is not None and shards.written_in(checkpoint)
+    whole = None if in_shards else checkpoint
     settings = replace(settings, adapter="merge")  # an adapter of a language model is the beginning of a reward model
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
@@ -132,33 +143,29 @@ def load_scalar_model(
                 f"The model is {kind_of(given.network)}, and a reward model has a head with one label; give "
                 "AutoModelForSequenceClassification.from_pretrained(…, num_labels=1), or the folder of a language model."
             )
-        model = _prepared(scalar_model.prepare, given, settings, run, found, world)
+        model = _prepare_given(scalar_model.prepare, given, settings, run, whole, world)
     else:
-        model = _loaded_scalar(settings, run, found, world, None if given is None else given.tokenizer)
-    attend(settings, model)
-    settle(model, world, machine.device(run), place if found is None else None)
+        model = _load_scalar_model(settings, run, whole, world, None if given is None else given.tokenizer)
+    set_attention(settings, model)
+    take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     return model
 
 
-def _loaded_scalar(
-    settings: Model, run: Run, found: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
+def _load_scalar_model(
+    settings: Model, run: Run, checkpoint: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
 ) -> ScalarModel:
     lora = lora_of(settings)
     _check_shards(lora, world)
-    whole = found is not None and lora is None
+    whole = checkpoint is not None and lora is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
         return scalar_model.load(
-            str(found) if whole else located(settings),
-            dtype=settings.dtype,
-            device=machine.device(run),
+            str(checkpoint) if whole else locate(settings),
             lora=lora,
-            adapter=found if lora is not None else None,
-            gradient_checkpointing=settings.gradient_checkpointing,
+            adapter=checkpoint if lora is not None else None,
             fresh_head="refuse" if whole else "random",
             tokenizer=tokenizer,
-            trust_remote_code=settings.trust_remote_code,
-            for_shards=world.lockstep,
+            **_options(settings, run, world),
         )
 
 
@@ -167,7 +174,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     if not settings.path:
         raise UserError("No reward model was given; name its folder or hub name with --model (model.path).")
     return scalar_model.load(
-        located(settings),
+        locate(settings),
         dtype=settings.dtype,
         device=machine.device(run),
         fresh_head="refuse",
@@ -190,3 +197,50 @@ def load_reference(
         )
     other.network.requires_grad_(False)
     return other
+
+
+def load_own_reference(
+    config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
+) -> LanguageModel:
+    """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
+    adapter, else a copy that never learns.
+    """
+    dtype = config.reference_dtype or config.model.dtype
+    if config.reference:
+        return load_reference(config.reference, model, config, dtype, world)
+    if model.is_own_reference:
+        return model
+    if checkpoint is None and dtype == config.model.dtype and not world.lockstep:
+        return model.frozen_copy()
+    saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
+    return load_frozen(replace(config.model, dtype=dtype), config.run, saved, world)
+
+
+def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World) -> LanguageModel:
+    """As `load_model`, one that never learns."""
+    model = load_model(settings, run, checkpoint, world)
+    if not world.lockstep:
+        return model.frozen_copy()
+    model.network.requires_grad_(False)
+    return model
+
+
+def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
+    """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
+    place = checkpoint / "critic" if checkpoint is not None else None
+    in_shards = place is not None and shards.written_in(place)
+    start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
+    made = scalar_model.load(
+        str(place) if place is not None and not in_shards else locate(start),
+        fresh_head="zero" if checkpoint is None or in_shards else "refuse",
+        **_options(config.model, config.run, world),
+    )
+    set_attention(config.model, made)
+    if not made.per_token:
+        raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
+    if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        raise UserError(
+            f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
+        )
+    take_shard(made, world, machine.device(config.run), place if in_shards else None)
+    return made

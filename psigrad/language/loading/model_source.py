@@ -22,7 +22,7 @@ from typing import Any
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
-from psigrad.language.models.lora import CONFIG, Lora, described, is_adapter
+from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config
 
 # What a revision of a hub model is made of; other frameworks' weights are left out.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -42,18 +42,18 @@ class TrainedAdapter:
         return str(self.folder) if (self.folder / "tokenizer_config.json").exists() else ""
 
 
-def located(settings: Model) -> str:
+def locate(settings: Model) -> str:
     """Where to load the model from: its path, a conversion of it, or the folder that a hub model's `revision` was downloaded
     to. An adapter is merged into its base.
     """
     check_path(settings.path)
     if settings.revision:
-        return str(_downloaded(settings.path, settings.revision))
+        return str(_download(settings.path, settings.revision))
     found = _adapter_on_hub(settings.path)
     return plain_folder(settings.path if found is None else str(found))
 
 
-def continued(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
+def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
     """The adapter that these settings go on training; None where the model is no adapter, or is to be merged.
 
     With `local` a hub name is only looked up among what was downloaded before.
@@ -66,7 +66,7 @@ def continued(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
         folder = _adapter_on_hub(settings.path, settings.revision, local=local)
     if folder is None:
         return None
-    held = described(folder)
+    held = read_adapter_config(folder)
     base = str(held["base_model_name_or_path"])
     if not Path(base).is_absolute() and not Path(base).exists() and (folder / base).is_dir():
         base = str(folder / base)
@@ -88,15 +88,15 @@ def lora_of(settings: Model) -> Lora | None:
             settings.use_dora,
             settings.lora_modules_to_save,
         )
-    found = continued(settings)
+    found = find_adapter(settings)
     return None if found is None else found.lora
 
 
-def as_planned(settings: Model, *, local: bool = False) -> Model:
+def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
     """The same model as a base with an adapter's rank, whose sizes its configuration gives; what has to be converted is.
     `local`: see `continued`.
     """
-    found = continued(settings, local=local)
+    found = find_adapter(settings, local=local)
     if found is None:
         return replace(settings, path=plain_folder(settings.path)) if settings.path else settings
     lora = found.lora
@@ -105,7 +105,7 @@ def as_planned(settings: Model, *, local: bool = False) -> Model:
 
 def tokenizer_path(settings: Model) -> str:
     """Where its tokenizer is loaded from."""
-    found = continued(settings)
+    found = find_adapter(settings)
     return plain_folder(settings.path) if found is None else found.tokenizer or found.base.path
 
 
@@ -150,7 +150,7 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _downloaded(path: str, revision: str) -> Path:
+def _download(path: str, revision: str) -> Path:
     if Path(path).exists():
         raise UserError(f"model.revision is {revision!r} and {path!r} is on this disk; leave the revision out.")
     from huggingface_hub import snapshot_download

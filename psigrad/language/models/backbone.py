@@ -20,7 +20,7 @@ from psigrad.language.models.fused.activation_cache import ActivationCache, Cach
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import Unsupported
 from psigrad.language.models.fused.weights_only import WeightsOnly
-from psigrad.language.models.lora import Lora, merged, with_lora
+from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Pretrained(ABC):
             fused: Any = layout
             return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
         if self.flex and isinstance(layout, attention.PackedLayout):
-            from psigrad.language.models.flex import FlexLayout  # imports the compiler
+            from psigrad.language.models.hf_attention import FlexLayout
 
             layout = FlexLayout(layout)
         hidden: Tensor = (
@@ -160,20 +160,18 @@ class Pretrained(ABC):
         if isinstance(self.network, WeightsOnly) and lora is None:
             self.decoder = Decoder(self.network, gradient_checkpointing)
         else:
-            self._prepare(self.as_transformers(), task, lora, adapter, gradient_checkpointing)
+            hf = self.as_transformers()
+            switch_dropout_off(hf)
+            if not self.why_padded:
+                self.why_padded = choose_attention(hf, self._probe)
+            if lora is not None:
+                self.adapter = with_lora(hf, lora, adapter, task)
+            if gradient_checkpointing:
+                recompute_activations(hf)
+            if not self.why_padded:
+                self.decoder, self.why_unfused = fuse(self, gradient_checkpointing)
         self.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
         return self
-
-    def _prepare(self, hf: PreTrainedModel, task: str, lora: Lora | None, adapter: Path | None, recompute: bool) -> None:
-        switch_dropout_off(hf)
-        if not self.why_padded:
-            self.why_padded = choose_attention(hf, self._probe)
-        if lora is not None:
-            self.adapter = with_lora(hf, lora, adapter, task)
-        if recompute:
-            recompute_activations(hf)
-        if not self.why_padded:
-            self.decoder, self.why_unfused = fuse(self, recompute)
 
     def attend_by_flex(self) -> None:
         """Attend by FlexAttention where the model is packed, from now on. Raises `UserError` where it does not run, or does not
@@ -218,7 +216,7 @@ class Pretrained(ABC):
 
     def save_merged(self, folder: Path) -> None:
         """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
-        write(merged(self.network, self.adapter), self.tokenizer, folder)
+        write(merge_adapter(self.network, self.adapter), self.tokenizer, folder)
 
 
 def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
@@ -302,7 +300,7 @@ def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
         decoder = Decoder(hf, recompute)
     except Unsupported as reason:
         return None, str(reason)
-    with torch.no_grad(), _perturbed(decoder):
+    with torch.no_grad(), _perturb_fresh_adapters(decoder):
         own = model._probe(packed=True)
         model.decoder = decoder
         gap = float((model._probe(packed=True) - own).abs().max())
@@ -312,7 +310,7 @@ def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
 
 
 @contextlib.contextmanager
-def _perturbed(decoder: Decoder) -> Iterator[None]:
+def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
     """Fresh adapters add nothing, their B being 0: here they do, so that a probe sees them."""
     fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
     generator = torch.Generator().manual_seed(0)

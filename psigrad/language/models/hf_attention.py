@@ -1,4 +1,4 @@
-"""Our attention inside any transformers model.
+"""Our attention inside any transformers model, by scaled_dot_product_attention or FlexAttention.
 
 transformers lets a model's attention be replaced by a registered function. Ours receives the layout of the packed row as a
 keyword argument of the forward call; without one it is transformers' own SDPA, so the same model still runs padded batches
@@ -7,15 +7,20 @@ and `generate`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from psigrad.language.models.attention import Layout
+from psigrad.language.models.attention import Layout, PackedLayout
 
 IMPLEMENTATION = "psigrad"
 
@@ -43,3 +48,71 @@ def attention(
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+@dataclass(frozen=True)
+class FlexLayout:
+    """A packed layout that attends by FlexAttention inside transformers' modules; see `Layout`.
+
+    One compiled kernel skips the blocks which no query attends to (Dong et al. 2024, arXiv:2412.05496), where
+    scaled_dot_product_attention needs padded views and a mask of every pair.
+    """
+
+    packed: PackedLayout
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention by PyTorch's flex_attention. Shapes as in `Layout.attend`."""
+        kernel, mask = _kernel(q.device.type), self._mask(window)
+        out: Tensor = kernel(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2)
+
+    @cached_property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Per token [S]: the prompt that it belongs to (or the sequence, where there are no prompts), the completion (-1: none,
+        all of its prompt's see it), its place in its sequence.
+        """
+        packed = self.packed
+        group, own, position = (torch.zeros(packed.rows, dtype=torch.long, device=packed.order.device) for _ in range(3))
+        prefix_lengths = (packed.prefix_rows >= 0).sum(1)
+        for rows, groups, owners, starts in (
+            (packed.prefix_rows, torch.arange(len(packed.prefix_rows)), None, None),
+            (packed.sequence_rows, *self._of_sequences(prefix_lengths)),
+        ):
+            number, place = (rows >= 0).nonzero(as_tuple=True)
+            at = rows[number, place]
+            group[at] = groups.to(at.device)[number]
+            own[at] = -1 if owners is None else owners.to(at.device)[number]
+            position[at] = place if starts is None else place + starts[number]
+        return group, own, position
+
+    def _of_sequences(self, prefix_lengths: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of each sequence its prompt, its own number, and where it begins."""
+        numbers = torch.arange(len(self.packed.sequence_rows))
+        if not len(prefix_lengths):
+            return numbers, None, None
+        return self.packed.sequence_prefix, numbers, prefix_lengths[self.packed.sequence_prefix]
+
+    def _mask(self, window: int | None) -> BlockMask:
+        """Built once for all layers of a window."""
+        if window not in self._masks:
+            group, own, position = self.tokens
+
+            def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                # prompts are laid down before completions, so that what comes later in the row is never earlier in a sequence
+                seen = (group[i] == group[j]) & ((own[j] < 0) | (own[j] == own[i])) & (i >= j)
+                return seen if window is None else seen & (position[i] - position[j] < window)
+
+            device, rows = group.device, self.packed.rows
+            self._masks[window] = create_block_mask(visible, None, None, rows, rows, device=str(device), _compile=group.is_cuda)
+        return self._masks[window]
+
+    @cached_property
+    def _masks(self) -> dict[int | None, BlockMask]:
+        return {}
+
+
+@functools.cache
+def _kernel(device: str) -> Callable[..., Any]:
+    """Compiled on a GPU, once for rows of every length; elsewhere the plain form, which makes all scores: an oracle."""
+    plain: Callable[..., Any] = flex_attention
+    return torch.compile(plain, dynamic=True) if device == "cuda" else plain

@@ -20,8 +20,8 @@ from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, token_stats
-from psigrad.language.models.lora import Lora, without
-from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, laid_out
+from psigrad.language.models.lora import Lora, base_of
+from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -138,46 +138,42 @@ class LanguageModel(Pretrained):
     ) -> tuple[TokenStats, Targets]:
         """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
         self.switch(self.train_mode and torch.is_grad_enabled())
-        forward = laid_out(inputs, self.device, packed if packed is not None else not self.why_padded)
+        forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         cache = self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
-        stats = with_whole_weights(self, lambda: self._stats(inputs, forward, temperature, entropy, accuracy, kl_to, value))
-        return stats, forward.targets
 
-    def _stats(
-        self,
-        inputs: Groups | Rows,
-        forward: ForwardInputs,
-        temperature: float,
-        entropy: bool,
-        accuracy: bool,
-        kl_to: LanguageModel | Divergence | None,
-        value: bool,
-    ) -> TokenStats:
-        """See `stats`; the weights are whole."""
-        values = None
-        if value:
-            hidden, head, values = self._with_values(forward)
-        else:
-            hidden, head = self._target_hidden(forward)
-        reference_hidden, reference_head = None, None
-        asked = Divergence(kl_to) if isinstance(kl_to, LanguageModel) else kl_to
-        if asked is not None:
-            other, theirs = asked.model, replace(forward, cached=None)
-            if asked.inputs is not None or other.why_padded != self.why_padded:
-                theirs = laid_out(asked.inputs or inputs, other.device, not other.why_padded)
-            alone = self.without_adapter() if other is self else contextlib.nullcontext()
-            with torch.no_grad(), alone:
-                of = lambda: other._target_hidden(theirs)  # noqa: E731
-                reference_hidden, reference_head = of() if other is self else with_whole_weights(other, of)
-            if other is self:  # it is asked later, when the adapter is on again
-                reference_head = without(reference_head)
-        kind, mixture = ("exact", 0.5) if asked is None else (asked.kind, asked.mixture)
-        wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
-        cached = None if forward.cached is None else forward.cached.logps
-        stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
-        return replace(stats, value=values)
+        def compute() -> TokenStats:
+            values = None
+            if value:
+                hidden, head, values = self._with_values(forward)
+            else:
+                hidden, head = self._target_hidden(forward)
+            reference = Divergence(kl_to) if isinstance(kl_to, LanguageModel) else kl_to
+            reference_hidden, reference_head = None, None
+            if reference is not None:
+                reference_hidden, reference_head = self._reference_hidden(reference, inputs, forward)
+            kind, mixture = ("exact", 0.5) if reference is None else (reference.kind, reference.mixture)
+            wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
+            cached = None if forward.cached is None else forward.cached.logps
+            stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
+            return replace(stats, value=values)
+
+        return with_whole_weights(self, compute), forward.targets
+
+    def _reference_hidden(
+        self, asked: Divergence, inputs: Groups | Rows, forward: ForwardInputs
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """As `_target_hidden`, of the reference: without gradient, and without the adapter where it is this model itself."""
+        other, theirs = asked.model, replace(forward, cached=None)
+        if asked.inputs is not None or other.why_padded != self.why_padded:
+            theirs = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
+        with torch.no_grad():
+            if other is not self:
+                return with_whole_weights(other, lambda: other._target_hidden(theirs))
+            with self.without_adapter():
+                hidden, head = self._target_hidden(theirs)
+            return hidden, base_of(head)  # it is asked later, when the adapter is on again
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""

@@ -106,7 +106,7 @@ def is_adapter(path: str | Path) -> bool:
     return (place / CONFIG).is_file() and not (place / "config.json").exists()
 
 
-def described(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """What a saved adapter's configuration says. Raises `UserError` where it is none of LoRA."""
     try:
         held: dict[str, Any] = json.loads((folder / CONFIG).read_text())
@@ -169,12 +169,12 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def merged(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:
+def merge_adapter(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:
     """The whole model, with a copy of its adapter merged in."""
     wrapped: Any = copy.deepcopy(adapter)
     return network if wrapped is None else wrapped.merge_and_unload()
 
 
-def without(module: Any) -> Any:
+def base_of(module: Any) -> Any:
     """What a layer is when its adapter is off."""
     return getattr(module, "original_module", getattr(module, "base_layer", module))

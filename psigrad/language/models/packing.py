@@ -189,7 +189,7 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
     )
 
 
-def laid_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> ForwardInputs:
+def lay_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> ForwardInputs:
     """The inputs packed, or padded."""
     return pack(inputs, device) if packed else pad(inputs, device)
 

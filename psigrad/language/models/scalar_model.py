@@ -19,7 +19,7 @@ from psigrad.language.models.backbone import DTYPES, PROBE, Pretrained, with_who
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora
-from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, laid_out
+from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class ScalarModel(Pretrained):
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
         """V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
-        forward = laid_out(inputs, self.device, packed if packed is not None else not self.why_padded)
+        forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         return forward.targets.unpack(self._read(forward))
 
     def _read(self, forward: ForwardInputs) -> Tensor:
@@ -63,7 +63,7 @@ class ScalarModel(Pretrained):
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
         # V "before" a token that is never computed is V behind the last real one
         longer = Groups(inputs.prompts, [[[*c, 0] for c in group] for group in inputs.completions])
-        forward = laid_out(longer, self.device, packed if packed is not None else not self.why_padded)
+        forward = lay_out(longer, self.device, packed if packed is not None else not self.why_padded)
         last = torch.tensor([len(c) + 1 for group in inputs.completions for c in group], dtype=torch.long).cumsum(0) - 1
         return self._read(replace(forward, targets=forward.targets.some(last.to(self.device))))
 

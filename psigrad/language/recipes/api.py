@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psigrad.compat.trl_fields import METHODS
-from psigrad.compat.trl_object import convert_object
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
-from psigrad.config.load import load, resolve_names
+from psigrad.config.load import convert_object, load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading import given_model
@@ -83,7 +81,7 @@ def train(
     if declared.settings is not RewardConfig:
         given["reward"] = _several(reward)
     given |= _adapter(peft_config, named)
-    objects = given_model.held(model, tokenizer)
+    objects = given_model.take_objects(model, tokenizer)
     if objects is None or objects.network is None:
         given["model.path"] = model
     else:
@@ -94,10 +92,9 @@ def train(
 def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
     """The method and the settings of a configuration of TRL, with those that were given besides; what differs is a warning."""
     found = convert_object(args)
-    asked = METHODS[type(args).__name__][0]
-    if method not in (asked, found.method):
+    if method not in (found.trainer, found.method):
         raise UserError(
-            f"args is {kind_of(args)}, which is for {asked}, and the method is {method!r}; give "
+            f"args is {kind_of(args)}, which is for {found.trainer}, and the method is {method!r}; give "
             f'psigrad.train("{found.method}", …).'
         )
     for difference in found.differs:
@@ -105,9 +102,9 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     own = resolve_names(of_spec(found.method).settings, settings)
     if held_out:  # TRL holds nothing out by itself, and the conversion says so
         found.settings.pop("evaluation.eval_prompts", None)
-    rest = {name: value for name, value in found.settings.items() if name not in own}
-    parts = {name.partition(".")[2]: rest.pop(name) for name in list(rest) if name.startswith(("algorithm.", "loss."))}
-    return {"preset": found.method, **parts} if parts else found.method, {**rest, **settings}
+    parts = ("algorithm.", "loss.")
+    rest = {name: value for name, value in found.settings.items() if name not in own and not name.startswith(parts)}
+    return found.spec, {**rest, **settings}
 
 
 def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:

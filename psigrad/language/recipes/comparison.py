@@ -23,7 +23,7 @@ from psigrad.config.methods import declaration
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
-from psigrad.language.recipes import api, evaluate, online
+from psigrad.language.recipes import api, evaluate, online_settings
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
@@ -52,7 +52,7 @@ def run(comparison: Comparison) -> Path:
     folder = Path(comparison.config.run.output_dir or "runs/compare")
     (folder / "settings").mkdir(parents=True, exist_ok=True)
     if "kto" in comparison.methods:  # it learns from each answer by itself
-        write_jsonl(folder / UNPAIRED, preferences.unpaired(read_jsonl(comparison.pairs)))
+        write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
     jobs = [(method, seed) for method in comparison.methods for seed in comparison.seeds]
     with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
         for method, seed in jobs:
@@ -85,7 +85,7 @@ def check(comparison: Comparison) -> None:
         if found.online:
             made = settings_of(comparison, Path("."), method, 0)
             assert isinstance(made, OnlineConfig)
-            online.check(made, online.method(made))
+            online_settings.check(made, online_settings.method(made))
 
 
 def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) -> OnlineConfig | PreferenceConfig:

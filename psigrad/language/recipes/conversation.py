@@ -14,14 +14,14 @@ from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import from_rows, read_rows
-from psigrad.language.recipes.fleets import fleet
+from psigrad.language.recipes.placement import open_actors
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, OfRankZero, RayEnvironments
+from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
 from psigrad.language.rollout.episodes.tools import ToolBox, schemas
-from psigrad.processes.sandbox import enclosed
+from psigrad.processes.sandbox import enclosing_command
 from psigrad.runs.journal import Journal
 
 # Rows of a built-in environment when no dataset was given.
@@ -45,13 +45,13 @@ def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Epi
         if placement is None or not placement.environment_actors or journal is None:
             yield Episodes(stack.enter_context(_playing(config)), config.max_turns)
             return
-        there = None
+        pool = None
         if journal.world.rank == 0:
             wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
             make = partial(_playing, config)
-            actors = fleet(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
-            there = RayEnvironments(stack.enter_context(actors))
-        yield Episodes(OfRankZero(there, journal.world), config.max_turns)
+            actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
+            pool = stack.enter_context(actors)
+        yield Episodes(RayEnvironments(pool, journal.world), config.max_turns)
 
 
 def _playing(config: Played) -> Playing:
@@ -64,7 +64,7 @@ def _playing(config: Played) -> Playing:
         workers=config.environment_workers,
         memory_gb=config.worker_memory_gb,
         variables=config.worker_env,
-        prefix=enclosed() if config.environment_sandbox else (),
+        prefix=enclosing_command() if config.environment_sandbox else (),
     )
 
 
@@ -79,7 +79,7 @@ def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row]
         train, held = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed)
     else:
         held, train = own[: config.evaluation.eval_prompts], own[config.evaluation.eval_prompts :]
-    return offered(config, train), offered(config, held)
+    return offer_tools(config, train), offer_tools(config, held)
 
 
 def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
@@ -90,7 +90,7 @@ def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 
-def offered(config: Played, rows: Sequence[Row]) -> list[Row]:
+def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     """The rows with the tools' schemas, which the chat template shows to the model."""
     if not config.tools:
         return list(rows)

@@ -105,7 +105,7 @@ def prepare(
         )
         advance()
         held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
-        shown = tasks.demonstrations(train, WRONG_SHARE, tasks.swapped_ending, seed)
+        shown = tasks.demonstrations(train, WRONG_SHARE, tasks.swap_ending, seed)
         _write(paths["demonstrations"], shown)
         _write(paths["prompts"], train)
         _write(paths["held_out"], [{**row, "completion": f" {row['answer']}"} for row in held_out])

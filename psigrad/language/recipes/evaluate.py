@@ -13,15 +13,16 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import read_dataset
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes.conversation import episodes_for, offered, own_rows
-from psigrad.language.recipes.scorers import Judge, evaluator_for, judge_for
-from psigrad.language.rewards.pool import why_unscored
+from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
+from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
+from psigrad.language.rewards import Scorer
+from psigrad.language.rewards.reward_pool import explain_unscored
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.openai_server import ServedModel
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import SamplingParams, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
-from psigrad.language.training.online.generation import score
+from psigrad.language.training.online.collect import score
 from psigrad.records.read import prompt_text
 from psigrad.runs import machine
 
@@ -38,7 +39,7 @@ class Report:
     def unscored(self) -> str:
         """How many completions have no reward, and why most of these have none; empty where each has one."""
         reasons = [t.reason or "no reason was given" if t.reward is None else None for t in self.trajectories]
-        return why_unscored(reasons) if any(reasons) else ""
+        return explain_unscored(reasons) if any(reasons) else ""
 
     @property
     def prompts(self) -> list[str]:
@@ -60,13 +61,13 @@ def run(config: EvalConfig) -> Report:
         )
     if config.best_of > 1 and not rewards:
         raise UserError("best_of chooses by a reward and only a metric was given; name a reward with --reward or --reward-model.")
-    found = sampled(config, True)
+    found = sample_and_score(config, True)
     if found.trajectories and all(t.reward is None for t in found.trajectories):
         raise UserError(f"{found.unscored} Fix the reward function or the dataset.")
     return found
 
 
-def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
+def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
     machine.prepare_torch(config.run)
     samplers.check_sampling(config.sampling)
@@ -74,26 +75,34 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""
     functions = (metric,) if metric and best_of == 1 else None if scored else ()
     size = best_of if best_of > 1 else config.evaluation.num_generations_eval
+    rewards = RewardSetup.of(config, functions)
     if config.server:
-        with judge_for(config, None, functions) as judge:
-            return _chosen(config, judge, *_by_server(config, judge, size))
+        with rewards.scorer(None) as scorer:
+            return _choose(config, rewards, *_by_server(config, rewards, scorer, size))
     model = load_model(replace(config.model, adapter="merge"), config.run, None)
-    with episodes_for(config) as episodes, judge_for(config, model.tokenizer, functions) as judge:
-        return _chosen(config, judge, *_by_model(config, judge, size, model, episodes))
+    with episodes_for(config) as episodes, rewards.scorer(model.tokenizer) as scorer:
+        return _choose(config, rewards, *_by_model(config, rewards, scorer, size, model, episodes))
 
 
 def _by_model(
-    config: EvalConfig | SampleConfig, judge: Judge, size: int, model: LanguageModel, episodes: Episodes | None
+    config: EvalConfig | SampleConfig,
+    rewards: RewardSetup,
+    scorer: Scorer | None,
+    size: int,
+    model: LanguageModel,
+    episodes: Episodes | None,
 ) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
     """`size` completions of each prompt by a model here."""
     rows = _rows(config, episodes)
-    evaluator = evaluator_for(config.evaluation, config, model, judge, rows, None, episodes, size=size)
+    evaluator = evaluator_for(config, model, rewards, scorer, rows, None, episodes, size=size)
     with contextlib.closing(samplers.make(config.sampling, model)) as sampler:
         figures, trajectories = evaluator(model, sampler, 0)
     return figures, trajectories, rows
 
 
-def _by_server(config: EvalConfig | SampleConfig, judge: Judge, size: int) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
+def _by_server(
+    config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
+) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
     """`size` completions of each prompt by a server, under the seeds that a model here would have."""
     if config.environment or config.tools:
         raise UserError("Episodes with an environment or tools need a model here; leave out --server, or environment and tools.")
@@ -124,21 +133,27 @@ def _by_server(config: EvalConfig | SampleConfig, judge: Judge, size: int) -> tu
     written = [
         Trajectory(i, k, (), replies[i, k].completion, 0, text=replies[i, k].text) for i in range(len(rows)) for k in range(size)
     ]
-    found = score(judge.scorer, written, dict(enumerate(rows)))
-    return figures_of(found, size, judge.metric), found, rows
+    found = score(scorer, written, dict(enumerate(rows)))
+    return figures_of(found, size, rewards.metric), found, rows
 
 
-def _chosen(
-    config: EvalConfig | SampleConfig, judge: Judge, figures: dict[str, Any], found: list[Trajectory], rows: list[Row]
+def _choose(
+    config: EvalConfig | SampleConfig,
+    rewards: RewardSetup,
+    figures: dict[str, Any],
+    trajectories: list[Trajectory],
+    rows: list[Row],
 ) -> Report:
     """All completions, or with `best_of` the best of each prompt, by the metric where there is one."""
     if not isinstance(config, EvalConfig) or config.best_of == 1:
-        return Report(figures, found, rows)
-    chosen = _best(found, config.best_of)
-    if not config.evaluation.metric:
-        return Report(figures_of(chosen, 1, judge.metric), chosen, rows)
-    with judge_for(config, None, (config.evaluation.metric,)) as truth:
-        return _measured(chosen, judge, truth, rows)
+        return Report(figures, trajectories, rows)
+    best = _best(trajectories, config.best_of)
+    figures = figures_of(best, 1, rewards.metric)
+    if (metric := RewardSetup.of_metric(config)) is None:
+        return Report(figures, best, rows)
+    with metric.scorer(None) as scorer:
+        measured = score(scorer, best, {t.row: rows[t.row] for t in best})
+    return Report({**figures, **figures_of(measured, 1, metric.metric)}, measured, rows)
 
 
 def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | EvalConfig) -> list[float]:
@@ -157,13 +172,6 @@ def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> fl
     return sum(values) / max(1, len(values))
 
 
-def _measured(chosen: list[Trajectory], judge: Judge, truth: Judge, rows: list[Row]) -> Report:
-    """What the metric says of the completions that the reward chose."""
-    by_reward = figures_of(chosen, 1, judge.metric)
-    measured = score(truth.scorer, chosen, {t.row: rows[t.row] for t in chosen})
-    return Report({**by_reward, **figures_of(measured, 1, truth.metric)}, measured, rows)
-
-
 def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
     """The completion of each prompt with the highest reward, the earliest of equals."""
     groups = [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
@@ -174,4 +182,4 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None) -> list[
     """The rows of the dataset, or those that the environment brings along."""
     own = own_rows(config, episodes)
     rows = read_dataset(config.data, "prompt-only", config.data.dataset, config.data.split).rows if own is None else own
-    return offered(config, rows[: config.evaluation.eval_prompts or len(rows)])
+    return offer_tools(config, rows[: config.evaluation.eval_prompts or len(rows)])

@@ -14,12 +14,12 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.recipes.pinned import pinned
-from psigrad.language.training import rehearsal
+from psigrad.language.recipes.pinned import collect_pins
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.learners import Learner, State, begin
+from psigrad.language.training.memory_check import check_offline
 from psigrad.language.training.offline import offline
-from psigrad.language.training.offline.offline import Generated
-from psigrad.language.training.offline.task import Task
+from psigrad.language.training.offline.offline import Generated, Task
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import ALONE, World
@@ -40,22 +40,23 @@ def train_on_rows(
     journal: Journal,
     model: LanguageModel | ScalarModel,
     rows: tuple[Sequence[Row], Sequence[Row]],
-    found: Path | None,
+    checkpoint: Path | None,
     task: Task,
     held_out: Task | None,
     generated: Generated | None = None,
+    judges: Sequence[RewardSetup | None] = (),
 ) -> Result:
-    """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind.
+    """The rest of every offline recipe: train on `task` from the `checkpoint` on, and leave the model behind.
 
-    `rows` are those of training and those that are held out.
+    `rows` are those of training and those that are held out. `judges` are the reward and the held-out metric.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    pins, counted = pinned(config, model.tokenizer, *rows), (len(rows[0]), len(rows[1]))
-    begun = begin(config, journal, [learner], pins, found, State(), counted)
+    pins, counted = collect_pins(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
+    begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:
-        rehearsal.offline(job)
+        check_offline(job)
     offline.train(job, begun.state, begun.save)
     return finish(config, journal, model)
 

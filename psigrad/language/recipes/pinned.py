@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +13,7 @@ from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models.native.kernels import kernels
-from psigrad.language.rewards import resolve
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.episodes import environments
 from psigrad.records import pins
 from psigrad.runs.machine import pins_of
@@ -20,17 +21,26 @@ from psigrad.runs.machine import pins_of
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
-def pinned(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], held: Sequence[Row]) -> dict[str, str]:
-    """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them."""
+def collect_pins(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    held_out_rows: Sequence[Row],
+    judges: Sequence[RewardSetup | None] = (),
+) -> dict[str, str]:
+    """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them. `judges` are the reward and the
+    held-out metric, whose functions are pinned too.
+    """
+    functions = [function for judge in judges if judge is not None for function in judge.functions]
     content = {
         **{
             name: [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in part]
-            for name, part in (("dataset", rows), ("eval_dataset", held))
+            for name, part in (("dataset", rows), ("eval_dataset", held_out_rows))
         },
         "tokenizer": tokenizer.get_vocab(),
         "chat_template": tokenizer.chat_template,
     }
-    return {**pins.hash_parts(content), **_models(config), **_code(config), **pins_of(config.run, kernels())}
+    return {**pins.hash_parts(content), **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
 
 
 def _models(config: Config) -> dict[str, str]:
@@ -46,10 +56,8 @@ def _models(config: Config) -> dict[str, str]:
     return {name: " ".join(filter(None, ids)) for name, ids in found.items() if any(ids)}
 
 
-def _code(config: Config) -> dict[str, str]:
-    functions = [] if isinstance(config, RewardConfig) else list(config.reward)
-    functions += [config.evaluation.metric] if config.evaluation.metric else []
-    users: dict[str, list[object]] = {"reward": [resolve(function).function for function in functions]}
+def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
+    users: dict[str, list[object]] = {"reward": list(functions)}
     if isinstance(config, OnlineConfig):
         users["environment"] = [environments.resolve(config.environment)] if config.environment else []
         users["tools"] = [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]

@@ -22,17 +22,16 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.pairs import Answer
 from psigrad.language.data.sources import read_rows
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_model, load_reference
+from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.row_limits import check_row_count, token_limit
-from psigrad.language.recipes.sampling import sampler_of
-from psigrad.language.recipes.scorers import evaluator_for, judge_for
+from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.samplers.samplers import check_sampling
-from psigrad.language.training.offline.offline import Generated
+from psigrad.language.training.offline.offline import Generated, Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
-from psigrad.language.training.offline.task import Task
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World
@@ -49,28 +48,31 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     """
     loss = resolve_loss(config.loss)
     check_sampling(config.sampling)
+    rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
         if (done := session.load_finished(config, journal)) is not None:
             return done
-        found = session.newest_checkpoint(journal)
+        checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"
-        rows, held = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
-        model = load_model(config.model, config.run, found, journal.world, given=given)
-        reference = _reference(config, loss, model, found, journal.world)
+        rows, held_out_rows = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
+        model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
+        reference = _reference(config, loss, model, checkpoint, journal.world)
         task = _task(config, loss, model, reference, rows, journal)
-        held_out = _task(config, loss, model, reference, held, journal) if held else None
+        held_out = _task(config, loss, model, reference, held_out_rows, journal) if held_out_rows else None
         generated = None
-        if held and (config.reward or config.reward_model or config.evaluation.metric):
-            functions = (config.evaluation.metric,) if config.evaluation.metric else None
-            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
+        measure = metric or rewards
+        if held_out_rows and measure.weights:
+            scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to, world=journal.world)
+            evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        return train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
+        return train_on_rows(
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+        )
 
 
 def _reference(
-    config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, found: Path | None, world: World
+    config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, checkpoint: Path | None, world: World
 ) -> LanguageModel | None:
     """Who gives the reference's log-probs, before the first step: another model, the model itself, or nobody."""
     if config.reference and not loss.needs_reference:
@@ -81,13 +83,9 @@ def _reference(
         return load_reference(config.reference, model, config, world=world)
     if model.is_own_reference:
         return model
-    if found is None and not config.evaluation.eval_kl:
+    if checkpoint is None and not config.evaluation.eval_kl:
         return model
-    loaded = load_model(replace(config.model, lora_rank=0), config.run, None, world)
-    if not world.lockstep:
-        return loaded.frozen_copy()
-    loaded.network.requires_grad_(False)
-    return loaded
+    return load_frozen(replace(config.model, lora_rank=0), config.run, None, world)
 
 
 def _task(
@@ -101,11 +99,11 @@ def _task(
     """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
     limit = token_limit(config, model)
     if isinstance(loss, KahnemanTversky):
-        judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, limit)
+        judged, left = pairs.drop_long([pairs.encode_judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, limit)
         check_row_count(config, limit, len(judged), left, journal)
         answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
         return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers, journal.world))
-    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
+    made, left = pairs.drop_long([pairs.encode_pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
     check_row_count(config, limit, len(made), left, journal)
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)

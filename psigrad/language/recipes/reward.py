@@ -17,8 +17,8 @@ from psigrad.language.loading.load_model import load_scalar_model, load_trained_
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.row_limits import check_row_count, token_limit
+from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
-from psigrad.language.training.offline.task import Task
 from psigrad.language.training.scoring import score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.runs import machine, session
@@ -35,8 +35,8 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
     with session.open_run(config, "reward") as journal:
         if (done := session.load_finished(config, journal)) is not None:
             return done
-        found = session.newest_checkpoint(journal)
-        model = load_scalar_model(config.model, config.run, found, journal.world, given)
+        checkpoint = session.newest_checkpoint(journal)
+        model = load_scalar_model(config.model, config.run, checkpoint, journal.world, given)
         if config.process and not model.per_token:
             raise UserError(
                 f"{config.model.path!r} gives no score for every token, which --process needs; give a causal language model."
@@ -44,22 +44,22 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
         if config.process:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
         form = "stepwise" if config.process else "preference"
-        rows, held = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
+        rows, held_out_rows = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
         task = _task(config, model, rows, journal)
-        held_out = _task(config, model, held, journal) if held else None
-        return train_on_rows(config, journal, model, (rows, held), found, task, held_out)
+        held_out = _task(config, model, held_out_rows, journal) if held_out_rows else None
+        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out)
 
 
 def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:
     """The rows as tokens; those above max_length are left out and counted."""
     limit = token_limit(config, model)
     if config.process:
-        solutions, left = pairs.within(
-            [pairs.steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, limit
+        solutions, left = pairs.drop_long(
+            [pairs.encode_steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, limit
         )
         check_row_count(config, limit, len(solutions), left, journal)
         return ProcessRewardTask(model, solutions)
-    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
+    made, left = pairs.drop_long([pairs.encode_pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
     check_row_count(config, limit, len(made), left, journal)
     return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
 

@@ -11,7 +11,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import ignores_tools, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.rollout.types import Prompt
 from psigrad.runs.journal import Journal
 
 
@@ -55,12 +55,15 @@ def encode_prompts(
 
 
 def add_teacher_prompts(
-    prompts: Sequence[Prompt], column: str, model: LanguageModel, reference: LanguageModel, completion: int
+    prompts: Sequence[Prompt], column: str, model: LanguageModel, reference: LanguageModel | None, completion: int
 ) -> list[Prompt]:
-    """The prompts with the tokens of what the reference reads in their place, from a column of the dataset.
+    """The prompts with the tokens of what the reference reads in their place, from a column of the dataset; without a column, or
+    a reference, as they are.
 
     Raises `UserError` for a row that has none, or one that leaves no room for `completion` tokens.
     """
+    if not column or reference is None:
+        return list(prompts)
     found = []
     for prompt in prompts:
         own = prompt.row.columns.get(column)

@@ -45,11 +45,11 @@ def run(config: SampleConfig) -> Written:
             f"keep={config.keep} chooses completions by their reward, and no reward was given; name one with "
             "--reward or --reward-model."
         )
-    sampled = evaluate.sampled(config, scored)
+    sampled = evaluate.sample_and_score(config, scored)
     size = config.evaluation.num_generations_eval
-    empty = 0 if config.keep == "all" else sum(not _written(t) for t in sampled.trajectories)
+    empty = 0 if config.keep == "all" else sum(not _has_text(t) for t in sampled.trajectories)
     if config.keep == "pairs" and config.bradley_terry:
-        rows, ties = _judged(sampled, size, config.bradley_terry, config.run.seed), 0
+        rows, ties = _draw_pairs(sampled, size, config.bradley_terry, config.run.seed), 0
     else:
         rows, ties = _rows(config.keep, sampled, size)
     write_jsonl(Path(config.output), rows)
@@ -59,9 +59,11 @@ def run(config: SampleConfig) -> Written:
 def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str, Any]], int]:
     made, ties = [], 0
     for start in range(0, len(sampled.trajectories), size):
-        group = [t for t in sampled.trajectories[start : start + size] if keep == "all" or (t.reward is not None and _written(t))]
+        group = [
+            t for t in sampled.trajectories[start : start + size] if keep == "all" or (t.reward is not None and _has_text(t))
+        ]
         if keep == "all":
-            made += [_row(t, sampled) | _noted(t) for t in group]
+            made += [_row(t, sampled) | _describe(t) for t in group]
             continue
         if not group:
             continue
@@ -76,11 +78,11 @@ def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str
     return made, ties
 
 
-def _judged(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -> list[dict[str, Any]]:
+def _draw_pairs(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -> list[dict[str, Any]]:
     """Neighbours of each group as pairs, their winner drawn by Bradley–Terry on the rewards: a task whose truth is known."""
     made = []
     for start in range(0, len(sampled.trajectories), size):
-        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None and _written(t)]
+        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None and _has_text(t)]
         for a, b in zip(group[0::2], group[1::2], strict=False):
             if a.text == b.text:
                 continue
@@ -97,14 +99,14 @@ def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
     return {**own, "chosen": best["completion"], "rejected": worst["completion"]}
 
 
-def _noted(trajectory: Trajectory) -> dict[str, Any]:
+def _describe(trajectory: Trajectory) -> dict[str, Any]:
     """What is told of a completion besides itself; `logprob` is the sum over its tokens, where it is known."""
     own = trajectory.completion
     known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
     return {"reward": trajectory.reward, "finish_reason": own.finish_reason, **known}
 
 
-def _written(trajectory: Trajectory) -> bool:
+def _has_text(trajectory: Trajectory) -> bool:
     """Whether the model wrote anything before it ended."""
     return bool(trajectory.text or trajectory.messages)
 
@@ -133,7 +135,7 @@ def convert(dataset: str, output: str, *, scale: int = 10, tie: float = 0.0) -> 
     elif "ratings" in first:
         made = preferences.from_ratings(rows, dataset, scale=scale, tie=tie)
     elif "rating" in first:
-        made = preferences.from_ratings(preferences.grouped(rows, "rating", dataset), dataset, scale=scale, tie=tie)
+        made = preferences.from_ratings(preferences.group_by_prompt(rows, "rating", dataset), dataset, scale=scale, tie=tie)
     else:
         found = ", ".join(first) or "none"
         raise UserError(

@@ -1,9 +1,9 @@
-"""Who scores completions: reward functions in worker processes, reward models, or both; and held-out evaluation by them."""
+"""What rewards a run's completions, resolved once from its settings: it names and weighs its parts, pins, and scores."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,95 +11,126 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import Evaluation, Placement, Reward
+from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes.fleets import fleet
+from psigrad.language.recipes.placement import open_actors
 from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.pool import unique
+from psigrad.language.rewards.reward_pool import name_apart
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.ray_scorer import RayScorer, RewardWorker
-from psigrad.language.training.scoring import Mixture, ModelScorer
+from psigrad.language.training.scoring import Mixture, ModelScorer, RayScorer, RewardWorker
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.processes.sandbox import tier_of_this_machine
 from psigrad.runs.journal import Journal
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A scorer (None: the environment alone rewards), the name of what it measures, which is that of its only part or "reward",
-    and the weight of each part by name.
-    """
+class RewardSetup:
+    """Reward functions and reward models with their weights, under names that differ."""
 
-    scorer: Scorer | None
-    metric: str
+    config: Scored
+    alone: tuple[Reward, ...] | None
+    """These functions in place of all that the settings name."""
+    specs: tuple[RewardSpec, ...]
+    """The functions themselves: a user's code is imported once in a run."""
     weights: Mapping[str, float]
+    """The weight of each part by name: of the functions first, then of the models."""
 
+    @classmethod
+    def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
+        """What `config.reward` and `config.reward_model` describe, weighed by `config.reward_weights`, or these functions alone.
 
-@contextlib.contextmanager
-def judge_for(
-    config: Scored,
-    tokenizer: PreTrainedTokenizerBase | None,
-    functions: Sequence[Reward] | None = None,
-    journal: Journal | None = None,
-) -> Iterator[Judge]:
-    """The scorer that `config.reward` and `config.reward_model` describe, or one of these `functions` alone.
+        Raises `UserError` for functions that do not exist, and weights that are not one for each.
+        """
+        given: Sequence[Reward] = config.reward if functions is None else functions
+        paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
+        count = len(given) + len(paths)
+        if weights and len(weights) != count:
+            raise UserError(
+                f"There are {len(weights)} reward_weights for {count} reward functions and models; give one for each."
+            )
+        specs = [_for_length(resolve(one), one, config.sampling.max_completion_length) for one in given]
+        specs = name_apart(specs) if specs else []
+        names = [spec.name for spec in specs]
+        for path in paths:
+            names.append(_name_model(path, names))
+        alone = None if functions is None else tuple(functions)
+        return cls(config, alone, tuple(specs), dict(zip(names, tuple(weights) or (1.0,) * count, strict=True)))
 
-    `config.reward_weights` weigh the reward functions first, then the reward models. `tokenizer` is the policy's; None where
-    only text is known of it.
-    """
-    paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
-    functions = config.reward if functions is None else functions  # (): nobody scores
-    count = len(functions) + len(paths)
-    if weights and len(weights) != count:
-        raise UserError(f"There are {len(weights)} reward_weights for {count} reward functions and models; give one for each.")
-    weights = tuple(weights) or (1.0,) * count
-    with contextlib.ExitStack() as stack:
-        scorers: list[Scorer] = []
-        names: list[str] = []
-        if functions:
-            specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
-            if journal is not None and any(_unsafe(spec.function) for spec in specs):
-                text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
-                journal.tell("unsafe_code", text)
-            names += [spec.name for spec in unique(specs)]
-            make = partial(_pool, functions, weights[: len(functions)], config)
-            placement: Placement | None = getattr(config, "placement", None)
-            if placement is not None and placement.scorers and journal is not None and journal.world.rank == 0:
-                wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
-                workers = fleet(placement, journal, RewardWorker, (make,), name="scorer", **wants)
-                scorers.append(RayScorer(stack.enter_context(workers)))
+    @classmethod
+    def of_metric(cls, config: Scored) -> RewardSetup | None:
+        """The metric that held-out completions are measured by, where one is named."""
+        return cls.of(config, (config.evaluation.metric,)) if config.evaluation.metric else None
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The reward functions, whose code a run pins."""
+        return [spec.function for spec in self.specs]
+
+    @property
+    def metric(self) -> str:
+        """The name of what is measured: that of the only part, or "reward"."""
+        plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment)
+        return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
+
+    @contextlib.contextmanager
+    def scorer(self, tokenizer: PreTrainedTokenizerBase | None, journal: Journal | None = None) -> Iterator[Scorer | None]:
+        """Who scores, at work for the length of the block; None: the environment alone rewards.
+
+        `tokenizer` is the policy's; None where only text is known of it.
+        """
+        if journal is not None and any(_is_unsafe(function) for function in self.functions):
+            text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
+            journal.tell("unsafe_code", text)
+        models = list(self.weights.items())[len(self.specs) :]
+        with contextlib.ExitStack() as stack:
+            scorers: list[Scorer] = [stack.enter_context(self._functions_scorer(journal))] if self.specs else []
+            for path, (name, _) in zip(self.config.reward_model, models, strict=False):
+                scorers.append(_load_model(path, name, self.config, tokenizer))
+            if models:
+                yield Mixture(scorers, [*([1.0] if self.specs else []), *(weight for _, weight in models)])
             else:
-                scorers.append(stack.enter_context(make()))
-        scorers += [_reward_model(path, config, tokenizer, names) for path in paths]
-        plays = isinstance(config, EpisodeSettings) and bool(config.environment)
-        metric = names[0] if len(names) == 1 and not plays else "reward"
-        scorer: Scorer | None = scorers[0] if scorers else None
-        if scorers and (len(scorers) > 1 or not functions):
-            scorer = Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]])
-        yield Judge(scorer, metric, dict(zip(names, weights, strict=True)))
+                yield scorers[0] if scorers else None
+
+    @contextlib.contextmanager
+    def _functions_scorer(self, journal: Journal | None) -> Iterator[Scorer]:
+        placement: Placement | None = getattr(self.config, "placement", None)
+        if placement is not None and placement.scorers and journal is not None and journal.world.rank == 0:
+            wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
+            make = partial(_pool_of, self.config, self.alone)
+            with open_actors(placement, journal, RewardWorker, (make,), name="scorer", **wants) as actors:
+                yield RayScorer(actors)
+            return
+        with self.pool() as pool:
+            yield pool
+
+    def pool(self) -> RewardPool:
+        """The reward functions in processes of this machine."""
+        config = self.config
+        return RewardPool(
+            self.specs,
+            weights=list(self.weights.values())[: len(self.specs)],
+            timeout=config.reward_timeout,
+            workers=config.reward_workers,
+            memory_gb=config.worker_memory_gb,
+            variables=config.worker_env,
+        )
 
 
-def _pool(functions: Sequence[Reward], weights: Sequence[float], config: Scored) -> RewardPool:
-    return RewardPool(
-        [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions],
-        weights=weights,
-        timeout=config.reward_timeout,
-        workers=config.reward_workers,
-        memory_gb=config.worker_memory_gb,
-        variables=config.worker_env,
-    )
+def _pool_of(config: Scored, alone: Sequence[Reward] | None) -> RewardPool:
+    """The pool of another machine, which imports the user's code itself."""
+    return RewardSetup.of(config, alone).pool()
 
 
-def _unsafe(function: Any) -> bool:
+def _is_unsafe(function: Any) -> bool:
     """Whether a reward runs the model's programs with nothing around them."""
     return (
         isinstance(function, Code)
@@ -109,15 +140,19 @@ def _unsafe(function: Any) -> bool:
     )
 
 
-def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None, names: list[str]) -> ModelScorer:
-    """A reward model that never learns, under a name that no other has."""
-    model = load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
-    model.network.requires_grad_(False)
+def _name_model(path: str, names: Sequence[str]) -> str:
+    """The name of a reward model, which no other part has."""
     name = base = Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
     for count in range(2, len(names) + 2):
         if name in names:
             name = f"{base}_{count}"
-    names.append(name)
+    return name
+
+
+def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
+    """A reward model that never learns."""
+    model = load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
+    model.network.requires_grad_(False)
     own = model.tokenizer
     same = tokenizer is not None and own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
     return ModelScorer(name, model, same, config.micro_batch_tokens)
@@ -139,25 +174,25 @@ def completion_room(config: Scored, episodes: Episodes | None) -> int:
 
 
 def evaluator_for(
-    settings: Evaluation,
     config: Scored,
     model: LanguageModel,
-    judge: Judge,
+    rewards: RewardSetup,
+    scorer: Scorer | None,
     rows: Sequence[Row],
     reference: LanguageModel | None,
     episodes: Episodes | None = None,
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
-    """Held-out evaluation by what the judge measures."""
+    """Held-out evaluation by these rewards, which `scorer` gives."""
     return Evaluator(
         prompts=encode_prompts(rows, model, config.data, completion_room(config, episodes)),
-        scorer=judge.scorer,
-        metric=judge.metric,
-        params=sampling_params(config.sampling, model, rows, settings.eval_temperature),
+        scorer=scorer,
+        metric=rewards.metric,
+        params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),
         seed=config.run.seed,
-        num_generations=size or settings.num_generations_eval,
-        reference=reference if settings.eval_kl else None,
+        num_generations=size or config.evaluation.num_generations_eval,
+        reference=reference if config.evaluation.eval_kl else None,
         micro_batch_tokens=config.micro_batch_tokens,
         episodes=episodes,
         world=world,

@@ -11,9 +11,9 @@ from psigrad.language.data.templates import example
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.row_limits import name_limit, token_limit
-from psigrad.language.recipes.sampling import sampler_of
-from psigrad.language.recipes.scorers import evaluator_for, judge_for
+from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.training.offline.offline import Generated
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.runs import session
@@ -26,12 +26,13 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
 
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
+    rewards, metric = RewardSetup.of(config, config.reward), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
         if (done := session.load_finished(config, journal)) is not None:
             return done
-        found = session.newest_checkpoint(journal)
-        model = load_model(config.model, config.run, found, journal.world, given=given)
-        rows, held = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
+        checkpoint = session.newest_checkpoint(journal)
+        model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
+        rows, held_out_rows = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
         limit = token_limit(config, model)
         examples = [example(model.tokenizer, row, limit) for row in rows]
         if cut := sum(e.truncated for e in examples):
@@ -39,11 +40,13 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
         if not any(any(e.mask) for e in examples):
             raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
         generated = None
-        functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
-        if functions and held:
-            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, None, world=journal.world)
+        measure = metric or rewards
+        if measure.functions and held_out_rows:
+            scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
+            evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, None, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, examples)
-        held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held]) if held else None
-        return train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
+        held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held_out_rows]) if held_out_rows else None
+        return train_on_rows(
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+        )

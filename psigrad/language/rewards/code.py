@@ -56,9 +56,9 @@ class Code:
             checks = checks_of({name: columns[name][i] for name in known})
             tasks.append((checks, _programs(program_of(text_of(completion)), checks)))
         outcomes = iter(executor.run([program for _, programs in tasks for program in programs], limits))
-        return [self._judged(checks, [next(outcomes) for _ in programs]) for checks, programs in tasks]
+        return [self._judge(checks, [next(outcomes) for _ in programs]) for checks, programs in tasks]
 
-    def _judged(self, checks: Sequence[Check], outcomes: Sequence[ProgramOutcome]) -> float | Failure:
+    def _judge(self, checks: Sequence[Check], outcomes: Sequence[ProgramOutcome]) -> float | Failure:
         faults = _faults(checks, outcomes)
         wrong = [(i, fault) for i, fault in enumerate(faults) if fault]
         if self.partial:

@@ -60,7 +60,7 @@ def checks_of(row: Mapping[str, Any]) -> list[Check]:
     for column in COLUMNS:
         if row.get(column):
             try:
-                found = _checks(_unpacked(row[column]))
+                found = _checks(_unpack(row[column]))
             except (KeyError, TypeError, ValueError, SyntaxError, RecursionError) as error:
                 raise UserError(f"The tests in column {column!r} cannot be read ({type(error).__name__}: {error}).") from error
             if found:
@@ -68,7 +68,7 @@ def checks_of(row: Mapping[str, Any]) -> list[Check]:
     raise UserError(f"The row has no tests; give them in a column {', '.join(COLUMNS[:-1])} or verl's reward_model.")
 
 
-def _unpacked(value: Any) -> Any:
+def _unpack(value: Any) -> Any:
     """JSON text as what it holds."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
@@ -80,16 +80,16 @@ def _unpacked(value: Any) -> Any:
 
 def _checks(tests: Any) -> list[Check]:
     if isinstance(tests, str):
-        return [_asserted(node) for node in ast.parse(tests).body]
+        return [_read_assert(node) for node in ast.parse(tests).body]
     if isinstance(tests, Mapping):
         if "ground_truth" in tests:
-            return _checks(_unpacked(tests["ground_truth"]))
+            return _checks(_unpack(tests["ground_truth"]))
         if "test_cases" in tests:
-            return _checks(_unpacked(tests["test_cases"]))
+            return _checks(_unpack(tests["test_cases"]))
         if "inputs" in tests:
             name = tests.get("fn_name")
             pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-            return [_printed(i, o) if name is None else _called(name, i, o) for i, o in pairs]
+            return [_read_printed(i, o) if name is None else _read_call(name, i, o) for i, o in pairs]
         return [_one(tests)]
     if not isinstance(tests, Sequence):
         raise TypeError(f"{kind_of(tests)}; expected a list, a mapping or text")
@@ -100,18 +100,18 @@ def _one(test: Mapping[str, Any]) -> Check:
     """One test case as a mapping."""
     name = test.get("fn_name")
     if name is not None and test.get("type", "function_call") == "function_call":
-        arguments = _unpacked(test["input"])
-        return _called(name, arguments if isinstance(arguments, list) else [arguments], _unpacked(test["output"]))
-    return _printed(test["input"], test["output"])
+        arguments = _unpack(test["input"])
+        return _read_call(name, arguments if isinstance(arguments, list) else [arguments], _unpack(test["output"]))
+    return _read_printed(test["input"], test["output"])
 
 
-def _printed(given: Any, expected: Any) -> Printed:
+def _read_printed(given: Any, expected: Any) -> Printed:
     """Lists are lines, as in LiveCodeBench and TACO."""
     stdin, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, expected))
     return Printed(stdin, wanted)
 
 
-def _called(name: str, arguments: Any, expected: Any) -> Evaluated:
+def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
     """A call of a function, or of a method of LeetCode's class Solution."""
     if not name.isidentifier():
         raise ValueError(f"fn_name {name!r} is no name of a function")
@@ -124,15 +124,15 @@ def _called(name: str, arguments: Any, expected: Any) -> Evaluated:
 
 def _called_equal(value: Any, expected: Any) -> bool:
     """JSON has no tuples, and APPS wraps some outputs in a list of one."""
-    value = _listed(value)
+    value = _as_lists(value)
     return bool(value == expected or (isinstance(expected, list) and len(expected) == 1 and value == expected[0]))
 
 
-def _listed(value: Any) -> Any:
-    return [_listed(v) for v in value] if isinstance(value, list | tuple) else value
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _asserted(node: ast.stmt) -> Evaluated:
+def _read_assert(node: ast.stmt) -> Evaluated:
     """`assert EXPR == LITERAL`, or another comparison with a literal, or a plain `assert EXPR` or `assert not EXPR`.
 
     Raises ValueError for any other test: its expected side would have to enter the sandbox with the program.

@@ -39,7 +39,7 @@ class Samples:
         return {**self.columns, **own}
 
 
-def joined(parts: Sequence[Samples]) -> Samples:
+def join(parts: Sequence[Samples]) -> Samples:
     """All of these, one behind the other. Raises `ValueError` unless they say the same kinds of things of every completion."""
     kinds = {(tuple(sorted(part.columns)), part.prompt_ids is None) for part in parts}
     if len(kinds) > 1:
@@ -60,7 +60,7 @@ def joined(parts: Sequence[Samples]) -> Samples:
     )
 
 
-def picked(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+def pick(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
     """What is shown of the samples at these indices."""
     return {name: [values[i] for i in indices] for name, values in shown.items()}
 
@@ -121,7 +121,7 @@ class Scoring:
         """One more group, which reward functions are shown together."""
         self._groups.append(group)
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Do what can be done now without waiting."""
 
     def results(self) -> list[Result]:

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from psigrad.compat.trl_values import REWARDS
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, with_colon
+
+# Functions of trl.rewards that TRL's command line takes by their bare names.
+OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
     if reward not in builtin.NAMES:
         if (own := with_colon(reward)) != reward:
             return resolve(own)
-        known, trls = ", ".join(builtin.NAMES), f"; TRL's is trl.rewards:{reward}" if reward in REWARDS else ""
+        known, trls = ", ".join(builtin.NAMES), f"; TRL's is trl.rewards:{reward}" if reward in OF_TRL else ""
         raise UserError(
             f"There is no built-in reward {reward!r}; expected one of {known} or "
             f"module:function{trls or nearest(reward, builtin.NAMES)}"

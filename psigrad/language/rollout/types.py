@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.activation_cache import ActivationCache
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One dataset row as training sees it: its index, its tokens, the row itself (text and columns for the rewards), and the
+    tokens that the reference reads in place of its own.
+    """
+
+    index: int
+    ids: tuple[int, ...]
+    row: Any
+    teacher_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,3 +209,53 @@ class Trajectory:
     def chosen(self) -> int:
         """Tokens that the policy chose."""
         return sum(self.mask) if self.mask else len(self.completion.ids)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Scored completions of one step: all of them, and the groups that are trained on."""
+
+    trajectories: list[Trajectory]
+    groups: list[list[Trajectory]]
+    cursor: int
+    entries: dict[str, int]
+    """What became of the prompts, as the ledger has it."""
+
+    def result(self) -> Collected:
+        """Itself; a collection that another thread is at work on has to be waited for."""
+        return self
+
+    def to_json(self) -> str:
+        """All of it as text, floats to their last digit."""
+        place = {id(t): n for n, t in enumerate(self.trajectories)}
+        groups = [[place[id(t)] for t in group] for group in self.groups]
+        rest = {"groups": groups, "cursor": self.cursor, "entries": self.entries}
+        return json.dumps({"trajectories": [asdict(t) for t in self.trajectories], **rest})
+
+    @classmethod
+    def from_json(cls, text: str) -> Collected:
+        """The inverse of `to_json`."""
+        held = json.loads(text)
+        trajectories = [_trajectory(fields) for fields in held["trajectories"]]
+        groups = [[trajectories[n] for n in group] for group in held["groups"]]
+        return cls(trajectories, groups, held["cursor"], held["entries"])
+
+
+ELSEWHERE = Collected([], [], 0, {})
+"""Stands for a collection that another process has."""
+
+
+class Pending(Protocol):
+    """A collection that may still be under way."""
+
+    def result(self) -> Collected:
+        """Wait for it."""
+        ...
+
+
+def _trajectory(held: dict[str, Any]) -> Trajectory:
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held.items()}
+    written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held["completion"].items()}
+    fields["completion"] = Completion(**written)
+    fields["step_rewards"] = tuple((place, reward) for place, reward in held["step_rewards"])
+    return Trajectory(**fields)

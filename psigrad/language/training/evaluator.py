@@ -15,9 +15,8 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
-from psigrad.language.training.online.generation import rollout
-from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from psigrad.language.training.online.collect import rollout
 from psigrad.processes.parallel.world import ALONE, World, each_once
 from psigrad.records.rows import rollout_row
 from psigrad.runs.journal import Journal

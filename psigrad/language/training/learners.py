@@ -14,7 +14,7 @@ import torch
 
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError, nearest
-from psigrad.language.training.online.collected import Collected, Pending
+from psigrad.language.rollout.types import Collected, Pending
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World, agree
@@ -39,7 +39,7 @@ class State(RunState):
 
     `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
     `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `ledger` says what became of the prompts
-    (online; see `language/training/online/ledger.py`).
+    (online; see `language/training/online/collect.py`).
     """
 
     cursor: int = 0

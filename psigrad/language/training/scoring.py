@@ -1,10 +1,11 @@
-"""Reward models as scorers, alone or added to reward functions."""
+"""Scorers beside processes of this machine: reward models, sums of scorers, and reward functions on a Ray cluster."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import example
 from psigrad.language.models.packing import Groups, Ids
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
-from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
-from psigrad.language.rewards.outcomes import joined
+from psigrad.language.rewards import Failed, Result, RewardPool, Samples, Scored, Scorer, Scoring, Unscored
+from psigrad.language.rewards.outcomes import join
 from psigrad.language.training.offline.reward_task import step_values
+from psigrad.processes.parallel.actor_pool import ActorPool
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class ModelScorer:
 
     def begin(self) -> Scoring:
         """All groups in few forward passes at the end, since the policy samples on the same device until then."""
-        return Scoring(lambda groups: self.score(joined(groups)))
+        return Scoring(lambda groups: self.score(join(groups)))
 
     def score(self, samples: Samples) -> list[Result]:
         """The model's score of every completion."""
@@ -57,10 +59,10 @@ class ModelScorer:
         if self.same_tokens and own is not None:
             pairs = own
         else:
-            pairs = [self._encoded(*texts) for texts in zip(samples.prompts, samples.completions, strict=True)]
+            pairs = [self._encode(*texts) for texts in zip(samples.prompts, samples.completions, strict=True)]
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
-    def _encoded(self, prompt: Any, completion: Any) -> tuple[Ids, Ids]:
+    def _encode(self, prompt: Any, completion: Any) -> tuple[Ids, Ids]:
         return [], example(self.model.tokenizer, Row("a completion", prompt=prompt, completion=completion)).ids
 
     @torch.no_grad()
@@ -83,7 +85,7 @@ class ModelScorer:
 
     def _result(self, value: float) -> Result:
         if not math.isfinite(value):
-            return Unscored(f"the reward model {self.name} said {value}")
+            return Unscored(f"the reward model {self.name} gave {value}")
         return Scored(value, {self.name: value})
 
 
@@ -141,16 +143,16 @@ class MixedScoring(Scoring):
         for part in self._parts:
             part.add(group)
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """See `Scoring`."""
         for part in self._parts:
-            part.turn()
+            part.poll()
 
     def results(self) -> list[Result]:
         """See `Scoring`."""
-        return [self._added(results) for results in zip(*(part.results() for part in self._parts), strict=True)]
+        return [self._add(results) for results in zip(*(part.results() for part in self._parts), strict=True)]
 
-    def _added(self, results: Sequence[Result]) -> Result:
+    def _add(self, results: Sequence[Result]) -> Result:
         total, fault = 0.0, None
         parts: dict[str, float | None] = {}
         steps: list[tuple[int, float]] = []
@@ -162,3 +164,58 @@ class MixedScoring(Scoring):
             steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
         return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)
+
+
+class RewardWorker:
+    """What runs on a Ray cluster: a pool of processes that can be killed, as on the trainer's own machine."""
+
+    def __init__(self, make: Callable[[], RewardPool]) -> None:
+        self.pool = make()
+
+    def ready(self) -> bool:
+        """Answers when the pool is there."""
+        return True
+
+    def score(self, group: Samples) -> list[Result]:
+        """The results of one group."""
+        scoring = self.pool.begin()
+        scoring.add(group)
+        return scoring.results()
+
+
+class RayScorer:
+    """A `Scorer` by the actors of a pool, a group at a time. Results are those of a pool on this machine."""
+
+    def __init__(self, pool: ActorPool) -> None:
+        self.pool = pool
+
+    def begin(self) -> Scoring:
+        """See `Scorer`."""
+        return RayScoring(self.pool)
+
+
+class RayScoring(Scoring):
+    """A `Scoring` whose groups go out as soon as they are there."""
+
+    def __init__(self, pool: ActorPool) -> None:
+        self._batch = pool.begin()
+        self._results: dict[int, list[Result]] = {}
+
+    def add(self, group: Samples) -> None:
+        """See `Scoring`."""
+        self._batch.add(partial(_ask, group))
+        self.poll()
+
+    def poll(self) -> None:
+        """See `Scoring`."""
+        self._results.update(self._batch.answers(0.0))
+
+    def results(self) -> list[Result]:
+        """See `Scoring`."""
+        while self._batch.pending:
+            self._results.update(self._batch.answers(1.0))
+        return [result for place in range(len(self._results)) for result in self._results[place]]
+
+
+def _ask(group: Samples, actor: Any) -> Any:
+    return actor.score.remote(group)

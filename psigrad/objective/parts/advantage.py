@@ -141,7 +141,7 @@ def batch_mean(batch: Batch) -> Tensor:
 
     Source: Williams 1992; Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    return over_steps(stats.centred(batch.sequence_reward, batch.present.long()), batch)
+    return over_steps(stats.centre(batch.sequence_reward, batch.present.long()), batch)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def leave_one_out(batch: Batch) -> Tensor:
     Source: Kool et al. 2019, Buy 4 REINFORCE samples; Ahmadian et al. 2024, RLOO, arXiv:2402.14740.
     """
     size_N = stats.group_size(batch.group)
-    scaled_N = stats.centred(batch.sequence_reward, batch.group) * size_N / (size_N - 1).clamp(min=1)
+    scaled_N = stats.centre(batch.sequence_reward, batch.group) * size_N / (size_N - 1).clamp(min=1)
     return over_steps(scaled_N, batch)
 
 
@@ -214,7 +214,7 @@ class group_mean:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages: one number for all steps of a row."""
-        centred_N = stats.centred(batch.sequence_reward, batch.group)
+        centred_N = stats.centre(batch.sequence_reward, batch.group)
         if not self.std:
             return over_steps(centred_N, batch)
         scale_N = stats.group_std(batch.sequence_reward, batch.group) + self.eps

@@ -43,7 +43,7 @@ class group_mean_batch_std:
         """[N, T] advantages: one number for all steps of a row."""
         reward_N = batch.sequence_reward
         scale_N = stats.group_std(reward_N, batch.present.long()) + self.eps
-        return over_steps(stats.centred(reward_N, batch.group) / scale_N, batch)
+        return over_steps(stats.centre(reward_N, batch.group) / scale_N, batch)
 
 
 @needs(GROUP)
@@ -81,7 +81,7 @@ def over_group_mean(batch: Batch) -> Tensor:
             "rewards, or choose group_mean."
         )
     mean_N = stats.group_sum(reward_N, batch.group) / stats.group_size(batch.group)
-    centred_N = stats.centred(reward_N, batch.group)
+    centred_N = stats.centre(reward_N, batch.group)
     return over_steps(torch.where(mean_N > 0, centred_N / mean_N.clamp(min=torch.finfo(mean_N.dtype).tiny), 0.0), batch)
 
 
@@ -153,7 +153,7 @@ class decoupled_group_mean:
             applies_N = batch.present & ~part_N.isnan()
             own_N = torch.where(applies_N, index_N, alone_N)
             part_N = part_N.nan_to_num()
-            centred_N, scale_N = stats.centred(part_N, own_N), stats.group_std(part_N, own_N) + self.eps
+            centred_N, scale_N = stats.centre(part_N, own_N), stats.group_std(part_N, own_N) + self.eps
             total_N += torch.where(centred_N == 0, 0.0, weight * centred_N / scale_N)
         # the mean over the batch is 0, as that of each group is; to take it off would leave rounding errors in place of zeros
         return over_steps(total_N / (stats.group_std(total_N, batch.present.long()) + self.eps), batch)
@@ -186,7 +186,7 @@ class process_group_mean:
         reward_M = batch.reward[rewarded_NT]
         if not len(reward_M):
             return torch.zeros_like(batch.reward)
-        scaled_M = stats.centred(reward_M, group_M)
+        scaled_M = stats.centre(reward_M, group_M)
         if self.std:
             scaled_M = scaled_M / (stats.group_std(reward_M, group_M) + self.eps)
         standardised_NT = torch.zeros_like(batch.reward).masked_scatter(rewarded_NT, scaled_M)

@@ -128,7 +128,7 @@ class clip_covariance:
         places = ((cost > self.low) & (cost < self.high) & batch.mask).flatten().nonzero()[:, 0]
         count = max(int(self.share * int(batch.mask.sum())), 1)
         bits = batch.logp_old.float().view(torch.int32).long()
-        keys = stats.scrambled(bits.flatten()[places] + bits.sum())
+        keys = stats.scramble(bits.flatten()[places] + bits.sum())
         kept = batch.mask.flatten().clone()
         kept[places[keys.argsort(stable=True)[:count]]] = False
         return kept.view(batch.mask.shape)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psigrad.objective.lazy_torch import Tensor, torch
-from psigrad.objective.parts.ratio import bounded, exp_ratio
+from psigrad.objective.parts.ratio import bound, exp_ratio
 
 __all__ = ["KL", "adaptive"]
 
@@ -46,11 +46,11 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
         case "k2":
             return k2
         case "k3":
-            return torch.expm1(bounded(-d)) + d
+            return torch.expm1(bound(-d)) + d
         case "k1+":
             return d.detach() + straight_through
         case "k3+":
-            return (torch.expm1(bounded(-d)) + d).detach() + straight_through
+            return (torch.expm1(bound(-d)) + d).detach() + straight_through
     raise ValueError(
         f"estimate got {estimator!r}, which is not a function of the sampled action; expected k1, k2, k3, k1+ or k3+."
     )
@@ -79,7 +79,7 @@ class adaptive:
                 "a β of 0 could never grow."
             )
 
-    def updated(self, coefficient: float, sequence_kl: float, sequences: int) -> float:
+    def update(self, coefficient: float, sequence_kl: float, sequences: int) -> float:
         """β after a batch of `sequences` with mean KL `sequence_kl`."""
         error = min(max(sequence_kl / self.target - 1, -0.2), 0.2)
         return coefficient * max(1 + error * sequences / self.horizon, 0.0)

@@ -17,10 +17,10 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
     """ρ = exp(log ratio), held at exp(20), with the gradient of a ratio of exp(20) above it: a step that went too far under a
     negative advantage must find its way back.
     """
-    return bounded(log_ratio).exp()
+    return bound(log_ratio).exp()
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
+def bound(log_ratio: Tensor) -> Tensor:
     """min(x, 20) with the gradient of x."""
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0).detach()
 

@@ -20,15 +20,15 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.learners import State
 from psigrad.language.training.offline import offline
+from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
-from psigrad.language.training.offline.task import Task
+from psigrad.language.training.online import forward
 from psigrad.language.training.online import online_rl as online
-from psigrad.language.training.online.ledger import Prompt
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
@@ -73,10 +73,10 @@ class Inline:
 
     @staticmethod
     def _scored(groups: Sequence[Samples]) -> list[Result]:
-        return [Scored(value, {"reward": value}) for group in groups for value in _called(group)]
+        return [Scored(value, {"reward": value}) for group in groups for value in _call_reward(group)]
 
 
-def _called(group: Samples) -> list[float]:
+def _call_reward(group: Samples) -> list[float]:
     given: dict[str, Any] = group.shown
     return reward(**given)
 
@@ -154,7 +154,7 @@ def _stepping(run: Online, state: State) -> Step:
     """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
     phases = Phases()
     for name in ("log_probs", "reference_log_probs", "values"):
-        phases.around(online, name, "log-probs")
+        phases.around(forward, name, "log-probs")
     phases.around(online, "step_together", "forward-backward")
     for optimizer in (run.optimizer, *([run.critic.optimizer] if run.critic else [])):
         for method in ("norm", "apply"):
@@ -182,12 +182,12 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
     if work.kind == "reward":
         torch.manual_seed(0)
         model = scalar = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
-        made = [pairs.pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
+        made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
         task, config = RewardTask(scalar, BradleyTerry(), made), RewardConfig(**common)
     else:
         model = policy = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
         if work.kind == "dpo":
-            made = [pairs.pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
+            made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
             known = reference_logps(policy, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 4096)
             task, config = PreferenceTask(policy, DPO, made, known), PreferenceConfig(**common)
         else:

@@ -31,7 +31,7 @@ from psigrad.preflight.bench.workload import Workload
 from psigrad.preflight.plan.arithmetic import Lengths, StepCost, Work, cost_of
 from psigrad.preflight.plan.hardware import Machine, machine
 from psigrad.preflight.plan.memory import recomputed_gradients
-from psigrad.preflight.plan.shape import counted
+from psigrad.preflight.plan.shape import count_shape
 from psigrad.preflight.settings import BenchConfig
 from psigrad.runs.machine import provenance
 
@@ -200,7 +200,7 @@ def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine
 
 def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
     """The FLOPs of a step, and the bytes that decoding reads."""
-    shape = counted(AutoConfig.from_pretrained(folder / "model"))
+    shape = count_shape(AutoConfig.from_pretrained(folder / "model"))
     online = work.online
     members = work.generations if online else 1 if work.kind == "sft" else 2
     prompts = 0 if online else work.prompts * work.prompt_tokens  # offline they are counted among the tokens
@@ -242,10 +242,10 @@ def table(results: list[dict[str, Any]]) -> str:
         least = ours["floor"]
         parts = [f"{least[name]:.3f}" if name in least else "" for name in PHASES]
         lines.append(["", "floor", f"{sum(least.values()):.3f}", *parts, f"{ours['mfu']:.0%} MFU", "", ""])
-    return aligned(lines)
+    return align(lines)
 
 
-def aligned(lines: list[list[str]]) -> str:
+def align(lines: list[list[str]]) -> str:
     """Cells in columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)

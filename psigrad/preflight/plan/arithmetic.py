@@ -8,7 +8,7 @@ from typing import Any
 
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss
-from psigrad.language.recipes import online
+from psigrad.language.recipes import online_settings
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.preflight.plan.hardware import Machine
@@ -150,7 +150,7 @@ def samples_itself(config: Config) -> bool:
 
 
 def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
-    algorithm: Any = online.method(config)
+    algorithm: Any = online_settings.method(config)
     preferring = isinstance(algorithm, OnlinePreference)
     single = config.num_iterations * config.num_minibatches == 1
     several_turns = bool(config.environment or config.tools)

@@ -61,7 +61,7 @@ def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops:
     if memory:
         size = parse_bytes(memory)
     elif device == "cpu":
-        size = installed()
+        size = installed_memory()
     else:
         try:
             size = int(torch.cuda.get_device_properties(device).total_memory)
@@ -77,7 +77,7 @@ def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops:
     return Machine(device, size, peak, bandwidth)
 
 
-def installed() -> int:
+def installed_memory() -> int:
     """Bytes of memory of this machine, or of the container that this process is in."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -90,9 +90,9 @@ def installed() -> int:
     return size
 
 
-def available() -> int:
+def available_memory() -> int:
     """Bytes of it that a new program could have without pushing another out; all of it where the system does not say."""
-    found = [installed()]
+    found = [installed_memory()]
     try:
         told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         found.append(1024 * int(told["MemAvailable"].split()[0]))

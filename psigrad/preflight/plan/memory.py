@@ -26,7 +26,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.native.processor import plain_bfloat16
 from psigrad.language.models.packing import Groups
 from psigrad.preflight.plan.arithmetic import Work
-from psigrad.preflight.plan.shape import Shape, counted, model_of, resized, size
+from psigrad.preflight.plan.shape import Shape, count_shape, model_of, resize, size
 
 # Widest hidden size of a twin: beyond it every width is divided alike, and what is kept is multiplied again.
 _WIDE = 512
@@ -47,16 +47,16 @@ class Terms:
     fused: int = 0
 
     @classmethod
-    def estimated(cls, shape: Shape, width: int) -> Terms:
+    def estimate(cls, shape: Shape, width: int) -> Terms:
         """Those of models like Llama in plain PyTorch, for weights of `width` bytes."""
         kept = 6 * shape.hidden + 4 * shape.query + 3 * shape.key + 4 * shape.inner
         return cls(width * kept, 2 * width * shape.query, 4 * width * shape.hidden, width * shape.hidden)
 
-    def scaled(self, factor: float) -> Terms:
+    def scale(self, factor: float) -> Terms:
         """All of them times `factor`."""
         return Terms(self.token * factor, self.prefix * factor, self.once * factor, self.input * factor, self.fused)
 
-    def kept(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
+    def bytes_for(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
         """Bytes for `tokens` packed tokens, with `carried` = the sum over completions of their prompts' lengths.
 
         With gradient checkpointing (`recompute`) each layer keeps its input, and one layer at a time everything.
@@ -74,19 +74,19 @@ def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str 
     settings = config.to_json_string(use_diff=False)
     if device == "cpu":
         return _terms(kind, settings, dtype, lora)
-    return _terms(kind, settings, "float64", lora).scaled(DTYPES[dtype].itemsize / 8)
+    return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
 
 
 @cache
 def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
     config = kind.from_dict(json.loads(settings))
-    shape, width = counted(config), DTYPES[dtype].itemsize
+    shape, width = count_shape(config), DTYPES[dtype].itemsize
     try:
         twins = [_twin(config, shape, layers) for layers in (1, 2)]
-        models = [_prepared(twin, dtype, lora) for twin in twins]
-        short, long = ([_saved(model, prompt) for model in models] for prompt in (2, 34))
+        models = [_prepare(twin, dtype, lora) for twin in twins]
+        short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-        return Terms.estimated(shape, width)
+        return Terms.estimate(shape, width)
     per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
     (a, s, c), (b, t, d) = per_layer
     prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
@@ -105,10 +105,10 @@ def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConf
     dim = max(8, round(shape.query * factor / heads / 8) * 8)
     sizes = {"hidden": round(shape.hidden * factor), "heads": heads, "keys": keys, "inner": round(shape.inner * factor / 8) * 8}
     sizes |= {"layers": layers, "vocab_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return resized(config, **sizes, head_dim=dim)
+    return resize(config, **sizes, head_dim=dim)
 
 
-def _prepared(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
+def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
     """The twin as the trainer has it."""
     with torch.random.fork_rng(devices=[]):
         hf = model_of(config, dtype=DTYPES[dtype])
@@ -116,7 +116,7 @@ def _prepared(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel
         return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
 
 
-def _saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
+def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
     """(bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
     groups, members, length = 2, 4, 33
     inputs = Groups([[3] * prompt] * groups, [[[4] * length] * members] * groups)
@@ -165,7 +165,7 @@ class MemoryItem:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelRole:
     """A model of the run: its role, parameters, trained parameters, bytes per weight, whether the optimiser's moments have 8 bits
     and how many gradients are recomputed instead of stored.
     """
@@ -222,7 +222,7 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
     """Bytes that the largest forward pass of a model keeps for its backward pass, and those of the backward pass itself."""
     carried = work.micro_completions * work.lengths.prompt
-    return kept.kept(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
+    return kept.bytes_for(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
 
 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
@@ -254,7 +254,7 @@ def passing(
     held = None
     if work.keeps and kept.fused:
         size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
-        held = _kept(size, work.keeps)
+        held = _kept_item(size, work.keeps)
     there = held.bytes if held is not None and held.phase == "held" else 0.0
     if there:
         # either they are there, and copies of one layer; or, one step in twenty and in later passes, those of a forward pass
@@ -289,7 +289,7 @@ def passing(
     return found
 
 
-def _kept(size: float, limit: float) -> MemoryItem:
+def _kept_item(size: float, limit: float) -> MemoryItem:
     """Activations kept from sampling: until the update used them, or dropped as soon as they exceed the limit."""
     if size <= limit:
         return MemoryItem(KEPT, size, "held", "so that training runs no forward pass of its own")
@@ -334,7 +334,7 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> MemoryIte
     )
 
 
-def load_items(parts: list[Part]) -> list[MemoryItem]:
+def load_items(parts: list[ModelRole]) -> list[MemoryItem]:
     """Weights are read from a mapped file, which counts as long as it is mapped."""
     return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
 
@@ -382,22 +382,22 @@ class PeakMemory:
 
 
 def roles_of(
-    policy: Part, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
-) -> list[Part]:
+    policy: ModelRole, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
+) -> list[ModelRole]:
     """Every model of the run: the policy, and whichever of reference, critic (with its `recomputed`) and reward models there
     are.
     """
     found = [policy]
     if reference is not None:
-        found.append(Part("reference", reference.parameters, 0, policy.width))
+        found.append(ModelRole("reference", reference.parameters, 0, policy.width))
     if critic is not None:
         size = critic[0].scalar_parameters
         own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1])
         found.append(own)
-    return found + [Part(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
+    return found + [ModelRole(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 
 
-def sharded_items(parts: list[Part], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
+def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
     """Items of one of `ranks` processes that hold the models in shards: its rows of each, what is made whole while it computes,
     and the whole copy that samples.
     """

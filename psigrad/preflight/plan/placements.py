@@ -15,7 +15,7 @@ from psigrad.config import OnlineConfig, Placement
 from psigrad.language.models.backbone import DTYPES
 from psigrad.preflight.plan.arithmetic import Config, Lengths, StepCost, cost_of
 from psigrad.preflight.plan.hardware import Machine
-from psigrad.preflight.plan.memory import BASELINE, MemoryItem, Part, PeakMemory
+from psigrad.preflight.plan.memory import BASELINE, MemoryItem, ModelRole, PeakMemory
 from psigrad.preflight.plan.predict import MARGIN, Plan, predict
 
 ASSUMED = (
@@ -106,7 +106,7 @@ def _split(
 
 def _sampler_memory(plan: Plan, weights: float) -> PeakMemory:
     """Of a process that samples only: the policy without gradients, and what sampling takes."""
-    policy = Part("policy", plan.policy.parameters, 0, round(weights / plan.policy.parameters))
+    policy = ModelRole("policy", plan.policy.parameters, 0, round(weights / plan.policy.parameters))
     items: list[MemoryItem] = [*policy.items(), *(item for item in plan.memory.items if item.phase in ("sample", "load"))]
     process = plan.memory.process if plan.memory.process in BASELINE else plan.machine.kind
     return PeakMemory(tuple(items), plan.machine.kind, process, 0.0)

@@ -18,17 +18,17 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import go_offline_without_network, read_rows
 from psigrad.language.data.templates import example, prompt_ids
-from psigrad.language.loading.model_source import as_planned, refuse_run, tokenizer_path
+from psigrad.language.loading.model_source import refuse_run, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
-from psigrad.language.training.adamw import steps_natively
+from psigrad.language.training.update import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.preflight.plan.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.preflight.plan.hardware import Machine
 from psigrad.preflight.plan.memory import (
     AMONG_OTHERS,
     MemoryItem,
-    Part,
+    ModelRole,
     PeakMemory,
     Terms,
     cache_bytes,
@@ -102,7 +102,7 @@ def predict(
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
     configurations that are on this machine are read.
     """
-    config = replace(config, model=as_planned(config.model, local=quick))
+    config = replace(config, model=resolve_for_plan(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
     policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
     work = share_of(config, whole)
@@ -113,22 +113,22 @@ def predict(
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
 
-    def kept_by(path: str, shape: Shape, lora: bool) -> Terms:
-        return Terms.estimated(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
+    def count_terms(path: str, shape: Shape, lora: bool) -> Terms:
+        return Terms.estimate(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
 
-    kept = kept_by(config.model.path, policy, bool(rank))
-    learning = None if critic is None else (critic, kept_by(critic_path, critic, False))
+    kept = count_terms(config.model.path, policy, bool(rank))
+    learning = None if critic is None else (critic, count_terms(critic_path, critic, False))
     recompute = config.model.gradient_checkpointing
 
-    def recomputed(shape: Shape, kept: Terms, head: bool) -> tuple[int, int]:
+    def count_recomputed(shape: Shape, kept: Terms, head: bool) -> tuple[int, int]:
         wanted = recompute and width == 4 and not adapter
         return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
-    again = recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     parts = roles_of(
-        Part("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
+        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
         _reference(config, work, shaped),
-        learning and (learning[0], sum(recomputed(*learning, head=False))),
+        learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
     items = _models(config, parts, policy, work)
@@ -156,7 +156,7 @@ def predict(
     )
 
 
-def _models(config: Config, parts: list[Part], policy: Shape, work: Work) -> list[MemoryItem]:
+def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -> list[MemoryItem]:
     """What one process holds of the models, and of the other processes."""
     placement = config.placement
     if placement.processes == 1:
@@ -195,7 +195,7 @@ def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Sh
 def lengths_of(config: Config, prompt: int = 0, completion: int = 0, *, read: bool = True) -> tuple[Lengths, int, str]:
     """(lengths, training rows or 0, where they come from): given numbers, else the first rows of the dataset, else a guess."""
     limit = _limit(config)
-    sizes, rows = _measured(config) if config.data.dataset and read else ([], 0)
+    sizes, rows = _measure_rows(config) if config.data.dataset and read else ([], 0)
     prompts = [p for p, _ in sizes]
     answers = [a for _, answers in sizes for a in answers]
     mean_prompt = prompt or (
@@ -216,7 +216,7 @@ def _limit(config: Config) -> int:
     return config.sampling.max_completion_length if isinstance(config, OnlineConfig) else config.max_length
 
 
-def _measured(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
+def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     """([tokens of a prompt, of its answers] of the dataset's first rows, all its training rows)."""
     tokenizer = _tokenizer(tokenizer_path(config.model))
     form, lengths = _reader(config)
@@ -229,24 +229,24 @@ def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[i
     if isinstance(config, OnlineConfig):
         return "prompt-only", lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
     if isinstance(config, SFTConfig):
-        return "sft", lambda tokenizer, row: _split(example(tokenizer, row, config.max_length))
+        return "sft", lambda tokenizer, row: _split_lengths(example(tokenizer, row, config.max_length))
     if isinstance(config, RewardConfig) and config.process:
-        return "stepwise", lambda tokenizer, row: (1, [pairs.steps(tokenizer, row, config.step_separator).tokens])
+        return "stepwise", lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
     if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
-        return "unpaired-preference", lambda tokenizer, row: _judged(pairs.judged(tokenizer, row))
-    return "preference", lambda tokenizer, row: _pair(pairs.pair(tokenizer, row))
+        return "unpaired-preference", lambda tokenizer, row: _judged_lengths(pairs.encode_judged(tokenizer, row))
+    return "preference", lambda tokenizer, row: _pair_lengths(pairs.encode_pair(tokenizer, row))
 
 
-def _split(made: Any) -> tuple[int, list[int]]:
+def _split_lengths(made: Any) -> tuple[int, list[int]]:
     before = made.mask.index(True) if any(made.mask) else len(made.ids)
     return before, [len(made.ids) - before]
 
 
-def _judged(made: pairs.Judged) -> tuple[int, list[int]]:
+def _judged_lengths(made: pairs.Judged) -> tuple[int, list[int]]:
     return len(made.prompt), [len(made.answer.ids)]
 
 
-def _pair(made: pairs.Pair) -> tuple[int, list[int]]:
+def _pair_lengths(made: pairs.Pair) -> tuple[int, list[int]]:
     return len(made.prompt), [len(made.chosen.ids), len(made.rejected.ids)]
 
 

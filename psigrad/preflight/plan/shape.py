@@ -76,7 +76,7 @@ def shape_of(path: str, *, local: bool = False) -> Shape:
 
     With `local` a hub name is only looked up among what was downloaded before.
     """
-    return counted(config_of(path, local=local))
+    return count_shape(config_of(path, local=local))
 
 
 @cache
@@ -93,7 +93,7 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
         raise UserError(f"No model configuration could be read from {path!r} ({reason}); give a folder or a hub name.") from error
 
 
-def counted(config: PreTrainedConfig) -> Shape:
+def count_shape(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
     with torch.device("meta"):
         model: Any = WeightsOnly(config, None) if weights_only.describes(config) else _built(config)
@@ -142,7 +142,7 @@ def size(config: Any, what: str) -> int:
     return next((int(value) for name in _NAMES[what] if (value := getattr(config, name, None)) is not None), 0)
 
 
-def resized(config: PreTrainedConfig, **sizes: int) -> PreTrainedConfig:
+def resize(config: PreTrainedConfig, **sizes: int) -> PreTrainedConfig:
     """The same architecture with other sizes, by the names of `_NAMES` and `vocab_size`, `head_dim`."""
     given = config.to_dict()
     for what, value in sizes.items():

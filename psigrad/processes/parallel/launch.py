@@ -21,7 +21,7 @@ from psigrad.processes.parallel.world import RankLost
 GRACE, WORDS = 10.0, 8000
 
 
-def started() -> bool:
+def is_rank() -> bool:
     """Whether this process is one of several already."""
     return "WORLD_SIZE" in os.environ
 

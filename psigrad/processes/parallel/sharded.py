@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from psigrad.language.models.backbone import Pretrained, reshard, write
 from psigrad.language.models.fused.weights_only import WeightsOnly
@@ -54,6 +51,9 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     """Leave this process with its share of the model's weights, moved to its device block by block. From now on all processes
     must call `model.evaluate` and the like alike, and `model.trainable()` has tensors in shards.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # a second, and forty megabytes
+
     if model.decoder is not None and not isinstance(model.network, WeightsOnly):
         model.decoder, model.why_unfused = None, "it is in shards and has adapters"
     mesh: Any = init_device_mesh(torch.device(device).type, (world.size,))
@@ -114,7 +114,7 @@ def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[
     for name, parameter in model.network.named_parameters():
         if wanted is None or name in wanted:
             tensor: Any = parameter
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            yield name, tensor.full_tensor() if shards.in_shards(tensor) else tensor.detach()
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merged") -> None:
@@ -139,7 +139,7 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
                 twin.lm_head.weight = twin.model.embed_tokens.weight
             write(twin, model.tokenizer, folder)
         else:
-            write(_Saved(twin, merged(model, state)), model.tokenizer, folder)
+            write(_Saved(twin, merge(model, state)), model.tokenizer, folder)
 
 
 def _write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
@@ -169,7 +169,7 @@ class _Saved:
         self.network.save_pretrained(folder, state_dict=self.state, safe_serialization=safe_serialization)
 
 
-def merged(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state with the adapters' products added to the matrices, under the names that the model had without them."""
     found = {}
     for name, weight in state.items():

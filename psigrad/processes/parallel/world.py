@@ -95,7 +95,7 @@ class Ranks:
     def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""
         box: list[Any] = [value if self.rank == 0 else None]
-        with losses_named():
+        with name_losses():
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         found: T = box[0]
         return found
@@ -103,19 +103,19 @@ class Ranks:
     def all_gather(self, value: T) -> list[T]:
         """What each gives, by rank."""
         box: list[Any] = [None] * self.size
-        with losses_named():
+        with name_losses():
             dist.all_gather_object(box, value)
         return box
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all of them, in place of `x`."""
-        with losses_named():
+        with name_losses():
             dist.all_reduce(x)
         return x
 
 
 @contextlib.contextmanager
-def losses_named() -> Iterator[None]:
+def name_losses() -> Iterator[None]:
     """Whatever torch raises when another process is gone, as a `RankLost`."""
     try:
         yield
@@ -129,7 +129,7 @@ def losses_named() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joined(*, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0) -> Iterator[World]:
+def join_world(*, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0) -> Iterator[World]:
     """The world that this process was started in: by `psigrad … --processes N`, torchrun, SLURM or Ray Train, whose environment
     variables RANK and WORLD_SIZE say so; else it is alone. A process that gets no answer for `minutes` ends.
     """
@@ -141,7 +141,7 @@ def joined(*, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0
     if not given:
         _make_group(device, size, minutes)
     try:
-        with losses_named():
+        with name_losses():
             yield Ranks(lockstep=lockstep)
             if not given:
                 dist.barrier()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from psigrad.processes.sandbox.choice import executor_for, tier_of_this_machine
-from psigrad.processes.sandbox.enclosure import enclosed
-from psigrad.processes.sandbox.executor import Executor, Limits, Program, ProgramOutcome, SandboxError
-from psigrad.processes.sandbox.tiers import Tier
+from psigrad.processes.sandbox.choice import enclosing_command, executor_for, tier_of_this_machine
+from psigrad.processes.sandbox.executor import Executor, Limits, Program, ProgramOutcome, SandboxError, Tier
 
 __all__ = [
     "Executor",
@@ -14,7 +12,7 @@ __all__ = [
     "ProgramOutcome",
     "SandboxError",
     "Tier",
-    "enclosed",
+    "enclosing_command",
     "executor_for",
     "tier_of_this_machine",
 ]

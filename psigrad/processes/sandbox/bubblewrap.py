@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from psigrad.processes.sandbox import cgroup, seccomp
-from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
-from psigrad.processes.sandbox.pipes import exchanged
-from psigrad.processes.sandbox.tiers import Tier, TierName
-from psigrad.processes.sandbox.values import decoded
+from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, Tier, TierName
+from psigrad.processes.sandbox.pipes import exchange
 
 DRIVER = Path(__file__).with_name("driver.py").read_text()
 # Where a Python that is not the system's stands in the sandbox; its own place may lie where only its owner may look.
@@ -141,7 +140,7 @@ class Bubblewrap:
 
     def _in_a_sandbox(self, program: Program, limits: Limits, user: int) -> ProgramOutcome:
         # bwrap, its init and setpriv's successor are processes of the tree too
-        with cgroup.limited(limits.processes + 4, (limits.memory_mb + limits.files_mb) << 20) as group:
+        with cgroup.limit_group(limits.processes + 4, (limits.memory_mb + limits.files_mb) << 20) as group:
             task = memory_file(json.dumps({"source": program.source, "expressions": program.expressions}).encode())
             driver, rules = memory_file(DRIVER.encode()), None if self._filter is None else memory_file(self._filter)
             (answers, say), (told, info) = os.pipe(), os.pipe()
@@ -168,21 +167,14 @@ class Bubblewrap:
             finally:
                 for descriptor in given:
                     os.close(descriptor)
-            heard = exchanged(process, answers, program.stdin.encode(errors="surrogatepass"), limits)
+            output = exchange(process, answers, program.stdin.encode(errors="surrogatepass"), limits)
             _wait_until_gone(told)
             seconds = time.monotonic() - started
             out_of_memory = group.out_of_memory()
-        lines = heard.answers.split(b"\n")
-        if lines[0] != b"started" and heard.status == "exited" and not out_of_memory:
-            raise SandboxError(f"The sandbox did not start the program: {heard.stderr.decode(errors='replace').strip()[-300:]}")
-        return ProgramOutcome(
-            "memory" if out_of_memory else heard.status,
-            process.returncode,
-            heard.stdout.decode(errors="replace"),
-            heard.stderr.decode(errors="replace"),
-            decoded(lines[1:], len(program.expressions)),
-            seconds,
-        )
+        if not output.answers.startswith(b"started\n") and output.status == "exited" and not out_of_memory:
+            raise SandboxError(f"The sandbox did not start the program: {output.stderr.decode(errors='replace').strip()[-300:]}")
+        found = output.outcome(program, process.returncode, seconds)
+        return replace(found, status="memory") if out_of_memory else found
 
 
 def _wait_until_gone(told: int) -> None:

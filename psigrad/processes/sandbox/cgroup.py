@@ -74,7 +74,7 @@ class Group:
 
 
 @contextlib.contextmanager
-def limited(processes: int, memory_bytes: int) -> Iterator[Group]:
+def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
     """A group of at most so many processes and bytes for the length of the block; whoever is still in it is killed."""
     name, made = f"{os.getpid()}-{next(_NUMBERS)}", []
     for folder in dict.fromkeys(home / name for home in homes().values()):

@@ -1,4 +1,4 @@
-"""Which sandbox the machine offers, and which executor a run gets."""
+"""Which sandbox the machine offers, which executor a run gets, and under what a user's own process runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from functools import cache
 
 from psigrad.processes.sandbox import cgroup, seccomp
 from psigrad.processes.sandbox.bubblewrap import Bubblewrap, command
-from psigrad.processes.sandbox.executor import Executor, SandboxError
+from psigrad.processes.sandbox.executor import Executor, SandboxError, Tier, TierName
 from psigrad.processes.sandbox.remote import RemoteExecutor
-from psigrad.processes.sandbox.tiers import INSTALL, Tier, TierName
 from psigrad.processes.sandbox.unsafe import Unsafe
+
+INSTALL = "install bubblewrap (Debian and Ubuntu: apt-get install bubblewrap util-linux; Fedora: dnf install bubblewrap)"
 
 
 @cache
@@ -50,3 +51,21 @@ def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = Fa
         f"There is no sandbox for code on this machine: {tier.why_not} Or set allow_unsafe_code, and the programs that the model "
         "writes run with your rights."
     )
+
+
+def enclosing_command() -> list[str]:
+    """The command to run a user's own process under: it reads what it reads outside, and writes and reaches nothing. There are no
+    network, no capabilities, a read-only disk, /dev/shm for temporary files, and a process namespace that ends with it.
+
+    Raises `SandboxError` where this machine has no bubblewrap that works.
+    """
+    tier = tier_of_this_machine()
+    if tier.name == "none":
+        raise SandboxError(f"environment_sandbox is set and this machine has no sandbox: {tier.why_not}")
+    spaces = ["--unshare-user", "--disable-userns"] if tier.name == "user" else []
+    spaces += [f"--unshare-{space}" for space in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    return [
+        *("bwrap", *spaces, "--die-with-parent", "--cap-drop", "ALL"),
+        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
+        *("--setenv", "TMPDIR", "/dev/shm", "--setenv", "HOME", "/dev/shm", "--"),
+    ]

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from psigrad.processes.sandbox.executor import Limits
+from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, decode_values
 
 _PIECE = 1 << 16
 # Answers are tagged JSON of what programs print in other cases, and a little longer.
@@ -19,25 +19,32 @@ _ANSWERS = 4
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What a process said until it ended or was killed."""
+class Output:
+    """What a process wrote until it ended or was killed."""
 
     status: Literal["exited", "timeout", "output"]
     stdout: bytes
     stderr: bytes
     answers: bytes
+    """Of the driver: a line when the program starts, and one for each expression."""
+
+    def outcome(self, program: Program, code: int, seconds: float) -> ProgramOutcome:
+        """As the outcome of a program with this exit status."""
+        values = decode_values(self.answers.split(b"\n")[1:], len(program.expressions))
+        out, err = self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace")
+        return ProgramOutcome(self.status, code, out, err, values, seconds)
 
 
-def exchanged(process: subprocess.Popen[bytes], answers: int, stdin: bytes, limits: Limits) -> Heard:
+def exchange(process: subprocess.Popen[bytes], answers: int, stdin: bytes, limits: Limits) -> Output:
     """Give the process its stdin and hear it out within the limits; it is gone when this returns. Closes `answers`."""
     assert process.stdin and process.stdout and process.stderr
-    heard = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), answers: bytearray()}
-    most = dict.fromkeys(heard, limits.output_kb << 10) | {answers: _ANSWERS * limits.output_kb << 10}
+    output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), answers: bytearray()}
+    most = dict.fromkeys(output, limits.output_kb << 10) | {answers: _ANSWERS * limits.output_kb << 10}
     deadline = time.monotonic() + limits.seconds
     rest = memoryview(stdin)
     status: Literal["exited", "timeout", "output"] = "exited"
     with selectors.DefaultSelector() as selector:
-        for fd in heard:
+        for fd in output:
             os.set_blocking(fd, False)
             selector.register(fd, selectors.EVENT_READ)
         give = process.stdin.fileno()
@@ -50,25 +57,25 @@ def exchanged(process: subprocess.Popen[bytes], answers: int, stdin: bytes, limi
                 break
             for key, _ in ready:
                 if key.fd == give:
-                    rest = _written(process, selector, rest)
+                    rest = _write(process, selector, rest)
                     continue
                 data = _read(key.fd)
                 if data:
-                    heard[key.fd] += data
-                    if len(heard[key.fd]) > most[key.fd]:
+                    output[key.fd] += data
+                    if len(output[key.fd]) > most[key.fd]:
                         status = "output"
                 else:
                     selector.unregister(key.fd)
-    status = _ended(process, deadline, status)
+    status = _end(process, deadline, status)
     for stream in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             stream.close()
     os.close(answers)
-    out, err, said = (bytes(text[: most[fd]]) for fd, text in heard.items())
-    return Heard(status, out, err, said)
+    out, err, answered = (bytes(text[: most[fd]]) for fd, text in output.items())
+    return Output(status, out, err, answered)
 
 
-def _written(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, rest: memoryview) -> memoryview:
+def _write(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, rest: memoryview) -> memoryview:
     """What is left of the program's stdin after as much as it takes now; closed at its end or when nobody reads."""
     assert process.stdin
     fd = process.stdin.fileno()
@@ -94,7 +101,7 @@ def _read(fd: int) -> bytes:
         return b""
 
 
-def _ended(
+def _end(
     process: subprocess.Popen[bytes], deadline: float, status: Literal["exited", "timeout", "output"]
 ) -> Literal["exited", "timeout", "output"]:
     """Wait for a process that has closed its pipes; kill it where it is late or must go. Its namespace dies with it."""

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
-from psigrad.processes.sandbox.values import decoded
+from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, decode_values
 
 _LARGEST = 64 << 20
 # Seconds beyond the programs' own: a service has a queue.
@@ -57,6 +56,6 @@ def _outcome(found: dict[str, Any], program: Program) -> ProgramOutcome:
         int(found.get("code", 0)),
         str(found.get("stdout", "")),
         str(found.get("stderr", "")),
-        decoded(lines, len(program.expressions)),
+        decode_values(lines, len(program.expressions)),
         float(found.get("seconds", 0.0)),
     )

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from psigrad.processes.sandbox.bubblewrap import DRIVER, memory_file, rlimits
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
-from psigrad.processes.sandbox.pipes import exchanged
-from psigrad.processes.sandbox.values import decoded
+from psigrad.processes.sandbox.pipes import exchange
 
 
 class Unsafe:
@@ -49,15 +48,7 @@ class Unsafe:
             finally:
                 os.close(task)
                 os.close(say)
-            heard = exchanged(process, answers, program.stdin.encode(errors="surrogatepass"), limits)
+            output = exchange(process, answers, program.stdin.encode(errors="surrogatepass"), limits)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        lines = heard.answers.split(b"\n")
-        return ProgramOutcome(
-            heard.status,
-            process.returncode,
-            heard.stdout.decode(errors="replace"),
-            heard.stderr.decode(errors="replace"),
-            decoded(lines[1:], len(program.expressions)),
-            time.monotonic() - started,
-        )
+        return output.outcome(program, process.returncode, time.monotonic() - started)

@@ -1,21 +1,32 @@
-"""The worker's side: loads the user's code, then answers requests until the parent goes away."""
+"""The worker's side: loads the user's code, then answers requests until the parent goes away.
+
+Requests are pickles, made by the trainer alone. Answers are JSON: nothing that comes out of a worker is unpickled. Each message
+has a mark, a number, a length, and its content. An answer has the number of its request; with the mark, a stray or misplaced
+one is noticed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import importlib
+import json
 import os
+import pickle
 import resource
 import signal
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from psigrad.processes.workers import frames
 from psigrad.processes.workers.shipping import load_homes
 
+HEADER = struct.Struct("<8sQQ")
+MARK = b"psigrad\x01"
+# Bytes of one answer, beyond which a worker is taken to have gone wrong.
+MOST_BYTES = 64 << 20
 # Answers a request: yields what JSON can hold, any number of times. Made from what the parent sent at the start.
 Service = Callable[[Any], Iterator[Any]]
 # Characters of an exception's message that a reason keeps: reasons are logged once per sample.
@@ -49,10 +60,10 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     def write(number: int, kind: str, content: Any) -> None:
         if os.getpid() != own:
             os._exit(0)  # a child that the user's code forked must not answer in its place
-        responses.write(frames.response(number, [kind, content]))
+        responses.write(pack_answer(number, [kind, content]))
         responses.flush()
 
-    number, setup = frames.read_request(requests)
+    number, setup = read_request(requests)
     sys.path[:] = setup["path"]
     _withheld = frozenset(setup["withheld"])
     try:
@@ -66,9 +77,33 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
         return
     write(number, "ready", None)
     while True:
-        number, message = frames.read_request(requests)
+        number, message = read_request(requests)
         for answer in service(message):
             write(number, "answer", answer)
+
+
+def pack_request(number: int, message: Any) -> bytes:
+    """A request as it goes through a pipe."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(MARK, number, len(data)) + data
+
+
+def pack_answer(number: int, message: Any) -> bytes:
+    """An answer as it goes through a pipe. Raises `TypeError` or `ValueError` for what JSON can't hold."""
+    data = json.dumps(message, allow_nan=False).encode()
+    return HEADER.pack(MARK, number, len(data)) + data
+
+
+def read_request(stream: BinaryIO) -> tuple[int, Any]:
+    """The next request and its number. Raises `EOFError` if the other side is gone."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise EOFError
+    _, number, length = HEADER.unpack(header)
+    data = stream.read(length)
+    if len(data) < length:
+        raise EOFError
+    return number, pickle.loads(data)
 
 
 def reason_for(name: str, error: BaseException) -> str:

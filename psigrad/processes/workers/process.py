@@ -1,25 +1,43 @@
-"""A worker as its parent sees it: one process, pipes that never block, a deadline, and a kill that leaves nothing behind."""
+"""A worker as its parent sees it: one process, pipes that never block, a deadline, and a kill that leaves nothing behind.
+
+Everything that it has started, also what left its session, is found by a mark in the environment that children inherit.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from psigrad.processes.workers import frames, output
-from psigrad.processes.workers.descendants import MARK, kill_marked
-from psigrad.processes.workers.environment import passed_on, withheld
+from psigrad.processes.workers import child
 
 # Seconds in which a worker must have imported the user's code.
 START_LIMIT = 120.0
+# The environment variable by whose value all that a worker has started is known.
+MARK = "PSIGRAD_WORKER"
+# Bytes of one worker's output that are shown.
+SHOWN = 1 << 18
+# Variables that programs need to find their files, and no secrets.
+_USUAL = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TZ|LANG|LANGUAGE|PWD|TMPDIR|TMP|TEMP|(LD|DYLD)_LIBRARY_PATH|VIRTUAL_ENV|CC|CXX"
+    # a worker is none of the ranks that torchrun started
+    r"|(LC|PYTHON|CONDA|XDG|OMP|MKL|OPENBLAS|CUDA|NVIDIA|HF|TRANSFORMERS|TORCH(?!ELASTIC)|TOKENIZERS|PSIGRAD)_?\w*"
+    r"|(SSL_CERT|REQUESTS)_?\w*"
+    r"|(https?|no|all)_proxy",
+    re.IGNORECASE,
+)
+_SECRET = re.compile(r"token|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth", re.IGNORECASE)
 _START = "from psigrad.processes.workers.child import main; main()"
 
 
@@ -60,24 +78,24 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=print_write,
             stderr=print_write,
-            env={**passed_on(variables), MARK: self._mark},
+            env={**pick_variables(variables), MARK: self._mark},
             start_new_session=True,
         )
         for descriptor in (request_read, response_write, print_write):
             os.close(descriptor)
-        output.pass_on(printed, name)
+        threading.Thread(target=_forward, args=(printed, name), name=f"output of {name}", daemon=True).start()
         os.set_blocking(self._requests, False)
         os.set_blocking(self._responses, False)
         self._outbox, self._inbox = bytearray(), bytearray()
         self.ready = False
         setup = {"path": sys.path, "homes": homes, "service": service, "payload": payload}
-        self.ask({**setup, "memory": memory, "withheld": withheld(variables)}, start_limit)
+        self.ask({**setup, "memory": memory, "withheld": list_withheld(variables)}, start_limit)
 
     def ask(self, message: Any, limit: float) -> None:
         """Send a request that must be answered within `limit` seconds."""
         self.deadline = time.monotonic() + limit
         self._number += 1
-        self._outbox += frames.request(self._number, message)
+        self._outbox += child.pack_request(self._number, message)
         self._push()
 
     def _push(self) -> None:
@@ -99,9 +117,9 @@ class Worker:
                 raise WorkerGone
         if not self._whole():
             return None
-        _, number, length = frames.HEADER.unpack_from(self._inbox)
-        end = frames.HEADER.size + length
-        data = bytes(self._inbox[frames.HEADER.size : end])
+        _, number, length = child.HEADER.unpack_from(self._inbox)
+        end = child.HEADER.size + length
+        data = bytes(self._inbox[child.HEADER.size : end])
         del self._inbox[:end]
         try:
             kind, content = json.loads(data)
@@ -113,12 +131,12 @@ class Worker:
 
     def _whole(self) -> bool:
         """Whether an answer is there. A header that can't be one of ours ends the worker: a stray writer is on its pipe."""
-        if len(self._inbox) < frames.HEADER.size:
+        if len(self._inbox) < child.HEADER.size:
             return False
-        mark, number, length = frames.HEADER.unpack_from(self._inbox)
-        if mark != frames.MARK or number > self._number or length > frames.MOST:
+        mark, number, length = child.HEADER.unpack_from(self._inbox)
+        if mark != child.MARK or number > self._number or length > child.MOST_BYTES:
             raise WorkerGone
-        return bool(len(self._inbox) >= frames.HEADER.size + length)
+        return bool(len(self._inbox) >= child.HEADER.size + length)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Have `selector` wake up when `poll` may have something to do."""
@@ -135,7 +153,60 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
-        kill_marked(self._mark)
+        _kill_marked(self._mark)
         os.close(self._requests)
         os.close(self._responses)
         return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of this process that a worker gets: the usual ones, and those named in `extra`."""
+    names = set(extra)
+    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not _SECRET.search(k))}
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    return {**kept, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+
+
+def list_withheld(extra: Iterable[str] = ()) -> list[str]:
+    """The names of the variables that a worker does not get."""
+    return sorted(os.environ.keys() - pick_variables(extra).keys())
+
+
+def _forward(descriptor: int, name: str) -> None:
+    """Show what a worker prints on stderr, up to a limit; then read and drop it, so that nobody waits for a full pipe."""
+    left = SHOWN
+    with os.fdopen(descriptor, "rb", buffering=0) as stream:
+        while data := stream.read(1 << 16):
+            if left <= 0:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                os.write(2, data[:left])
+                left -= len(data)
+                if left <= 0:
+                    text = f"\npsigrad: {name} prints more than {SHOWN >> 10} KiB; the rest is dropped"
+                    print(text, file=sys.stderr, flush=True)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process with this mark, until none is left. Without /proc (macOS) nothing is found."""
+    wanted = f"{MARK}={mark}".encode()
+    for _ in range(20):  # one that forks while it is looked for is found the next time
+        if not (found := _marked(wanted)):
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _marked(wanted: bytes) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and not _is_dead(folder):
+                found.append(int(folder.name))
+    return found
+
+
+def _is_dead(folder: Path) -> bool:
+    """Killed, and waiting for its parent to notice."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"

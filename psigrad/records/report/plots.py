@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import RunData, escape, kind_of, load_all, show_number
+from psigrad.records.read import RunData, escape, kind_of, show_number
 from psigrad.records.rows import number
 
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. The page swaps in lighter ones in the dark.
@@ -339,37 +338,3 @@ def _finish(axes: Any, ink: str = _INK) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(lambda value, place: _tick(value))
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}" if high - low > 4 else _tick(value))
-
-
-def readme_figure(folders: Sequence[str | Path], path: str | Path, title: str = "") -> Path:
-    """A picture 900 pixels wide, PNG or SVG by the name of `path`: the held-out metric of several seeds of one run over steps.
-
-    A thin line and the 95 % interval for each seed, their mean over the steps that all of them have, and where they began.
-    """
-    runs = load_all(folders)
-    metric = runs[0].held_out_metric
-    figure, axes = _axes(9.375, 4.0)
-    curves = [dict(zip(*run.series(f"{metric}/mean" if metric else "reward"), strict=True)) for run in runs]
-    for run, curve in zip(runs, curves, strict=True):
-        _band(axes, run, metric, COLOURS[0])
-        axes.plot(curve.keys(), curve.values(), color=COLOURS[0], linewidth=0.9, alpha=0.55)
-    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    mean = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
-    axes.plot(steps, mean, color=COLOURS[0], linewidth=2.6)
-    ends = []
-    if mean:
-        axes.axhline(mean[0], color=COLOURS[1], linewidth=1.2, linestyle=(0, (4, 3)))
-        ends = [(mean[i], f"{mean[i]:.3g} at step {steps[i]:,}", COLOURS[1 + i]) for i in (0, -1)]
-    _finish(axes, "#333333")
-    if all(0 <= value <= 1 for value in mean):
-        axes.set_ylim(0, 1)
-    _labels(axes, ends)
-    for text in axes.texts:
-        text.set_fontsize(11)
-    axes.tick_params(labelsize=10)
-    axes.set_xlabel("step", color="#333333")
-    name = metric.removeprefix("eval/") or "reward"
-    title = title or f"Held-out {name}: {len(runs)} seeds with their 95 % intervals, and the mean of the seeds"
-    axes.set_title(title, loc="left", fontsize=12, pad=12, color="#222222", parse_math=False)
-    figure.savefig(path, dpi=96)
-    return Path(path)

@@ -27,7 +27,7 @@ CHAT = {
 
 
 def test_a_plain_pair_is_its_two_texts_with_their_ends(tokenizer):
-    made = pairs.pair(tokenizer, validate(PLAIN, "preference", "x"))
+    made = pairs.encode_pair(tokenizer, validate(PLAIN, "preference", "x"))
     assert made.prompt == tokenizer("say:").input_ids
     assert made.chosen.ids == [*tokenizer(" one two").input_ids, tokenizer.eos_token_id]
     assert made.rejected.ids == [*tokenizer(" three").input_ids, tokenizer.eos_token_id]
@@ -37,7 +37,7 @@ def test_a_plain_pair_is_its_two_texts_with_their_ends(tokenizer):
 
 def test_a_conversations_answer_starts_where_sampling_would_and_counts_what_the_assistant_wrote(tokenizer):
     row = validate(CHAT, "preference", "x")
-    made = pairs.pair(tokenizer, row)
+    made = pairs.encode_pair(tokenizer, row)
     assert made.prompt == prompt_ids(tokenizer, row)
     written = [i for i, own in zip(made.chosen.ids, made.chosen.mask, strict=True) if own]
     assert decode(tokenizer, written) == "one two" and written[-1] == tokenizer.eos_token_id
@@ -47,34 +47,34 @@ def test_a_conversations_answer_starts_where_sampling_would_and_counts_what_the_
 @pytest.mark.parametrize("form", [PLAIN, CHAT], ids=["plain", "chat"])
 def test_a_prompt_that_is_not_named_is_what_both_begin_with(form, tokenizer):
     joined = {key: form["prompt"] + form[key] for key in ("chosen", "rejected")}
-    ours = pairs.pair(tokenizer, validate(joined, "preference", "x"))
-    assert ours == pairs.pair(tokenizer, validate(form, "preference", "x"))
+    ours = pairs.encode_pair(tokenizer, validate(joined, "preference", "x"))
+    assert ours == pairs.encode_pair(tokenizer, validate(form, "preference", "x"))
 
 
 def test_margins_come_from_their_column(tokenizer):
-    assert pairs.pair(tokenizer, validate({**PLAIN, "margin": 2}, "preference", "x")).margin == 2.0
+    assert pairs.encode_pair(tokenizer, validate({**PLAIN, "margin": 2}, "preference", "x")).margin == 2.0
     with pytest.raises(UserError, match="margin"):
-        pairs.pair(tokenizer, validate({**PLAIN, "margin": "much"}, "preference", "x"))
+        pairs.encode_pair(tokenizer, validate({**PLAIN, "margin": "much"}, "preference", "x"))
 
 
 def test_unpaired_rows(tokenizer):
     row = {"prompt": "say:", "completion": " one", "label": True}
-    made = pairs.judged(tokenizer, validate(row, "unpaired-preference", "x"))
+    made = pairs.encode_judged(tokenizer, validate(row, "unpaired-preference", "x"))
     assert made.desirable and made.prompt == tokenizer("say:").input_ids and all(made.answer.mask)
 
 
 def test_steps_end_where_their_separator_does(tokenizer):
     row = {"prompt": "say:", "completions": ["one", "two three\n"], "labels": [True, 0.25]}
-    made = pairs.steps(tokenizer, validate(row, "stepwise", "x"))
+    made = pairs.encode_steps(tokenizer, validate(row, "stepwise", "x"))
     assert tokenizer.decode(made.ids) == "say:one\ntwo three\n"
     assert [tokenizer.decode(made.ids[: end + 1]) for end in made.ends] == ["say:one\n", "say:one\ntwo three\n"]
     assert made.labels == [1.0, 0.25]
 
 
 def test_rows_above_the_limit_are_left_out_and_counted(tokenizer):
-    made = [pairs.pair(tokenizer, validate(PLAIN, "preference", "x"))] * 3
-    assert pairs.within(made, pairs.longest, 5) == ([], 3)
-    assert pairs.within(made, pairs.longest, 0) == (made, 0)
+    made = [pairs.encode_pair(tokenizer, validate(PLAIN, "preference", "x"))] * 3
+    assert pairs.drop_long(made, pairs.longest, 5) == ([], 3)
+    assert pairs.drop_long(made, pairs.longest, 0) == (made, 0)
 
 
 @pytest.mark.parametrize(

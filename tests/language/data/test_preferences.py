@@ -1,4 +1,4 @@
-"""From rankings, ratings, scored pairs and thumbs to pairs: what is made, what is left out and counted, what is refused."""
+"""From rankings and ratings to pairs, and to thumbs: what is made, what is left out and counted, what is refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHAT = [{"role": "user", "content": "p"}]
 
 
 def test_every_ordered_pair_of_ratings_with_its_margin_and_the_other_columns():
-    made = preferences.from_ratings([RATED], scores=True)
+    made = preferences.from_ratings([RATED])
     assert [(r["chosen"], r["rejected"], r["margin"]) for r in made.rows] == [("b", "a", 6.0), ("c", "a", 6.0)]
-    assert made.ties == 1 and all(r["tools"] == RATED["tools"] and r["score_chosen"] == 9 for r in made.rows)
+    assert made.ties == 1 and all(r["tools"] == RATED["tools"] for r in made.rows)
     assert all(validate(row, "preference", "row") for row in made.rows)
 
 
@@ -33,31 +33,17 @@ def test_rankings_have_the_smallest_number_first():
     assert [(r["chosen"], r["rejected"]) for r in made.rows] == [("b", "a"), ("a", "c"), ("b", "c")]
 
 
-def test_scored_pairs_keep_their_order_and_ties_are_counted():
-    row = {"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 8.0, "score_rejected": 5.5}
-    made = preferences.from_scored_pairs([row, {**row, "score_rejected": 8.0}])
-    assert made.ties == 1 and made.rows == [{**row, "margin": 2.5}]
-    with pytest.raises(UserError, match="swap"):
-        preferences.from_scored_pairs([{**row, "score_chosen": 1.0}])
-
-
-def test_pairs_taken_apart_and_put_together_again_are_the_pairs():
+def test_a_pair_becomes_two_labelled_answers():
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "tools": [1]}, {"prompt": "q", "chosen": "c", "rejected": "d"}]
-    apart = preferences.unpaired([{**r, "margin": 2.0} for r in rows])
+    apart = preferences.split_pairs([{**r, "margin": 2.0} for r in rows])
     assert [r["label"] for r in apart] == [True, False, True, False] and all("margin" not in r for r in apart)
-    assert preferences.paired(apart).rows == rows
-
-
-def test_prompts_with_one_kind_of_label_are_counted():
-    rows = [{"prompt": "p", "completion": x, "label": True} for x in "ab"] + [{"prompt": "q", "completion": "c", "label": False}]
-    made = preferences.paired(rows)
-    assert made.rows == [] and made.alone == 2
+    assert [r["completion"] for r in apart] == ["a", "b", "c", "d"] and apart[0]["tools"] == [1]
 
 
 def test_rows_of_a_prompt_are_grouped_whatever_the_order_of_names_in_its_messages():
     first = {"prompt": CHAT, "completion": [{"role": "assistant", "content": "a"}], "rating": 1}
     second = {"prompt": [{"content": "p", "role": "user"}], "completion": [{"role": "assistant", "content": "b"}], "rating": 2}
-    (group,) = preferences.grouped([first, second], "rating")
+    (group,) = preferences.group_by_prompt([first, second], "rating")
     assert group["ratings"] == [1, 2]
 
 
@@ -73,8 +59,7 @@ def test_rows_of_a_prompt_are_grouped_whatever_the_order_of_names_in_its_message
         (preferences.from_ratings, {**RATED, "completions": [], "ratings": []}, "empty"),
         (preferences.from_rankings, {"prompt": "p", "completions": ["a"], "ranking": [True]}, "numbers"),
         (preferences.from_rankings, ["not", "a", "row"], "object"),
-        (preferences.paired, {"prompt": "p", "completion": "a"}, "label"),
-        (preferences.unpaired, {"prompt": "p", "chosen": "a"}, "rejected"),
+        (preferences.split_pairs, {"prompt": "p", "chosen": "a"}, "rejected"),
     ],
 )
 def test_a_bad_row_is_named(make, row, said):
@@ -98,7 +83,7 @@ def test_pairs_are_labelled_answers_where_those_are_wanted():
     ]
     labelled = {"prompt": "q", "completion": "c", "label": False}
     found = from_rows([*rows, labelled], "unpaired-preference").rows
-    apart = from_rows([*preferences.unpaired(rows), labelled], "unpaired-preference").rows
+    apart = from_rows([*preferences.split_pairs(rows), labelled], "unpaired-preference").rows
     assert [replace(row, source="") for row in found] == [replace(row, source="") for row in apart] and len(found) == 7
     assert [row.label for row in found] == [True, False] * 3 + [False] and {row.rejected for row in found} == {None}
     with pytest.raises(UserError, match="rows:1: column 'rejected' is the same as chosen"):

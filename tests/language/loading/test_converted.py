@@ -102,7 +102,7 @@ def test_what_cannot_be_converted_is_a_sentence_and_leaves_nothing(tmp_path, cac
         plain_folder(str(tmp_path / "two"))
     assert not list(cache.iterdir())
     with pytest.raises(UserError, match="on this disk; leave the revision out"):
-        model_source.located(Model(path=str(tmp_path / "broken.gguf"), revision="main"))
+        model_source.locate(Model(path=str(tmp_path / "broken.gguf"), revision="main"))
 
 
 def test_what_transformers_trips_over_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ import torch
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.models import flex, tiny
-from psigrad.language.models.flex import FlexLayout
+from psigrad.language.models import hf_attention, tiny
+from psigrad.language.models.hf_attention import FlexLayout
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows, pack
 
@@ -37,7 +37,7 @@ def test_everybody_sees_whom_the_packed_layout_lets_them_see(inputs, window):
 def test_negative_control_each_number_of_a_token_counts(lost, monkeypatch):
     known = FlexLayout.tokens.func
     monkeypatch.setattr(
-        flex.FlexLayout, "tokens", property(lambda self: tuple(x * (i != lost) for i, x in enumerate(known(self))))
+        hf_attention.FlexLayout, "tokens", property(lambda self: tuple(x * (i != lost) for i, x in enumerate(known(self))))
     )
     ours, theirs = both(GROUPS, 3)
     assert float((ours - theirs).abs().max()) > 1e-2

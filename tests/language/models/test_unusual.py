@@ -22,7 +22,7 @@ from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad.preflight.plan.shape import counted
+from psigrad.preflight.plan.shape import count_shape
 
 COMMON = {
     "vocab_size": 300,
@@ -86,7 +86,7 @@ def test_mla_writes_the_tokens_of_transformers_generate():
 
 @pytest.mark.parametrize("config", [MLA, MAMBA], ids=["mla", "mamba"])
 def test_their_parameters_are_counted(config):
-    assert counted(config).parameters == sum(p.numel() for p in Causal.from_config(config).parameters())
+    assert count_shape(config).parameters == sum(p.numel() for p in Causal.from_config(config).parameters())
 
 
 REFUSED = {

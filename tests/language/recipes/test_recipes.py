@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,25 @@ from psigrad.config import EvalConfig, Evaluation, Model
 from psigrad.errors import UserError
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.records import checkpoint
-from psigrad.records.rows import EventRow, RolloutRow, TimingsRow
+from psigrad.records.rows import RolloutRow
+
+ROOT = Path(__file__).parents[3]
 
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def documented(beginning: str) -> set[str]:
+    """The keys that docs/runs.md names in a point of its list, or in the row of its table for a kind of event."""
+    section = (ROOT / "docs" / "runs.md").read_text().split("## The keys of the files")[1].split("\n## ")[0]
+    points = [*section.replace("\n  ", " ").splitlines()]
+    own = [line for line in points if line.startswith(beginning) or beginning in line.strip("| ").split(" | ")[0].split(", ")]
+    return {key for line in own for key in re.findall(r"`([\w/]+)`", line)}
+
+
+def test_negative_control_a_key_of_another_event_is_not_documented_for_this():
+    assert documented("failed") == {"reason", "traceback"} and not documented("unheard_of")
 
 
 def test_a_run_leaves_its_folder(job, tmp_path):
@@ -39,9 +54,12 @@ def test_a_run_leaves_its_folder(job, tmp_path):
     assert [row["step"] for row in lines(result.folder / "metrics.jsonl") if "eval/prompts" in row] == [0, 3, 6]
     rollouts = lines(result.folder / "rollouts.jsonl")
     assert sum(row["kind"] == "train" for row in rollouts) == 6 * 16 and sum(row["kind"] == "eval" for row in rollouts) == 3 * 4
-    for name, schema in (("rollouts", RolloutRow), ("timings", TimingsRow), ("events", EventRow)):
-        written = {key for row in lines(result.folder / f"{name}.jsonl") for key in row if not key.startswith("time/")}
-        assert written <= schema.__annotations__.keys(), "a key that psigrad/records/rows.py does not document"
+    assert {key for row in rollouts for key in row} <= RolloutRow.__annotations__.keys(), (
+        "a key that records/rows.py does not document"
+    )
+    assert {key for row in lines(result.folder / "timings.jsonl") for key in row} <= documented("- **timings.jsonl**")
+    for event in lines(result.folder / "events.jsonl"):
+        assert set(event) <= {"time", "kind", *documented(event["kind"])}, event
     opened = AutoModelForCausalLM.from_pretrained(result.model)
     tokenizer = AutoTokenizer.from_pretrained(result.model)
     assert opened(input_ids=torch.tensor([tokenizer("say a:").input_ids])).logits.isfinite().all()

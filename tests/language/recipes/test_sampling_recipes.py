@@ -18,14 +18,14 @@ from psigrad.errors import UserError
 from psigrad.language.data import preferences
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.recipes import evaluate, online, reward, sample
-from psigrad.language.recipes.online import method
+from psigrad.language.recipes.online_settings import method
 from psigrad.language.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.language.training.learners import State
+from psigrad.language.training.offline import preference_task
 from psigrad.language.training.offline.reward_task import step_values
-from psigrad.language.training.online import best_and_worst
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.collection import collect
+from psigrad.language.training.online.collect import collect
 from psigrad.language.training.scoring import Mixture, ModelScorer, step_ends
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.preferences.online_preference import OnlinePreference
@@ -63,7 +63,7 @@ def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
     collected = collect(run, 0, 0, Clock())
     groups = [[replace(t, reward=r) for t, r in zip(g, (0.2, 0.9, 0.1, 0.9), strict=True)] for g in collected.groups[:2]]
     groups.append([replace(t, reward=0.5) for t in collected.groups[2]])
-    found = best_and_worst.pick(groups)
+    found = preference_task.pick(groups)
     assert found.chosen == [1, 5] and found.rejected == [2, 6] and found.rows == 12 and len(found.pairs) == 2
     assert found.pairs[0].chosen.ids == list(groups[0][1].completion.ids) and all(found.pairs[0].chosen.mask)
 
@@ -260,14 +260,14 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
 
 @pytest.mark.parametrize(("keep", "more"), [("best", {}), ("pairs", {}), ("pairs", {"bradley_terry": 8.0})])
 def test_empty_completions_are_in_no_row_that_is_trained_on(job, tmp_path, monkeypatch, keep, more):
-    real = evaluate.sampled
+    real = evaluate.sample_and_score
 
     def every_third_is_empty(*given):
         report = real(*given)
         made = [t if i % 3 else replace(t, text="", reward=2.0) for i, t in enumerate(report.trajectories)]
         return replace(report, trajectories=made)
 
-    monkeypatch.setattr(evaluate, "sampled", every_third_is_empty)
+    monkeypatch.setattr(evaluate, "sample_and_score", every_third_is_empty)
     written = sample.run(sample_config(job, tmp_path, keep, **more))
     rows = sample.read_jsonl(str(written.path))
     assert rows and written.empty == 16
@@ -284,9 +284,11 @@ def test_rankings_and_ratings_become_every_ordered_pair_without_ties():
     ] and rated.ties == 1
     single = preferences.from_ratings([{"prompt": "p", "completions": ["a"], "ratings": [3]}])
     assert single.rows == [] and single.alone == 1
-    together = preferences.grouped([{"prompt": "p", "completion": c, "rating": r} for c, r in (("a", 1), ("b", 2))], "rating")
+    together = preferences.group_by_prompt(
+        [{"prompt": "p", "completion": c, "rating": r} for c, r in (("a", 1), ("b", 2))], "rating"
+    )
     assert together == [{"prompt": "p", "completions": ["a", "b"], "ratings": [1, 2]}]
-    assert [row["label"] for row in preferences.unpaired(rated.rows)] == [True, False] * 2
+    assert [row["label"] for row in preferences.split_pairs(rated.rows)] == [True, False] * 2
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from inline_scorer import results as scored
 
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardPool, Samples, Scored, resolve
-from psigrad.language.rewards.adapters import Verifiers, Verl
-from psigrad.language.rewards.builtin import similarity
+from psigrad.language.rewards.builtin import Verifiers, Verl, similarity
 
 SOURCE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -111,11 +111,11 @@ def test_numeric_reads_a_fraction_as_one_number(completion, answer, reward):
 def test_ctrl_c_does_not_reach_the_workers(pool_of, zoo, score):
     pool = pool_of(zoo("length"), timeout=30.0)
     score(pool, ["a"])
-    workers = [worker.process.pid for worker in pool._workers]
+    workers = pool.workers.processes
     for pid in workers:
         os.kill(pid, signal.SIGINT)
     assert score(pool, ["bb"])[0].value == 2.0
-    assert [worker.process.pid for worker in pool._workers] == workers and all(map(psutil.pid_exists, workers))
+    assert pool.workers.processes == workers and all(map(psutil.pid_exists, workers))
 
 
 def test_workers_have_one_thread_and_no_torch(pool_of, score):

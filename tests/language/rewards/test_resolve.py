@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_jobs
 from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
+from psigrad.language.recipes import online, preference, scorers, sft
 from psigrad.language.rewards import RewardSpec, builtin, resolve
 
 ZOO = Path(__file__).with_name("zoo.py")
@@ -174,3 +178,48 @@ def test_functions_of_a_script_run_in_a_worker(tmp_path):
         "[Scored(value=21.0, parts={'reward': 6.0, 'Scaled': 12.0, '<lambda>': 3.0}), "
         "Failed(value=0.0, reason='reward: bad', parts={'reward': None, 'Scaled': 18.0, '<lambda>': 3.0})]"
     )
+
+
+RUNS = {
+    "grpo": (online.run, tiny_jobs.online_config),
+    "sft": (sft.run, tiny_jobs.sft_config),
+    "dpo": (preference.run, tiny_jobs.preference_config),
+}
+
+
+@pytest.fixture
+def imports(tmp_path):
+    """imports(): how often this process has imported each of two files of rewards, a.py and b.py, in the folder `imports.of`."""
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text(
+            "import os\n"
+            f"open({str(tmp_path / 'log')!r}, 'a').write(f'{name} {{os.getpid()}}\\n')\n"
+            "def reward(completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+        )
+
+    def count():
+        lines = (tmp_path / "log").read_text().splitlines()
+        return {name: lines.count(f"{name} {os.getpid()}") for name in "ab"}
+
+    count.of = tmp_path
+    return count
+
+
+def run_with(kind, job, imports):
+    run, make = RUNS[kind]
+    config = make(job, imports.of / "run", max_steps=1)
+    evaluation = replace(config.evaluation, metric=f"{imports.of / 'b.py'}:reward")
+    sampling = replace(config.sampling, max_completion_length=4)
+    run(replace(config, reward=(f"{imports.of / 'a.py'}:reward",), evaluation=evaluation, sampling=sampling))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_resolves_a_reward_once(kind, job, imports):
+    run_with(kind, job, imports)
+    assert imports() == {"a": 1, "b": 1}
+
+
+def test_negative_control_a_second_resolve_would_be_noticed(job, imports, monkeypatch):
+    monkeypatch.setattr(scorers, "resolve", lambda given: resolve(given) and resolve(given))
+    run_with("grpo", job, imports)
+    assert imports() == {"a": 2, "b": 2}

@@ -8,7 +8,8 @@ import time
 import pytest
 from inline_scorer import InlineScorer
 
-from psigrad.language.rewards import Samples, Scored, Scoring, Unscored, pool
+from psigrad.language.rewards import Samples, Scored, Scoring, Unscored
+from psigrad.processes.workers import worker_pool
 
 
 def add(scoring, texts, **columns):
@@ -24,7 +25,7 @@ def test_results_are_those_of_all_at_once(pool_of, zoo, score, workers):
     streaming = pool_of(*specs, timeout=30.0, workers=workers).begin()
     for start in range(0, len(texts), 4):
         add(streaming, texts[start : start + 4])
-        streaming.turn()
+        streaming.poll()
     assert streaming.results() == whole
     assert any(isinstance(r, Unscored) for r in whole) and any(isinstance(r, Scored) for r in whole)
 
@@ -46,10 +47,10 @@ def test_work_is_done_before_the_results_are_asked_for(pool_of, zoo, score):
     scoring = working.begin()
     add(scoring, ["ok", "half"])
     end = time.monotonic() + 60
-    while not scoring._said[0] and time.monotonic() < end:
+    while not scoring._parts[0] and time.monotonic() < end:
         time.sleep(0.01)
-        scoring.turn()
-    assert len(scoring._said[0]) == 2
+        scoring.poll()
+    assert len(scoring._parts[0]) == 2
 
 
 def test_a_scoring_that_was_given_up_disturbs_no_later_one(pool_of, zoo, score):
@@ -65,15 +66,15 @@ def test_a_scoring_that_was_given_up_disturbs_no_later_one(pool_of, zoo, score):
 @pytest.mark.parametrize("absence", [1.0, float("inf")])
 def test_who_answers_while_nobody_listens_is_not_late(pool_of, zoo, score, monkeypatch, absence):
     """The control, where absence never counts, shows that the deadline does pass meanwhile."""
-    monkeypatch.setattr(pool, "_ABSENCE", absence)
+    monkeypatch.setattr(worker_pool, "ABSENCE", absence)
     working = pool_of(zoo("act"), timeout=1.5)
     score(working, ["ok"])
     scoring = working.begin()
     add(scoring, ["sleep"])
-    worker = working._workers[0]
+    before = working.workers.processes
     time.sleep(2.0)
-    scoring.turn()
-    assert (worker in working._workers) == (absence == 1.0)
+    scoring.poll()
+    assert (working.workers.processes == before) == (absence == 1.0)
     begun = time.monotonic()
     (result,) = scoring.results()
     assert isinstance(result, Unscored) and "time-out" in result.reason, "heard at last, it is late like any other"

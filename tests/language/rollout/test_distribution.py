@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from psigrad import seeds
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rollout.samplers import distribution
-from psigrad.language.rollout.samplers.distribution import draw, filtered, inverse
+from psigrad.language.rollout.samplers.distribution import draw, filter_logits, inverse
 from psigrad.language.rollout.types import SamplingParams
 
 
@@ -52,7 +52,7 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def test_the_filtered_distribution_is_transformers(params):
     logits = 2 * torch.randn(200, 40, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(
-        filtered(logits / params.temperature, params).log_softmax(-1).exp(), warped(logits, params).exp(), atol=1e-6
+        filter_logits(logits / params.temperature, params).log_softmax(-1).exp(), warped(logits, params).exp(), atol=1e-6
     )
 
 

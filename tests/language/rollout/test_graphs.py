@@ -61,9 +61,9 @@ def sampled(model, requests_, monkeypatch, recorder, max_batch: int):
         def __init__(self, model, cache):
             super().__init__(model, cache, recorder)
 
-        def _recorded(self, size):
+        def _record(self, size):
             sizes.append(size)
-            return super()._recorded(size)
+            return super()._record(size)
 
     monkeypatch.setattr(embedded, "Recorded", Watched)
     return EmbeddedSampler(model, max_batch, cuda_graphs=True).sample(requests_, PARAMS), sizes

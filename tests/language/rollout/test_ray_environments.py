@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hostile_environments import BadReset, Counting
 
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import Fault, InProcess, Playing
-from psigrad.language.rollout.episodes.ray_environments import Call, EnvironmentWorker, RayEnvironments
+from psigrad.language.rollout.episodes.environments import EpisodeCall, Fault, InProcess, Playing
+from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
+from psigrad.processes.parallel.world import ALONE
 
 ROWS = [{"name": name} for name in "abcdefghijk"]
 
@@ -20,36 +22,36 @@ class Actor:
 
     def __init__(self, make) -> None:
         self.worker = EnvironmentWorker(make)
-        for name in ("play", "rows"):
+        for name in ("answer", "rows"):
             setattr(self, name, SimpleNamespace(remote=getattr(self.worker, name)))
 
 
 class Workers:
-    """A `Fleet` of two in this process. Before a job its worker may be lost, and a new one takes its place."""
+    """An `ActorPool` of two in this process. Before a job its worker may be lost, and a new one takes its place."""
 
-    def __init__(self, make, seed: int, losses: float, *, at_home: bool = True) -> None:
-        self.make, self.rng, self.losses, self.at_home = make, random.Random(seed), losses, at_home
+    def __init__(self, make, seed: int, losses: float, *, stays: bool = True) -> None:
+        self.make, self.rng, self.losses, self.stays = make, random.Random(seed), losses, stays
         self.wanted, self.lost, self.actors = 2, 0, [Actor(make), Actor(make)]
 
-    def run(self, jobs, homes):
-        order = list(enumerate(zip(jobs, homes, strict=True)))
+    def run(self, jobs, affinities):
+        order = list(enumerate(zip(jobs, affinities, strict=True)))
         self.rng.shuffle(order)
-        for place, (job, home) in order:
+        for place, (job, affinity) in order:
             if self.rng.random() < self.losses:
                 self.actors[self.rng.randrange(2)], self.lost = Actor(self.make), self.lost + 1
-            known = self.at_home and home.worker in self.actors
-            home.worker = home.worker if known else self.rng.choice(self.actors)
-            yield place, job(home.worker)
+            known = self.stays and affinity.worker in self.actors
+            affinity.worker = affinity.worker if known else self.rng.choice(self.actors)
+            yield place, job(affinity.worker)
 
 
-class Stepping(InProcess):
-    """Counts the calls of all environments."""
+class Stepping(Counting):
+    """Counts the turns of all environments."""
 
-    calls = 0
+    turns = 0
 
-    def step(self, turns):
-        Stepping.calls += len(turns)
-        return super().step(turns)
+    def step(self, text):
+        Stepping.turns += 1
+        return super().step(text)
 
 
 def played(playing: Playing, seed: int) -> list[object]:
@@ -70,37 +72,37 @@ def played(playing: Playing, seed: int) -> list[object]:
 @pytest.mark.parametrize("losses", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(5))
 def test_workers_that_are_lost_change_no_answer(seed, losses):
-    fleet = Workers(lambda: InProcess(Counting), seed, losses)
-    assert played(RayEnvironments(fleet), seed) == played(InProcess(Counting), seed)
-    assert (fleet.lost > 0) == (losses > 0)
+    workers = Workers(lambda: InProcess(Counting), seed, losses)
+    assert played(RayEnvironments(workers, ALONE), seed) == played(InProcess(Counting), seed)
+    assert (workers.lost > 0) == (losses > 0)
 
 
 def test_a_worker_that_would_not_play_again_is_noticed(monkeypatch):
     """Negative control: whoever takes a lost worker's episodes for new ones gives other answers."""
-    play = EnvironmentWorker.play
-    short = lambda calls: [Call(call.number, call.row, call.turns[-1:]) for call in calls]  # noqa: E731
-    monkeypatch.setattr(EnvironmentWorker, "play", lambda self, batch, calls: play(self, batch, short(calls)))
+    answer = EnvironmentWorker.answer
+    short = lambda calls: [replace(call, turns=call.turns[-1:]) for call in calls]  # noqa: E731
+    monkeypatch.setattr(EnvironmentWorker, "answer", lambda self, calls: answer(self, short(calls)))
     for seed in range(5):
-        fleet = Workers(lambda: InProcess(Counting), seed, 0.3)
-        assert played(RayEnvironments(fleet), seed) != played(InProcess(Counting), seed)
+        workers = Workers(lambda: InProcess(Counting), seed, 0.3)
+        assert played(RayEnvironments(workers, ALONE), seed) != played(InProcess(Counting), seed)
 
 
-def test_at_home_nothing_is_played_twice():
+def test_where_episodes_stay_nothing_is_played_twice():
     counts = []
-    for at_home in (True, False):
-        Stepping.calls = 0
-        environments = RayEnvironments(Workers(lambda: Stepping(Counting), 0, 0.0, at_home=at_home))
+    for stays in (True, False):
+        Stepping.turns = 0
+        environments = RayEnvironments(Workers(lambda: InProcess(Stepping), 0, 0.0, stays=stays), ALONE)
         environments.begin(ROWS)
         for _ in range(6):
             environments.step(dict.fromkeys(range(len(ROWS)), "x"))
-        counts.append(Stepping.calls)
+        counts.append(Stepping.turns)
     assert counts[0] == 6 * len(ROWS) < counts[1]
 
 
 def test_an_opening_that_breaks_is_its_own_episodes():
     rows = [{"name": name} for name in ("a", "raise", "b")]
-    fleet = Workers(lambda: InProcess(BadReset), 0, 1.0)
-    ours, theirs = RayEnvironments(fleet), InProcess(BadReset)
+    workers = Workers(lambda: InProcess(BadReset), 0, 1.0)
+    ours, theirs = RayEnvironments(workers, ALONE), InProcess(BadReset)
     assert ours.begin(rows) == theirs.begin(rows)
     assert isinstance(ours.begin(rows)[1], Fault)
     ours.begin(rows), theirs.begin(rows)
@@ -117,8 +119,8 @@ def test_processes_that_can_be_killed_stand_behind_a_worker():
     try:
         worker = EnvironmentWorker(make)
         row = {"name": "a"}
-        assert worker.play(1, [Call(0, row, ()), Call(1, row, ())]).keys() == {0, 1}
-        found = worker.play(1, [Call(0, row, ("exit",)), Call(1, row, ("x",))])
+        assert worker.answer([EpisodeCall(1, 0, row), EpisodeCall(1, 1, row)]).keys() == {0, 1}
+        found = worker.answer([EpisodeCall(1, 0, row, ("exit",)), EpisodeCall(1, 1, row, ("x",))])
         assert isinstance(found[0], Fault) and found[1].observation == "a 1"
     finally:
         for pool in pools:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,8 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.samplers.samplers import ScriptedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
-from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 EOS = 0
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
@@ -27,6 +28,33 @@ SETTINGS = [
     SamplingParams(max_tokens=24, temperature=0),
     SamplingParams(max_tokens=24, stop_token_ids=tuple(range(40))),
 ]
+
+
+class ScriptedSampler(Sampler):
+    """A sampler without a model: `script(prompt_ids, seed)` gives the token ids of a completion and their log-probs; it ends at
+    the first stop token or at `max_tokens`, as any sampler's does.
+    """
+
+    def __init__(
+        self, script: Callable[[tuple[int, ...], int], tuple[list[int], list[float]]], eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.script, self.eos_token_ids = script, eos_token_ids
+
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: Any = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`: one request after the other."""
+        for place, request in enumerate(requests):
+            yield [(place, [self._complete(request.prompt_ids, seed, params) for seed in request.seeds])]
+
+    def _complete(self, prompt_ids: tuple[int, ...], seed: int, params: SamplingParams) -> Completion:
+        ids, logprobs = self.script(prompt_ids, seed)
+        stops = {*self.eos_token_ids, *params.stop_token_ids}
+        end = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids) + 1)
+        count = min(end, len(ids), params.max_tokens)
+        reason: FinishReason = "stop" if count and ids[count - 1] in stops else "length"
+        kept = tuple(logprobs[:count])
+        return Completion(tuple(ids[:count]), kept, kept, reason, seed)
 
 
 @pytest.fixture(scope="module")

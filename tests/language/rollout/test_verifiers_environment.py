@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.verifiers_environment import adapted
+from psigrad.language.rollout.episodes.verifiers_environment import adapt
 
 
 class Message(dict):
@@ -71,7 +71,7 @@ ROW = {"prompt": [{"role": "user", "content": "guess"}], "answer": "5", "info": 
 
 
 def test_turns_are_the_environments_and_the_reward_is_the_rubrics():
-    episode = adapted(HigherOrLower)()
+    episode = adapt(HigherOrLower)()
     assert episode.reset(ROW) is None
     assert episode.step("3") == ([{"role": "user", "content": "higher"}], 0.0, False)
     assert episode.step("7") == ([{"role": "user", "content": "lower"}], 0.0, False)
@@ -80,26 +80,26 @@ def test_turns_are_the_environments_and_the_reward_is_the_rubrics():
 
 
 def test_an_answer_that_ends_the_episode_early_is_scored_at_once():
-    episode = adapted(HigherOrLower)()
+    episode = adapt(HigherOrLower)()
     episode.reset(ROW)
     assert episode.step("5") == ("", 1.0, True)
 
 
 def test_a_wrong_last_turn_gets_what_the_rubric_says():
-    episode = adapted(HigherOrLower)()
+    episode = adapt(HigherOrLower)()
     episode.reset(ROW)
     episode.step("3"), episode.step("4")
     assert episode.step("6")[1:] == (pytest.approx(-0.2), True)
 
 
 def test_rows_are_the_environments():
-    rows = adapted(HigherOrLower).rows(3, 7)
+    rows = adapt(HigherOrLower).rows(3, 7)
     assert [row["answer"] for row in rows] == ["0", "1", "2"] and rows[0]["prompt"][0]["content"] == "guess 7"
 
 
 def test_one_environment_serves_all_episodes_of_a_process():
     made = []
-    kind = adapted(lambda: made.append(HigherOrLower()) or made[-1])
+    kind = adapt(lambda: made.append(HigherOrLower()) or made[-1])
     for _ in range(2):
         episode = kind()
         episode.reset(ROW)
@@ -113,7 +113,7 @@ def test_a_prompt_that_is_changed_behind_the_trainers_back_is_a_fault():
             state["prompt"] = [{"role": "user", "content": "something else"}]
 
     with pytest.raises(ValueError, match="changes the prompt"):
-        adapted(Changing)().reset(ROW)
+        adapt(Changing)().reset(ROW)
 
 
 def test_environments_with_tools_or_of_another_kind_are_refused():
@@ -121,6 +121,6 @@ def test_environments_with_tools_or_of_another_kind_are_refused():
         tool_defs = ({"name": "add"},)
 
     with pytest.raises(UserError, match=r"give tools with --tools"):
-        adapted(WithTools)().reset(ROW)
+        adapt(WithTools)().reset(ROW)
     with pytest.raises(UserError, match=r"SimpleNamespace without init_state\(\)"):
-        adapted(SimpleNamespace)().reset(ROW)
+        adapt(SimpleNamespace)().reset(ROW)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.training.adamw import AdamW, steps_natively
-from psigrad.language.training.update import Optimizer
+from psigrad.language.training.update import AdamW, Optimizer, steps_natively
 from psigrad.records import checkpoint
 from psigrad.records.checkpoint import CheckpointError
 
@@ -90,7 +89,7 @@ def test_a_step_counts_the_parameters_versions_up():
 @pytest.mark.parametrize(("which", "imports"), [("ours", "False"), ("torch", "True")])
 def test_only_torchs_own_imports_the_compiler(which, imports):
     make = {
-        "ours": "from psigrad.language.training.adamw import AdamW; o = AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0); o.step(0.1)",
+        "ours": "from psigrad.language.training.update import AdamW; o = AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0); o.step(0.1)",
         "torch": "o = torch.optim.AdamW([p], fused=True); o.step()",
     }[which]
     code = f"import sys, torch; p = torch.nn.Parameter(torch.ones(2, 2)); p.grad = p.detach(); {make}"
@@ -265,7 +264,7 @@ def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
 
 def test_the_kernels_are_not_asked_for_where_no_weight_is_bfloat16(monkeypatch):
     """They may have to be compiled, which takes seconds."""
-    monkeypatch.setattr("psigrad.language.training.adamw.kernels", lambda: pytest.fail("nobody needs them"))
+    monkeypatch.setattr("psigrad.language.training.update.kernels", lambda: pytest.fail("nobody needs them"))
     for kind in (torch.float32, torch.float16):
         weight = nn.Parameter(torch.ones(3, 3, dtype=kind))
         Optimizer({"w": weight}, Optim()).step([lambda weight=weight: weight.float().sum()], 0.1)

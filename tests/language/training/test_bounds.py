@@ -12,11 +12,11 @@ from in_memory import make
 from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Completion, Trajectory
-from psigrad.language.training.adamw import AdamW
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.collate import LENGTH_PENALTY, metric_of, to_batch
-from psigrad.language.training.update import learning_rate
+from psigrad.language.training.online.collect import LENGTH_PENALTY, metric_of
+from psigrad.language.training.online.forward import to_batch
+from psigrad.language.training.update import AdamW, learning_rate
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
@@ -88,7 +88,7 @@ def test_tokens_are_counted_step_by_step(tokenizer):
     ("iterations", "minibatches", "single"), [(1, 1, True), (2, 1, False), (1, 2, False), (3, 2, False), (2, 2, False)]
 )
 def test_one_pass_is_one_optimiser_step_for_each_collection(tokenizer, iterations, minibatches, single):
-    assert training.single_pass(make(tokenizer, num_iterations=iterations, num_minibatches=minibatches)) is single
+    assert make(tokenizer, num_iterations=iterations, num_minibatches=minibatches).single_pass is single
 
 
 def test_updates_are_counted_with_the_critics(tokenizer):

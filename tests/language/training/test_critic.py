@@ -18,10 +18,11 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, reward
 from psigrad.language.training.learners import State
+from psigrad.language.training.online import forward
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.update import Optimizer, step_together
-from psigrad.objective.parts.kl import STATE_KEY
+from psigrad.objective.parts.surrogate import PENALTY_KEY
 from psigrad.objective.stats import explained_variance
 
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)
@@ -151,8 +152,8 @@ def test_a_shared_head_sends_value_gradients_into_the_policy(tokenizer):
 def test_values_of_the_batch_are_the_critics_before_the_update(tokenizer, tmp_path, monkeypatch):
     run = with_critic(tokenizer, tmp_path)
     seen = []
-    original = training.values
-    monkeypatch.setattr(training, "values", lambda *args: seen.append(original(*args)) or seen[-1])
+    original = forward.values
+    monkeypatch.setattr(forward, "values", lambda *args: seen.append(original(*args)) or seen[-1])
     stepped(run)
     assert len(seen) == 1 and seen[0].abs().max() > 0
 
@@ -180,7 +181,7 @@ def test_both_optimisers_step_at_their_own_rate_or_not_at_all(tokenizer, tmp_pat
 def test_the_penalty_follows_how_far_the_policy_moved(tokenizer):
     def coefficient(rate: float) -> float:
         run = make(tokenizer, "ppo_penalty", optim=Optim(learning_rate=rate), num_iterations=3)
-        return stepped(run, 3).algorithm[STATE_KEY]
+        return stepped(run, 3).algorithm[PENALTY_KEY]
 
     assert coefficient(1e-7) == pytest.approx(1.0 / 8), "halved on each of three steps that moved it hardly"
     assert coefficient(3e-2) > 1.0

@@ -13,10 +13,9 @@ from tiny_jobs import make_job, online_config
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.recipes import online
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import Collected, SamplingParams
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.collected import Collected
 from psigrad.objective.parts.correction import truncated_importance
 
 

@@ -16,15 +16,14 @@ from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, Lora, prepare
-from psigrad.language.recipes import online
+from psigrad.language.recipes import online_settings
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.collate import metric_of, minibatches, scored_groups, to_batch
-from psigrad.language.training.online.collection import collect
-from psigrad.language.training.online.ledger import prompts_from
+from psigrad.language.training.online.collect import collect, metric_of, pick_prompts, scored_groups
+from psigrad.language.training.online.forward import minibatches, rows_of, to_batch
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.runs.journal import Clock
@@ -138,7 +137,7 @@ def test_negative_control_totals_of_each_micro_batch_give_another_gradient(token
         lambda run, algorithm, prepared, micros, totals, *rest: (
             loss
             for micro, counts in micros
-            for loss in original(run, algorithm, prepared, [(micro, counts)], algorithm.totals(prepared, micro.rows), *rest)
+            for loss in original(run, algorithm, prepared, [(micro, counts)], algorithm.totals(prepared, rows_of(micro)), *rest)
         ),
     )
     assert far(gradient(33), whole) > 1e-2 * float(whole.abs().max())
@@ -210,9 +209,9 @@ def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
 
 
 def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
-    run, seen, original = make(tokenizer, num_minibatches=3), [], training.micro_batches
+    run, seen, original = make(tokenizer, num_minibatches=3), [], training.share_of
     monkeypatch.setattr(
-        training, "micro_batches", lambda batch, wanted, *rest: seen.append(wanted) or original(batch, wanted, *rest)
+        training, "share_of", lambda world, batch, wanted, budget: seen.append(wanted) or original(world, batch, wanted, budget)
     )
     after(run)
     assert len(seen) == 3 and torch.equal(torch.stack(seen).sum(0), torch.ones(16, dtype=torch.long))
@@ -248,7 +247,7 @@ def test_truncated_completions_teach_dapo_nothing(tokenizer):
 def test_a_group_of_one_is_refused(tokenizer):
     config = make(tokenizer, "grpo", num_generations=1, reward=("exact",)).config
     with pytest.raises(UserError, match="num_generations is 1 and grpo compares completions of one prompt; give at least 2"):
-        online.check(config, resolve("grpo"))
+        online_settings.check(config, resolve("grpo"))
 
 
 def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end(tokenizer):
@@ -289,10 +288,10 @@ def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
 
 def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
     run = make(tokenizer)
-    places = [p.index for p in prompts_from(run.prompts, 3, 0, 24)]
+    places = [p.index for p in pick_prompts(run.prompts, 3, 0, 24)]
     assert [sorted(places[i : i + 8]) for i in (0, 8, 16)] == [list(range(8))] * 3
     assert places[:8] != places[8:16]
-    assert places[5:13] == [p.index for p in prompts_from(run.prompts, 3, 5, 8)]
+    assert places[5:13] == [p.index for p in pick_prompts(run.prompts, 3, 5, 8)]
 
 
 def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
@@ -338,7 +337,7 @@ def test_a_gradient_that_is_not_finite_is_a_logged_no_op(tokenizer, monkeypatch)
         return replace(out, logp=out.logp * math.nan) if torch.is_grad_enabled() else out
 
     monkeypatch.setattr(LanguageModel, "evaluate", poisoned)
-    monkeypatch.setattr(training, "check_gap", lambda *a: None)
+    monkeypatch.setattr(training.Tally, "check_gap", lambda *a: None)
     state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
     assert torch.equal(weights(run.model), before)
     assert state.nonfinite == 1 and run.journal.rows[-1]["updates"] == 0

@@ -17,9 +17,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Trajectory
-from psigrad.language.training.online.collate import to_batch
-from psigrad.language.training.online.forward import log_probs
-from psigrad.language.training.online.reference import reference_log_probs
+from psigrad.language.training.online.forward import log_probs, reference_log_probs, to_batch
 
 
 def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_adapter():

@@ -13,9 +13,8 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.rewards import RewardPool, RewardSpec, resolve
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
-from psigrad.language.training.online.generation import rollout
-from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.rollout.types import Completion, Prompt, Sampler, SamplingParams
+from psigrad.language.training.online.collect import rollout
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,17 @@ from psigrad.language.models.language_model import Divergence, prepare
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
-from psigrad.language.training.online.collate import micro_batches, to_batch
-from psigrad.language.training.online.collection import collect
-from psigrad.language.training.online.reference import divergence, follow, reference_log_probs
+from psigrad.language.training.online.collect import collect
+from psigrad.language.training.online.forward import (
+    divergence,
+    follow,
+    inputs_of,
+    micro_batches,
+    reference_log_probs,
+    rows_of,
+    teacher_inputs_of,
+    to_batch,
+)
 from psigrad.objective.parts.correction import truncated_importance
 
 
@@ -73,10 +81,10 @@ def test_exact_divergences_are_from_what_the_reference_says_behind_its_own_promp
     other = model if lora else run.model
     method = replace(run.algorithm, kl=replace(run.algorithm.kl, estimator=kind, mixture=0.3))
     for micro in micro_batches(rows, rows.present, 1000):
-        asked = divergence(method, other, micro)
-        assert isinstance(asked, Divergence) and asked.inputs is micro.teacher_inputs
-        kl = model.evaluate(micro.inputs, kl_to=asked).kl.detach()
-        for row, place in zip(kl, micro.rows.tolist(), strict=True):
+        asked = divergence(method, other, teacher_inputs_of(rows, micro))
+        assert isinstance(asked, Divergence) and asked.inputs == teacher_inputs_of(rows, micro)
+        kl = model.evaluate(inputs_of(rows, micro), kl_to=asked).kl.detach()
+        for row, place in zip(kl, rows_of(micro).tolist(), strict=True):
             t = rows.inputs[place]
             pi = alone(model, t.prompt_ids, t.completion.ids)
             with model.without_adapter() if lora else torch.no_grad():
@@ -89,7 +97,7 @@ def test_exact_divergences_are_from_what_the_reference_says_behind_its_own_promp
             }[kind].sum(1)
             assert float(expected.max()) > 1e-3
             torch.testing.assert_close(row[: len(expected)].double(), expected, atol=2e-5, rtol=1e-4)
-    assert divergence(replace(method, kl=None), other, micro) is None
+    assert divergence(replace(method, kl=None), other) is None
 
 
 def test_an_unlikely_token_leaves_the_divergences_and_their_gradients_finite():

@@ -132,7 +132,7 @@ def test_preference_losses_and_gradients_are_trls(name, conversational, tokenize
         processing_class=tokenizer,
     )
     peer = peer_loss(trainer, moved(hf))
-    made = [pairs.pair(tokenizer, validate(row, "preference", f"row {i}")) for i, row in enumerate(rows(conversational))]
+    made = [pairs.encode_pair(tokenizer, validate(row, "preference", f"row {i}")) for i, row in enumerate(rows(conversational))]
     reference = language_model.prepare(
         tiny.model("qwen3", len(tokenizer), hidden=32, layers=2, heads=2, max_length=96), tokenizer
     )
@@ -156,7 +156,7 @@ def test_negative_control_another_beta_is_noticed(tokenizer, hf, tmp_path):
     )
     reference = language_model.prepare(copy.deepcopy(hf), tokenizer)
     peer = peer_loss(trainer, moved(hf))
-    made = [pairs.pair(tokenizer, validate(row, "preference", "row")) for row in rows()]
+    made = [pairs.encode_pair(tokenizer, validate(row, "preference", "row")) for row in rows()]
     known = reference_logps(reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 100)
     ours = our_loss(PreferenceTask(language_model.prepare(hf, tokenizer), resolve_loss("dpo"), made, known), hf, budget=60)
     with pytest.raises(AssertionError):
@@ -180,7 +180,7 @@ def test_the_reward_loss_and_its_gradient_are_trls(settings, tokenizer, hf, tmp_
     )
     trainer.model.set_attn_implementation("sdpa")
     peer = peer_loss(trainer, trainer.model)
-    made = [pairs.pair(tokenizer, validate(row, "preference", "row")) for row in given]
+    made = [pairs.encode_pair(tokenizer, validate(row, "preference", "row")) for row in given]
     close(our_loss(RewardTask(model, BradleyTerry(coefficient or 0.0), made), model.as_transformers(), budget=60), peer)
 
 
@@ -198,7 +198,7 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
     )
     reference = language_model.prepare(copy.deepcopy(hf), tokenizer)
     peer = peer_loss(trainer, moved(hf))
-    made = [pairs.judged(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
+    made = [pairs.encode_judged(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
     answers = [[row.answer, mismatched(made, i)] for i, row in enumerate(made)]
     known = reference_logps(reference, [row.prompt for row in made], answers, 100)
     loss = resolve_loss({"preset": "kto", "desirable_weight": 1.5})

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from psigrad.config import OnlineConfig, Run
-from psigrad.language.recipes.scorers import judge_for
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rewards import Failure
 from psigrad.language.rewards.code import Code
 from psigrad.processes.sandbox import Limits, Program, SandboxError, Tier, choice, executor_for
@@ -120,11 +120,11 @@ def test_a_service_that_is_not_there_or_no_url_is_named():
 def test_a_run_that_allows_unsafe_code_says_so_and_records_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("psigrad.language.recipes.scorers.tier_of_this_machine", lambda: Tier("none", why_not="not here."))
     settings = OnlineConfig(reward=({"reward": "code", "allow_unsafe_code": True},), run=Run(output_dir=str(tmp_path / "run")))
-    with RunFolder.open(tmp_path / "run", {}) as folder, judge_for(settings, None, journal=Journal(folder)):
+    with RunFolder.open(tmp_path / "run", {}) as folder, RewardSetup.of(settings).scorer(None, Journal(folder)):
         pass
     assert "without a sandbox, with your rights" in capsys.readouterr().err
     assert '"unsafe_code"' in (tmp_path / "run" / "events.jsonl").read_text()
     safe = OnlineConfig(reward=("code",), run=Run(output_dir=str(tmp_path / "safe")))
-    with RunFolder.open(tmp_path / "safe", {}) as folder, judge_for(safe, None, journal=Journal(folder)):
+    with RunFolder.open(tmp_path / "safe", {}) as folder, RewardSetup.of(safe).scorer(None, Journal(folder)):
         pass
     assert capsys.readouterr().err == ""

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
-from psigrad.processes.workers import output
-from psigrad.processes.workers.environment import passed_on, withheld
+from psigrad.processes.workers.process import SHOWN, list_withheld, pick_variables
 
 
 def scored(function, texts=("a", "b"), **settings):
@@ -81,7 +80,7 @@ def test_what_is_printed_has_a_limit_and_nobody_waits(capfd):
     while "the rest is dropped" not in printed and time.monotonic() < end:
         time.sleep(0.2)
         printed += capfd.readouterr().err
-    assert output.SHOWN <= len(printed) < output.SHOWN + 1000 and "the rest is dropped" in printed
+    assert SHOWN <= len(printed) < SHOWN + 1000 and "the rest is dropped" in printed
 
 
 def test_secrets_of_the_trainer_are_not_in_the_worker(monkeypatch):
@@ -95,7 +94,7 @@ def test_secrets_of_the_trainer_are_not_in_the_worker(monkeypatch):
 
     assert scored(looks)[0].value == 0.0
     assert scored(looks, variables=("OPENAI_API_KEY",))[0].value == 1.0
-    assert {"HF_TOKEN", "DATABASE_URL"} <= set(withheld()) and {"PATH", "HOME"} <= passed_on().keys()
+    assert {"HF_TOKEN", "DATABASE_URL"} <= set(list_withheld()) and {"PATH", "HOME"} <= pick_variables().keys()
 
 
 def test_a_pickle_that_a_reward_writes_is_never_loaded(tmp_path):

@@ -166,8 +166,8 @@ def test_the_interval_of_alpha_covers_its_value_95_times_in_100():
     assert 0.90 <= inside / 300 <= 0.985
 
 
-def test_position_bias_by_hand_and_by_simulation():
-    found = agreement.position_bias([True] * 60 + [False] * 40)
+def test_a_share_of_one_side_by_hand_and_by_simulation():
+    found = agreement.share(60, 100)
     assert (found.value, found.n) == (0.6, 100)
     # Wilson 1927; the two-sided exact test of 60 in 100 is 0.0569
     z, p, n = 1.959963984540054, 0.6, 100
@@ -175,13 +175,13 @@ def test_position_bias_by_hand_and_by_simulation():
     assert (found.low, found.high) == pytest.approx((middle - reach, middle + reach), abs=1e-12)
     assert found.p_value == pytest.approx(0.0569, abs=5e-5)
     random = np.random.default_rng(3)
-    false_alarms = sum(agreement.position_bias(random.random(200) < 0.5).p_value < 0.05 for _ in range(1000))
+    false_alarms = sum(agreement.share(int((random.random(200) < 0.5).sum()), 200).p_value < 0.05 for _ in range(1000))
     assert 20 <= false_alarms <= 70  # the exact test is a little conservative
-    assert agreement.position_bias(random.random(400) < 0.65).p_value < 1e-4
+    assert agreement.share(int((random.random(400) < 0.65).sum()), 400).p_value < 1e-4
 
 
 def test_no_choice_of_a_side_gives_no_figure():
-    found = agreement.position_bias([])
+    found = agreement.share(0, 0)
     assert found.n == 0 and np.isnan([found.value, found.low, found.high, found.p_value]).all()
 
 

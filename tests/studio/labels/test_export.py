@@ -85,7 +85,7 @@ def test_unpaired_rows_of_pairs(labelled, db):
         {k: v for k, v in row.items() if k != "lineage"} for row in export.preference(db, labelled.owner, labelled.project).rows
     ]
     ours = [{k: v for k, v in row.items() if k != "lineage"} for row in found.rows if row["prompt"] == "q0"]
-    assert sorted(map(str, map(sorted_row, preferences.unpaired(pairs)))) == sorted(map(str, map(sorted_row, ours)))
+    assert sorted(map(str, map(sorted_row, preferences.split_pairs(pairs)))) == sorted(map(str, map(sorted_row, ours)))
 
 
 def sorted_row(row):

@@ -8,14 +8,16 @@ cache empties itself once a weight has changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.language.models.fused.blocks import Block, Layers, RowLayout, native
+from psigrad.language.models.native.kernels import Kernels, kernels
 
 Ids = Sequence[int]
 Version = tuple[int, int]
@@ -26,6 +28,78 @@ _MIXED = ((0, 0), float("nan"))
 # Rows of one block of memory. Single pieces would fragment the heap between what sampling allocates and frees: a gigabyte of
 # holes where the vocabulary is large. With blocks of 1024 rows, the last half-empty one wastes as much.
 SLAB = 256
+# For each layer, its output [rows, E] and what its backward pass needs [rows, …].
+Layers = list[tuple[Tensor, ...]]
+_ALIGNED = 64  # bytes
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The tensors that each of `layers` layers computes for a row: `kinds` gives the width and type of each."""
+
+    layers: int
+    kinds: tuple[tuple[int, torch.dtype], ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a row of each tensor."""
+        return tuple(width * kind.itemsize for width, kind in self.kinds)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all layers."""
+        return self.layers * sum(self.sizes)
+
+
+class Block:
+    """Memory for `rows` rows of every tensor of every layer."""
+
+    def __init__(self, parts: RowLayout, rows: int) -> None:
+        self.parts, self.rows = parts, rows
+        whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in parts.sizes]
+        # one allocation per layer: a single one would be too large for any free hole in the heap
+        self._memory = [torch.empty(sum(whole), dtype=torch.uint8) for _ in range(parts.layers)]
+        self._starts = np.cumsum([0, *whole[:-1]])
+        self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
+        self._sizes = np.array(parts.sizes)
+
+    def addresses(self, start: int = 0) -> Tensor:
+        """The addresses [layers, tensors] of row `start`, int64."""
+        return torch.from_numpy(self._places + self._sizes * start)
+
+    def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
+        """Rows [count, width] of one tensor from `start` on; all that follow if no count is given."""
+        width, kind = self.parts.kinds[index]
+        count, size = self.rows - start if count is None else count, self.parts.sizes[index]
+        first = int(self._starts[index]) + start * size
+        return self._memory[layer][first : first + count * size].view(kind).view(count, width)
+
+    def layers(self) -> Layers:
+        """All tensors of all layers."""
+        return [tuple(self.part(i, j) for j in range(len(self.parts.kinds))) for i in range(self.parts.layers)]
+
+    def write(self, start: int, layers: Layers, first: int, count: int) -> None:
+        """Copy `count` rows of `layers`, from `first` on, to the rows from `start` on. Raises `ValueError` if their widths or
+        types differ from this block's.
+        """
+        given = [x for layer in layers for x in layer]
+        kinds = [kind for _ in range(self.parts.layers) for kind in self.parts.kinds]
+        whole = all(x.is_contiguous() and len(x) >= first + count for x in given)
+        if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
+            raise ValueError(
+                f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
+                f"written to {kinds}: widths and types must be equal, and the tensors contiguous."
+            )
+        sizes = self.parts.sizes * self.parts.layers
+        there = [x.data_ptr() + first * size for x, size in zip(given, sizes, strict=True)]
+        native().copy(self.addresses(start).flatten().tolist(), there, [count * size for size in sizes])
+
+
+def native() -> Kernels:
+    """The kernels, which exist: only the fused decoder makes blocks."""
+    found = kernels()
+    assert not isinstance(found, str), found
+    return found
 
 
 @dataclass(frozen=True)
@@ -165,7 +239,7 @@ class CacheHit:
 
     def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
         """The layer's output [W, E] of the tokens `wanted` [W], or of all."""
-        return self._gathered([(index, 0, self._of(wanted))])[0]
+        return self._gather([(index, 0, self._of(wanted))])[0]
 
     def saved_for_backward(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """What the layer's backward pass needs: its input (None for the first layer) and the tensors of `Layer.forward`.
@@ -175,11 +249,11 @@ class CacheHit:
         some, parts = self._of(wanted), range(1, len(self._parts.kinds))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
         if index == 0:
-            return None, self._gathered(asked)
-        x, *own = self._gathered([(index - 1, 0, self._rows), *asked])
+            return None, self._gather(asked)
+        x, *own = self._gather([(index - 1, 0, self._rows), *asked])
         return x, own
 
-    def _gathered(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+    def _gather(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
         """The rows of each (layer, part, rows)."""
         kinds = [self._parts.kinds[part] for _, part, _ in wanted]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(wanted, kinds, strict=True)]

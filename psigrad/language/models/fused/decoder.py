@@ -15,18 +15,14 @@ from torch.autograd.function import once_differentiable
 
 from psigrad.language.models import gradients
 from psigrad.language.models.attention import FusedLayout, PackedLayout
-from psigrad.language.models.fused.activation_cache import ActivationCache, CacheHit, Version, versions
-from psigrad.language.models.fused.blocks import Block, RowLayout
+from psigrad.language.models.fused.activation_cache import ActivationCache, Block, CacheHit, RowLayout, Version, versions
 from psigrad.language.models.fused.layer import Layer, RowSelection, Unsupported
 from psigrad.language.models.fused.packed_weights import PackedWeights
-from psigrad.language.models.fused.weights_only import Backbone, WeightsOnly
+from psigrad.language.models.fused.weights_only import FAMILIES, Backbone, WeightsOnly, family_of
 from psigrad.language.models.native.kernels import Heads, Kernels, kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-
 
 _WHOLE = RowSelection()
 
@@ -106,7 +102,7 @@ class _Norm(torch.autograd.Function):
 
 
 class Decoder:
-    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is not one of `KINDS`.
+    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is none of `FAMILIES`.
 
     `recompute` is gradient checkpointing: a layer keeps only its input, and runs forward again in the backward pass.
     """
@@ -117,8 +113,9 @@ class Decoder:
             raise Unsupported(native)
         base: Any = network.base_model
         config = network.config.get_text_config()
-        if not isinstance(base, Backbone) and type(base).__name__ not in KINDS:
-            raise Unsupported(f"{type(base).__name__} is none of {', '.join(KINDS)}")
+        family = family_of(config) if isinstance(base, Backbone) else FAMILIES.get(type(base).__name__.removesuffix("Model"))
+        if family is None:
+            raise Unsupported(f"{type(base).__name__} is none of {', '.join(f'{name}Model' for name in FAMILIES)}")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
             raise Unsupported(f"it is in {network.dtype} on {network.device}")
         if config.hidden_act != "silu":
@@ -133,7 +130,7 @@ class Decoder:
             scale=float(first.scaling),
         )
         self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
-        self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
+        self.layers = [Layer(i, module, heads, family.window(config, i) or 0, native) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
         self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)
@@ -166,7 +163,7 @@ class Decoder:
             selection[0] = replace(selection[0], input_rows=inputs)
         if outputs is not None:
             selection[-1] = replace(selection[-1], output_rows=outputs)
-        x = self._embedded(ids).to(self.dtype)
+        x = self._embed(ids).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
         angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
         adapted = self.adapted
@@ -201,7 +198,7 @@ class Decoder:
         y: Tensor = self.base.layers[layer.index](x, reread)
         return y
 
-    def _embedded(self, input_ids: Tensor) -> Tensor:
+    def _embed(self, input_ids: Tensor) -> Tensor:
         table = self.base.embed_tokens
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
         # for a small table the dense gradient is faster
@@ -227,7 +224,7 @@ class Decoder:
     ) -> Tensor:
         """The last layer's output, without gradient."""
         now = versions(self.parameters) if keep is not None or layout.packed_weights is not None else []
-        y = None if self.in_shards else self._stepped(x, angles, layout, adapted, keep, now)
+        y = None if self.in_shards else self._step(x, angles, layout, adapted, keep, now)
         if y is not None:
             return y
         layers = []
@@ -244,7 +241,7 @@ class Decoder:
             keep.add(len(x), self.parts, now, layers)
         return x
 
-    def _stepped(
+    def _step(
         self,
         x: Tensor,
         angles: tuple[Tensor, Tensor],

@@ -152,18 +152,15 @@ class LayerWeights:
 
 
 class Layer:
-    """One decoder layer over rows [S, E]."""
+    """One decoder layer over rows [S, E]. `window` is 0 where a token sees all before it."""
 
-    def __init__(self, index: int, module: Any, heads: Heads, native: Kernels) -> None:
+    def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels) -> None:
         attention, mlp = module.self_attn, module.mlp
         modules = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
         linear, adapters = zip(*map(_split_adapter, modules), strict=True)
         if any(child.bias is not None for child in linear[4:]):
             raise Unsupported("its feed-forward layers have biases")
-        self.index, self.heads, self.native = index, heads, native
-        # Mistral reads its window from the configuration, Qwen keeps one per layer, and Llama has none, whatever its file says
-        windowed = attention.config if type(attention).__name__ == "MistralAttention" else attention
-        self.window = int(getattr(windowed, "sliding_window", None) or 0)
+        self.index, self.heads, self.window, self.native = index, heads, window, native
         norms = [module.input_layernorm, module.post_attention_layernorm]
         self.has_head_norms = hasattr(attention, "q_norm")
         if self.has_head_norms:
@@ -171,10 +168,10 @@ class Layer:
         self.biased = [i for i, child in enumerate(linear[:4]) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
         self._linear, self._norms = linear, norms
-        self.weights = Weights(self._stored())
+        self.weights = Weights(self._read_weights())
         self.eps = float(norms[0].variance_epsilon)
 
-    def _stored(self) -> list[Tensor]:
+    def _read_weights(self) -> list[Tensor]:
         given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms]
         given += [self._linear[i].bias for i in self.biased]
         return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
@@ -183,7 +180,7 @@ class Layer:
         """Take the modules' parameters of this moment: where they are kept in shards, the whole ones are other tensors, whose
         values change while their versions stay.
         """
-        self.weights = Weights(self._stored())
+        self.weights = Weights(self._read_weights())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -288,7 +285,7 @@ class Layer:
         learn(5, dgate_up[1], normed)
         learn(6, dy, gated)
         del gated
-        dnormed = self._summed(dgate_up, (gate, up))
+        dnormed = self._sum(dgate_up, (gate, up))
         dnormed = weights.add_input_grad(5, dgate_up[1], weights.add_input_grad(4, dgate_up[0], dnormed))
         del dboth, dgate_up, normed
         dx = dy.clone()
@@ -302,7 +299,7 @@ class Layer:
         parts = self._parts(selection.sum_input_grads(dqkv, len(x)))
         dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(qkv)), len(x))
         normed = self.native.rms_norm(x, norms[0], self.eps)
-        dnormed = self._summed(parts, (q, k, v))
+        dnormed = self._sum(parts, (q, k, v))
         for i, part in enumerate(parts):
             learn(i, part, normed)
             weights.add_input_grad(i, part, dnormed)
@@ -311,7 +308,7 @@ class Layer:
         first = [parts[i].sum(0) for i in self.biased if i < 3]
         return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
 
-    def _summed(self, parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+    def _sum(self, parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
         """Σᵢ partsᵢ · matricesᵢ."""
         multiply = self.native.products.of
         total = multiply(parts[0], matrices[0])

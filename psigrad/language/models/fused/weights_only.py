@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ArchitectureKind:
+class Family:
     """How an architecture differs from the others: biases of (q, k, v) and of o, each layer's sliding window, head norms."""
 
     biases: Callable[[Any], tuple[bool, bool]]
@@ -47,12 +47,18 @@ def _by_layer(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
 
 
-KINDS = {
-    "LlamaConfig": ArchitectureKind(_by_setting, lambda config, layer: None),
-    "MistralConfig": ArchitectureKind(lambda config: (False, False), lambda config, layer: config.sliding_window),
-    "Qwen2Config": ArchitectureKind(lambda config: (True, False), _by_layer),
-    "Qwen3Config": ArchitectureKind(_by_setting, _by_layer, head_norms=True),
+# The architectures that the fused decoder computes. A Llama has no window, whatever its file says.
+FAMILIES = {
+    "Llama": Family(_by_setting, lambda config, layer: None),
+    "Mistral": Family(lambda config: (False, False), lambda config, layer: config.sliding_window),
+    "Qwen2": Family(lambda config: (True, False), _by_layer),
+    "Qwen3": Family(_by_setting, _by_layer, head_norms=True),
 }
+
+
+def family_of(config: Any) -> Family | None:
+    """The family of a configuration of transformers; None where it is none of ours."""
+    return FAMILIES.get(type(config).__name__.removesuffix("Config"))
 
 
 def suits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
@@ -65,7 +71,7 @@ def describes(config: PreTrainedConfig) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     layer_types = set(getattr(config, "layer_types", None) or ())
     return (
-        type(config).__name__ in KINDS
+        family_of(config) is not None
         and type(config).__module__.startswith("transformers.")
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
@@ -89,19 +95,18 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """The projections of one layer's attention."""
 
-    def __init__(self, config: Any, layer: int) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        kind = KINDS[type(config).__name__]
+        family = FAMILIES[type(config).__name__.removesuffix("Config")]
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.scaling = self.head_dim**-0.5
-        self.sliding_window = kind.window(config, layer)
         wide, narrow = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        first, last = kind.biases(config)
+        first, last = family.biases(config)
         self.q_proj = nn.Linear(config.hidden_size, wide, bias=first)
         self.k_proj = nn.Linear(config.hidden_size, narrow, bias=first)
         self.v_proj = nn.Linear(config.hidden_size, narrow, bias=first)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=last)
-        if kind.head_norms:
+        if family.head_norms:
             self.q_norm = Norm(self.head_dim, config.rms_norm_eps)
             self.k_norm = Norm(self.head_dim, config.rms_norm_eps)
 
@@ -119,9 +124,9 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """The weights of one layer."""
 
-    def __init__(self, config: Any, layer: int) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config)
         self.mlp = FeedForward(config)
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -178,7 +183,7 @@ class Backbone(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        layers = [DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        layers = [DecoderLayer(config) for _ in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = Rotary(config, layers[0].self_attn.head_dim)
@@ -229,7 +234,7 @@ class WeightsOnly(nn.Module):
         """The head that gives logits."""
         return self.lm_head
 
-    def stored(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: a head that is tied to the embedding is left out."""
         tied = not self.scalar and self.lm_head.weight is self.model.embed_tokens.weight
         return {name: x for name, x in self.state_dict().items() if not (tied and name == "lm_head.weight")}
@@ -244,7 +249,7 @@ class WeightsOnly(nn.Module):
         self.config.save_pretrained(folder)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)
-        save_file(self.stored(), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(self.checkpoint_tensors(), folder / "model.safetensors", metadata={"format": "pt"})
 
     def as_transformers(self) -> PreTrainedModel:
         """transformers' model around the same parameters."""
@@ -294,7 +299,7 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = 
     with torch.device("meta"):
         weights = WeightsOnly(config, generation, scalar=scalar)
     config.dtype = dtype
-    wanted = {name: x.shape for name, x in weights.stored().items()}
+    wanted = {name: x.shape for name, x in weights.checkpoint_tensors().items()}
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         found = {name: file for file in opened for name in file.offset_keys()}

@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | str:
         return "no C++ compiler was found (g++ or clang++)"
     try:
         path = _folder() / f"{_key(found)}.so"
-        with _locked(path.parent):
+        with _lock(path.parent):
             if not _sound(path):
                 _compile(found, path)
         return ctypes.CDLL(str(path))
@@ -85,7 +85,7 @@ def _key(program: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """The only process that compiles there: another one waits, and then finds the library. Leftovers of killed compiles go."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _claim(folder)
@@ -108,16 +108,16 @@ def _claim(folder: Path) -> None:
 def _sound(path: Path) -> bool:
     """Whether the library is there as it was compiled, and only its owner could have written it."""
     try:
-        for file in (path, _noted(path)):
+        for file in (path, _note(path)):
             found = file.lstat()
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS:
                 return False
-        return _noted(path).read_text() == _sha256(path)
+        return _note(path).read_text() == _sha256(path)
     except OSError:
         return False
 
 
-def _noted(path: Path) -> Path:
+def _note(path: Path) -> Path:
     return path.with_suffix(".sha256")
 
 
@@ -141,10 +141,10 @@ def _compile(program: str, path: Path) -> None:
         with made.open("rb") as stream:
             os.fsync(stream.fileno())
         path.unlink(missing_ok=True)
-        noted = _noted(made)
+        noted = _note(made)
         noted.write_text(_sha256(made))
         noted.chmod(0o600)
-        noted.replace(_noted(path))
+        noted.replace(_note(path))
         made.replace(path)
 
 

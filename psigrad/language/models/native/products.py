@@ -46,7 +46,7 @@ class Products:
         """
         kind = a.dtype
         mine = (self.float32 and kind == torch.float32) or (self.bfloat16 and kind == torch.bfloat16)
-        if not (mine and _readable(a, kind) and _readable(b, kind) and _shaped(a, b, out, base)):
+        if not (mine and _readable(a, kind) and _readable(b, kind) and _shapes_agree(a, b, out, base)):
             return by_pytorch(a, b, out, base)
         if out is None:
             out = a.new_empty(len(a), b.shape[1])
@@ -105,7 +105,7 @@ def _readable(x: Tensor, kind: torch.dtype) -> bool:
     return x.dtype == kind and x.device.type == "cpu" and x.dim() == 2 and 1 in x.stride()
 
 
-def _shaped(a: Tensor, b: Tensor, out: Tensor | None, base: Tensor | None) -> bool:
+def _shapes_agree(a: Tensor, b: Tensor, out: Tensor | None, base: Tensor | None) -> bool:
     """Whether the shapes of a · b, out and base agree."""
     shape = (len(a), b.shape[1])
     return (

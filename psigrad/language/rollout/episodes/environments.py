@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 from psigrad.errors import UserError, nearest
@@ -53,26 +54,47 @@ class Fault:
     reason: str
 
 
+@dataclass(frozen=True)
+class EpisodeCall:
+    """What an episode is asked: after its `turns` so far the answer to the last, or its opening where there is none.
+
+    An environment depends on these alone. So whoever has not played the episode so far plays it again, and answers the same.
+    """
+
+    batch: int
+    number: int
+    row: Mapping[str, Any]
+    turns: tuple[str, ...] = ()
+
+
+# What an environment says: to an opening an observation or nothing, to a turn a step.
+Answer = Observation | Step | Fault | None
+
+
 class Playing(ABC):
     """Many episodes under way at once, by number. Use as a context manager, or `close()`."""
 
+    _batch = 0
+    _episodes: dict[int, EpisodeCall]
+
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Observation | Fault | None]:
         """New episodes 0, 1, … on these rows, in place of those before; what each `reset` said."""
-        self.clear()
-        said = self.open(dict(enumerate(rows)))
-        return [said[number] for number in range(len(rows))]
+        self._batch += 1
+        self._episodes = {number: EpisodeCall(self._batch, number, row) for number, row in enumerate(rows)}
+        answers: dict[int, Any] = self.answer(list(self._episodes.values()))
+        return [answers[number] for number in range(len(rows))]
 
-    @abstractmethod
-    def clear(self) -> None:
-        """Give up all episodes."""
-
-    @abstractmethod
-    def open(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Observation | Fault | None]:
-        """Episodes of these numbers on these rows, anew where there is one; what each `reset` said."""
-
-    @abstractmethod
     def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
         """The policy's turn in each of these episodes, and what came of it."""
+        for number, text in turns.items():
+            episode = self._episodes[number]
+            self._episodes[number] = replace(episode, turns=(*episode.turns, text))
+        answers: dict[int, Any] = self.answer([self._episodes[number] for number in turns])
+        return {number: answers[number] for number in turns}
+
+    @abstractmethod
+    def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
+        """What the environments say to each call, by the number of its episode. Episodes of another batch are over."""
 
     @abstractmethod
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
@@ -89,40 +111,57 @@ class Playing(ABC):
 
 
 class InProcess(Playing):
-    """Episodes in this process: for environments of psigrad's own, which neither hang nor exit."""
+    """Episodes in this process: for environments of psigrad's own, which neither hang nor exit, and in workers for all others."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
-        self._episodes: dict[int, Environment] = {}
+        self._played: dict[int, tuple[tuple[str, ...], Environment]] = {}
+        self._played_batch = 0
 
-    def clear(self) -> None:
+    def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
         """See `Playing`."""
-        self._episodes = {}
+        return {call.number: deque(self.play(call), 1)[0] for call in calls}
 
-    def open(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Observation | Fault | None]:
-        """See `Playing`."""
-        self._episodes |= {number: self._factory() for number in rows}
-        return {number: opened(self._episodes[number], row) for number, row in rows.items()}
-
-    def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
-        """See `Playing`."""
-        return {number: stepped(self._episodes[number], text) for number, text in turns.items()}
+    def play(self, call: EpisodeCall) -> Iterator[Answer]:
+        """The answer to a call, last; before it those of the turns that are played again."""
+        if call.batch != self._played_batch:
+            self._played_batch, self._played = call.batch, {}
+        turns, environment = self._played.pop(call.number, ((), None))
+        again: Sequence[str] = call.turns[-1:]
+        if environment is None or not call.turns or turns != call.turns[:-1]:
+            again = call.turns
+            try:
+                environment = self._factory()
+            except (Exception, SystemExit) as error:
+                yield Fault(reason_for("the environment", error))
+                return
+            answer: Answer = reset(environment, call.row)
+            yield answer
+            if isinstance(answer, Fault):
+                return
+        for text in again:
+            answer = step(environment, text)
+            yield answer
+            if isinstance(answer, Fault):
+                return
+        self._played[call.number] = (call.turns, environment)
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
         """See `Playing`."""
         return rows_of(self._factory, count, seed)
 
 
-def opened(environment: Environment, row: Mapping[str, Any]) -> Observation | Fault | None:
+def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fault | None:
     """What `reset` says, or why it says nothing."""
     try:
-        said = environment.reset(row)
+        opening = environment.reset(row)
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
-    return said if said is None or _is_observation(said) else Fault(f"the environment's reset() returned {_shown(said)}")
+    known = opening is None or _is_observation(opening)
+    return opening if known else Fault(f"the environment's reset() returned {_shorten(opening)}")
 
 
-def stepped(environment: Environment, text: str) -> Step | Fault:
+def step(environment: Environment, text: str) -> Step | Fault:
     """What `step` gives, or why it gives nothing."""
     try:
         given = environment.step(text)
@@ -130,11 +169,11 @@ def stepped(environment: Environment, text: str) -> Step | Fault:
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
     if not _is_observation(observation):
-        return Fault(f"the environment's step() returned {_shown(observation)} as its observation; expected text or messages")
+        return Fault(f"the environment's step() returned {_shorten(observation)} as its observation; expected text or messages")
     try:
         number = float(reward)
     except (TypeError, ValueError):
-        return Fault(f"the environment's step() returned {_shown(reward)} as its reward; expected a number")
+        return Fault(f"the environment's step() returned {_shorten(reward)} as its reward; expected a number")
     return Step(observation, number, bool(done)) if math.isfinite(number) else Fault(f"the environment's reward is {number}")
 
 
@@ -148,7 +187,7 @@ def _is_observation(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, dict) and "role" in x for x in value))
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 

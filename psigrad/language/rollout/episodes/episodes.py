@@ -42,7 +42,7 @@ class _Episode:
     over: bool = False
     reason: str = ""
     turns: int = 0
-    told: tuple[int, ...] = ()
+    answered: tuple[int, ...] = ()
     """What the environment said since the policy's last turn."""
 
     def say(self, completion: Completion) -> None:
@@ -55,7 +55,7 @@ class _Episode:
 
     def hear(self, ids: Sequence[int]) -> None:
         """A turn of the environment."""
-        self.told = tuple(ids)
+        self.answered = tuple(ids)
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -79,14 +79,14 @@ def play(
     All live episodes take their turns together. A turn that the length limit cut, `max_turns` and `max_length` end an episode as
     truncated. Each turn's reward stands on its last token.
     """
-    episodes = _begun(rules.playing, prompts, num_generations, seed_of, tokenizer)
+    episodes = _begin(rules.playing, prompts, num_generations, seed_of, tokenizer)
     rows = {index: row for index, _, row in prompts}
     dialogue = sampler.dialogue([e.prompt for e in episodes], params)
     for turn in range(rules.max_turns):
         live = [i for i, e in enumerate(episodes) if not e.over]
         if not live:
             break
-        heard = {i: (episodes[i].told, _seed_of(episodes[i], turn)) for i in live}
+        heard = {i: (episodes[i].answered, _seed_of(episodes[i], turn)) for i in live}
         drawn = dialogue.turn(heard)
         texts = {i: decode(tokenizer, drawn[i].ids) for i in live}
         answers = rules.playing.step(texts)
@@ -100,7 +100,7 @@ def play(
     return [_trajectory(e, version, tokenizer) for e in episodes]
 
 
-def _begun(
+def _begin(
     playing: Playing,
     prompts: Sequence[tuple[int, tuple[int, ...], Row]],
     count: int,
@@ -119,7 +119,7 @@ def _begun(
                 f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
             )
         if heard and heard[0] is not None:
-            ids = tuple(prompt_ids(tokenizer, replace(row, prompt=_opened(row.prompt, heard[0]))))
+            ids = tuple(prompt_ids(tokenizer, replace(row, prompt=_add_opening(row.prompt, heard[0]))))
         for k, opening in enumerate(openings):
             episode = _Episode(index, k, ids, seed_of(place, k), not isinstance(row.prompt, str))
             if isinstance(opening, Fault):
@@ -128,7 +128,7 @@ def _begun(
     return made
 
 
-def _opened(prompt: Any, opening: Observation) -> Any:
+def _add_opening(prompt: Any, opening: Observation) -> Any:
     """The prompt with the environment's first words."""
     if isinstance(prompt, str):
         return prompt + str(opening)

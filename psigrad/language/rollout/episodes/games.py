@@ -74,12 +74,6 @@ class GuessNumber:
             made.append({"messages": talk})
         return made
 
-    @classmethod
-    def best_return(cls) -> float:
-        """The mean return of halving: 2^(d−1) secrets are hit at guess d where `high` is 2^n − 1."""
-        depths = [d for d in range(1, cls.high.bit_length() + 1) for _ in range(2 ** (d - 1))][: cls.high]
-        return sum(1 - 0.1 * (d - 1) for d in depths) / cls.high
-
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -159,11 +153,6 @@ class Calculator:
             made.append({"messages": talk})
         return made
 
-    @classmethod
-    def best_return(cls) -> float:
-        """Ask once, copy the answer."""
-        return 0.95
-
 
 @dataclass
 class TextGrid:
@@ -230,22 +219,6 @@ class TextGrid:
                 talk.append(_turn("user", observation))
             made.append({"messages": talk if talk[-1]["role"] == "assistant" else talk[:-1]})
         return made
-
-    @classmethod
-    def best_return_of(cls, row: Mapping[str, Any]) -> float:
-        """The return of a shortest walk around the trap from the row's start."""
-        goal, trap = tuple(row["goal"]), tuple(row["trap"])
-        reached, frontier, steps = {tuple(row["start"])}, [tuple(row["start"])], 0
-        while goal not in reached:
-            near = {
-                (min(max(x + dx, 0), cls.size - 1), min(max(y + dy, 0), cls.size - 1))
-                for x, y in frontier
-                for dx, dy in cls.moves.values()
-            }
-            frontier = [cell for cell in near if cell not in reached and cell != trap]
-            reached |= set(frontier)
-            steps += 1
-        return 1 - 0.05 * (steps - 1)
 
 
 GAMES: dict[str, Any] = {"guess": GuessNumber, "calculator": Calculator, "grid": TextGrid}

@@ -60,10 +60,10 @@ class ToolBox:
         elif not isinstance(arguments, Mapping):
             content = f"error: the arguments of {name} are no object"
         else:
-            content = self._called(name, arguments)
+            content = self._run_tool(name, arguments)
         return {"role": "tool", "name": str(name), "content": content}
 
-    def _called(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def _run_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         try:
             return str(self.tools[name](**arguments))
         except ValidationError as error:

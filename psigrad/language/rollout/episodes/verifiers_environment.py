@@ -15,14 +15,14 @@ from psigrad.errors import UserError, kind_of
 from psigrad.language.rollout.episodes.environments import Message, Observation
 
 
-def adapted(load: Callable[[], Any]) -> type:
+def adapt(load: Callable[[], Any]) -> type:
     """The environment that `load` gives, as a class for `--environment module:Name`.
 
     ```python
     import verifiers
-    from psigrad.language.rollout.episodes.verifiers_environment import adapted
+    from psigrad.language.rollout.episodes.verifiers_environment import adapt
 
-    Wordle = adapted(lambda: verifiers.load_environment("wordle"))
+    Wordle = adapt(lambda: verifiers.load_environment("wordle"))
     ```
 
     Without a dataset of the run's own its rows are the environment's. The reward is the rubric's, on the last turn; `max_turns`

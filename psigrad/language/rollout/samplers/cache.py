@@ -43,7 +43,7 @@ class KVCache:
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
-            self.layers[layer] = grown(have, k.new_zeros, (self.slots, k.shape[1], k.shape[3], v.shape[3]), tokens, self.longest)
+            self.layers[layer] = grow(have, k.new_zeros, (self.slots, k.shape[1], k.shape[3], v.shape[3]), tokens, self.longest)
         return self.layers[layer]
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> Prefill:
@@ -69,7 +69,7 @@ class KVCache:
         return order
 
 
-def grown(
+def grow(
     have: tuple[Tensor, Tensor] | None, zeros: Callable[..., Tensor], shape: tuple[int, int, int, int], tokens: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [slots, H_kv, capacity, D] that hold what `have` holds, with room for at least `tokens`; `shape` is slots,
@@ -354,7 +354,7 @@ class Recorded:
         active = self.cache.active
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
         if size not in self._steps:
-            self._steps[size] = self._recorded(size)
+            self._steps[size] = self._record(size)
         tokens, places, replay, out = self._steps[size]
         tokens[:active, 0] = last
         places[:active] = self.cache.lengths
@@ -363,7 +363,7 @@ class Recorded:
         self.cache.lengths = self.cache.lengths + 1
         return out[:active]
 
-    def _recorded(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None], Tensor]:
+    def _record(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None], Tensor]:
         # in the slots that are at work the recording writes where this very step will
         tokens = torch.zeros(size, 1, dtype=torch.long, device=self.model.device)
         places = torch.zeros(size, dtype=torch.long, device=self.model.device)

@@ -30,7 +30,7 @@ class Drawn:
     sampling_logprobs: Tensor
 
 
-def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits [B, V], already divided by the temperature, with -inf where top-k, top-p and min-p forbid.
 
     Each filter sees what the one before it left, in transformers' order. Ties at the top-k threshold are all kept; top-p
@@ -78,7 +78,7 @@ def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter
     if params.temperature == 0:
         ids = logits.argmax(-1)
         return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
-    kept = filtered(logits, params) if params.filtered else logits
+    kept = filter_logits(logits, params) if params.filtered else logits
     weights, normaliser = _weights(kept)
     u = torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None]
     ids = inverse(weights, u)

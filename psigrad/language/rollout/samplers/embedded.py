@@ -50,15 +50,15 @@ class EmbeddedSampler(Sampler):
         check_room(self.model, requests, params)
         self.model.switch(training=False)
         batch = _Batch(self.model, requests, params, self.max_batch, self.cuda_graphs, self.model.usable(cache))
-        yield batch.completed()
+        yield batch.pop_complete()
         while batch.waiting or batch.sequences.size:
             batch.admit()
-            yield batch.completed()
+            yield batch.pop_complete()
             while batch.sequences.size and not batch.can_admit():
                 batch.decode()
                 if self.progress is not None:
                     self.progress(batch.sequences.size)
-                yield batch.completed()
+                yield batch.pop_complete()
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
@@ -215,7 +215,7 @@ class _Batch:
             order = self.cache.remove(torch.from_numpy(ended).to(self.model.device))
             self.sequences = self.sequences[order.cpu().numpy()]
 
-    def completed(self) -> list[tuple[int, list[Completion]]]:
+    def pop_complete(self) -> list[tuple[int, list[Completion]]]:
         """The requests that have become complete since the last call, with what was written."""
         places, self.complete = self.complete, []
         return [(r, [self._completion(i) for i in range(self.firsts[r], self.firsts[r + 1])]) for r in places]

@@ -1,6 +1,6 @@
-"""Sampling by many processes on a Ray cluster, in parcels that any of them can take.
+"""Sampling by many processes on a Ray cluster, in tasks that any of them can take.
 
-A parcel is a fixed number of prompts in order, with the version of the weights that they are sampled from. What comes of it
+A task is a fixed number of prompts in order, with the version of the weights that they are sampled from. What comes of it
 depends on nothing else, so a run gives the same completions on any number of workers with one type of processor.
 """
 
@@ -18,7 +18,7 @@ from psigrad.errors import UserError
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
-from psigrad.processes.parallel.fleet import Fleet
+from psigrad.processes.parallel.actor_pool import ActorPool
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Version:
 
 
 class RolloutWorker:
-    """What runs on the cluster: a model with a sampler of its own. Each parcel says which weights it wants."""
+    """What runs on the cluster: a model with a sampler of its own. Each task says which weights it wants."""
 
     def __init__(self, make: Callable[[], tuple[LanguageModel, Sampler]], threads: int) -> None:
         torch.set_num_threads(threads)
@@ -60,20 +60,20 @@ class RolloutWorker:
 
 
 class RaySampler(Sampler):
-    """Samples on a `Fleet`. Only rank 0 has one; the others take part in gathering weights that are in shards."""
+    """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards."""
 
     central = True
 
     def __init__(
         self,
-        fleet: Fleet | None,
+        pool: ActorPool | None,
         weights: Callable[[], Iterator[tuple[str, Tensor]]],
         versions: Callable[[], object],
         *,
         exact: bool,
-        parcel: int,
+        prompts_per_task: int,
     ) -> None:
-        self.fleet, self.exact, self.parcel = fleet, exact, parcel
+        self.pool, self.exact, self.prompts_per_task = pool, exact, prompts_per_task
         self._weights, self._versions = weights, versions
         self._published: tuple[object, Version] | None = None
 
@@ -83,7 +83,7 @@ class RaySampler(Sampler):
         if self._published is None or self._published[0] != now or now is None:
             number = 0 if self._published is None else self._published[1].number + 1
             held = {name: _array(weight) for name, weight in self._weights()}
-            place = [self.fleet.ray.put(held)] if self.fleet is not None else []
+            place = [self.pool.ray.put(held)] if self.pool is not None else []
             self._published = (now, Version(number, place))
         return _At(self, self._published[1])
 
@@ -108,11 +108,11 @@ class _At(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        assert self.whole.fleet is not None, "only rank 0 samples"
-        size = self.whole.parcel
-        parcels = [requests[i : i + size] for i in range(0, len(requests), size)]
-        jobs = [partial(_ask, self.version, parcel, params) for parcel in parcels]
-        for place, (number, found) in self.whole.fleet.run(jobs):
+        assert self.whole.pool is not None, "only rank 0 samples"
+        size = self.whole.prompts_per_task
+        tasks = [requests[i : i + size] for i in range(0, len(requests), size)]
+        jobs = [partial(_ask, self.version, task, params) for task in tasks]
+        for place, (number, found) in self.whole.pool.run(jobs):
             if number != self.version.number:
                 raise RuntimeError(f"A sampler drew from version {number} in place of {self.version.number}; please report this.")
             yield [(place * size + i, completions) for i, completions in enumerate(found)]

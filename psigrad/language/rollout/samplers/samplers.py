@@ -1,11 +1,8 @@
-"""The samplers by name, and one without a model. One of your own is "module:Class" or "file.py:Class": a `Sampler` made from
-(model, settings).
-"""
+"""The samplers by name. One of your own is "module:Class" or "file.py:Class": a `Sampler` made from (model, settings)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError, kind_of, nearest
@@ -14,7 +11,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import stop_token_id
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
+from psigrad.language.rollout.types import Sampler, SamplingParams
 
 NAMES = ("embedded", "transformers", "vllm")
 
@@ -57,33 +54,6 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
     if sampling.cuda_graphs and model.device.type != "cuda":
         raise UserError(f"sampling.cuda_graphs is for GPUs and the model is on {model.device}; leave it off.")
     return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
-
-
-class ScriptedSampler(Sampler):
-    """`script(prompt_ids, seed)` gives the token ids of a completion and their log-probs; it ends at the first stop token or at
-    `max_tokens`, as any sampler's does.
-    """
-
-    def __init__(
-        self, script: Callable[[tuple[int, ...], int], tuple[list[int], list[float]]], eos_token_ids: tuple[int, ...] = ()
-    ) -> None:
-        self.script, self.eos_token_ids = script, eos_token_ids
-
-    def steps(
-        self, requests: list[Request], params: SamplingParams, cache: Any = None
-    ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`: one request after the other."""
-        for place, request in enumerate(requests):
-            yield [(place, [self._complete(request.prompt_ids, seed, params) for seed in request.seeds])]
-
-    def _complete(self, prompt_ids: tuple[int, ...], seed: int, params: SamplingParams) -> Completion:
-        ids, logprobs = self.script(prompt_ids, seed)
-        stops = {*self.eos_token_ids, *params.stop_token_ids}
-        end = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids) + 1)
-        count = min(end, len(ids), params.max_tokens)
-        reason: FinishReason = "stop" if count and ids[count - 1] in stops else "length"
-        kept = tuple(logprobs[:count])
-        return Completion(tuple(ids[:count]), kept, kept, reason, seed)
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -188,7 +188,7 @@ class VLLMSampler(Sampler):
         """Send all weights, in place: (the version that it then holds, weights that it does not compute with, parameters that
         can't be compared, tokens that it still has in its cache).
         """
-        whole = lora.merged(self.model.network, self.model.adapter)
+        whole = lora.merge_adapter(self.model.network, self.model.adapter)
         # tied weights come once here, as in a checkpoint
         weights = {name: parameter.detach() for name, parameter in whole.named_parameters()}
         sums = dict(zip(weights, _bit_sums(list(weights.values())), strict=True))

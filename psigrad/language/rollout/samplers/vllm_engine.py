@@ -42,10 +42,10 @@ Answer = list[Any]
 
 def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[Answer]]:
     """See `psigrad.processes.workers.child.Service`."""
-    return partial(answered, Engine(**payload))
+    return partial(answer, Engine(**payload))
 
 
-def answered(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Answer]:
+def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Answer]:
     """What `engine.name` yields for ("name", arguments), or why it could not."""
     name, arguments = message
     try:

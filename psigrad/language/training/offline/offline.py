@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,11 +16,16 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
-from psigrad.language.training.offline.task import Share, Task
 from psigrad.language.training.update import Optimizer, learning_rate
-from psigrad.processes.parallel.world import shard, sum_figures
+from psigrad.objective import Loss
+from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
+
+__all__ = [
+    "Share",
+    "Task",
+]
 
 
 class Settings(Protocol):
@@ -90,7 +95,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     with clock("time/update"):
         world = run.journal.world
         shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
-        norm = run.optimizer.step([partial(_counted, share, weight, figures) for share, weight in shares], lr)
+        norm = run.optimizer.step([partial(_count, share, weight, figures) for share, weight in shares], lr)
         figures = sum_figures(world, figures)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
@@ -109,7 +114,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     return after, f"loss {figures['loss']:.3f}"
 
 
-def _counted(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
+def _count(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
     """The loss of one share, its terms added to `figures`; with weight 0 a loss of 0 that counts nowhere."""
     loss = share()
     if not weight:
@@ -128,3 +133,37 @@ def _evaluate(run: Offline, state: State) -> None:
         run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
     if run.generated is not None:
         run.generated.evaluator.record(run.generated.model, run.generated.sampler, state.step, run.journal)
+
+
+Share = Callable[[], Loss]
+
+
+class Task(Protocol):
+    """Rows to learn from, and how any of them become a loss."""
+
+    @property
+    def name(self) -> str:
+        """What the progress bar says."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        ...
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """The loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
+
+        For several `ranks`, which take turns in taking one, there are about as many tokens in each. Values, gradients and terms
+        of all of them add up to those of the step, however it is split.
+        """
+        ...
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Figures over all rows, to be called without gradient. Each process of the world computes its share of the passes, and
+        all of them get the whole.
+        """
+        ...

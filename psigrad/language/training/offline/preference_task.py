@@ -9,14 +9,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
 from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.pairs import Answer, Judged, Pair
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids
-from psigrad.language.training.offline.sft_task import summed, terms_of
-from psigrad.language.training.offline.task import Share
+from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State
+from psigrad.language.training.offline.offline import Share
+from psigrad.language.training.offline.sft_task import sum_terms, terms_of
+from psigrad.language.training.online.figures import Outcome, Tally
+from psigrad.language.training.online.forward import minibatches
+from psigrad.language.training.online.online_run import Online
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
@@ -83,7 +89,7 @@ class PreferenceTask:
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
 
-    def evaluated(self, rows: Sequence[int]) -> Pairs:
+    def evaluate(self, rows: Sequence[int]) -> Pairs:
         """These pairs under the model as it is now."""
         picked = [self.pairs[i] for i in rows]
         answers = [[p.chosen, p.rejected] for p in picked]
@@ -101,19 +107,19 @@ class PreferenceTask:
         )
 
     def _loss(self, rows: Sequence[int], total: int, targets: int) -> Loss:
-        return self.loss.loss(self.evaluated(rows), total, targets)
+        return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all pairs; accuracy with its 95 % interval."""
         targets = sum(sum(p.chosen.mask) for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
-        found = each_once(world, parts, partial(self._judged, targets))
+        found = each_once(world, parts, partial(self._judge, targets))
         low, high = mean_interval([hit for _, hits in found for hit in hits])
-        return {**summed(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
+        return {**sum_terms(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
 
-    def _judged(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
+    def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
         """The terms of the loss on these rows, and whether each pair is told apart."""
-        evaluated = self.evaluated(rows)
+        evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
 
@@ -173,10 +179,73 @@ class KTOTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all rows."""
-        return summed(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
+        return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
 def mismatched(rows: Sequence[Judged], i: int) -> Answer:
     """The answer that row i is mismatched with: that of the last row before it with another prompt, as in TRL."""
     before = (rows[(i - k) % len(rows)] for k in range(1, len(rows) + 1))
     return next((row for row in before if row.prompt != rows[i].prompt), rows[i]).answer
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The pairs of a collection: places of the chosen and the rejected among all rows."""
+
+    pairs: list[Pair]
+    chosen: list[int]
+    rejected: list[int]
+    rows: int
+
+
+def pick(groups: Sequence[Sequence[Trajectory]]) -> Pick:
+    """The earliest best and the earliest worst of every group that has both."""
+    pairs, chosen, rejected, first = [], [], [], 0
+    for group in groups:
+        rewards = [t.reward or 0.0 for t in group]
+        best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+        if rewards[best] > rewards[worst]:
+            pairs.append(Pair(list(group[best].prompt_ids), _answer(group[best]), _answer(group[worst])))
+            chosen.append(first + best)
+            rejected.append(first + worst)
+        first += len(group)
+    return Pick(pairs, chosen, rejected, first)
+
+
+def _answer(trajectory: Trajectory) -> Answer:
+    ids = list(trajectory.completion.ids)
+    return Answer(ids, list(trajectory.mask) or [True] * len(ids))
+
+
+def learn_preferences(
+    run: Online,
+    loss: Preference,
+    groups: Sequence[Sequence[Trajectory]],
+    state: State,
+    lr: float,
+    cache: ActivationCache | None,
+) -> Outcome:
+    """All optimiser steps on one collection by a preference loss on the best and the worst of each group. A group of equal
+    rewards is left out.
+
+    Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
+    """
+    config, world = run.config, run.world
+    picked, tally = pick(groups), Tally(world=world)
+    logps_ref = None
+    if loss.needs_reference and picked.pairs:
+        if run.reference is None:
+            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
+        answers = [[p.chosen, p.rejected] for p in picked.pairs]
+        logps_ref = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)
+    task = PreferenceTask(run.model, loss, picked.pairs, logps_ref, cache)
+    for iteration in range(config.num_iterations):
+        for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
+            tally.steps += 1
+            shares = shard(world, task.shares(rows.tolist(), config.micro_batch_tokens, world.size))
+            norm = run.optimizer.step([partial(tally.of, share, weight) for share, weight in shares], lr)
+            tally.end_step(None if norm is None else [norm])
+    signs = torch.zeros(picked.rows)
+    signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
+    metrics = {**(tally.result() if tally.steps else {"updates": 0}), "pairs": len(picked.pairs)}
+    return Outcome(metrics, dict(state.algorithm), signs.tolist())

@@ -14,8 +14,8 @@ from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.pairs import Pair, Steps
 from psigrad.language.models.packing import Groups, Rows
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.offline.sft_task import summed, terms_of
-from psigrad.language.training.offline.task import Share
+from psigrad.language.training.offline.offline import Share
+from psigrad.language.training.offline.sft_task import sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import correct
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
@@ -56,7 +56,7 @@ class RewardTask:
         margin = None if all(m is None for m in margins) else torch.tensor([m or 0.0 for m in margins]).to(scores)
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
-    def _judged(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
+    def _judge(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
         """The terms of the loss on these rows, and by how much each chosen answer leads."""
         scores = self.scores(rows)
         loss = self._loss_of(scores, rows, len(self))
@@ -67,8 +67,8 @@ class RewardTask:
         """Loss, accuracy with its 95 % interval, and how well σ(r_w − r_l) is calibrated."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
-        found = each_once(world, parts, self._judged)
-        figures = summed(terms for terms, _ in found)
+        found = each_once(world, parts, self._judge)
+        figures = sum_terms(terms for terms, _ in found)
         for part, (_, own) in zip(parts, found, strict=True):
             lead[part] = torch.tensor(own, dtype=torch.float64)
         bounds = mean_interval(correct(lead, torch.zeros_like(lead)).tolist())
@@ -105,7 +105,7 @@ class ProcessRewardTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and accuracy over the steps of all solutions."""
-        return summed(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
+        return sum_terms(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.templates import Example
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Rows
-from psigrad.language.training.offline.task import Share
+from psigrad.language.training.offline.offline import Share
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, each_once
 
@@ -50,7 +50,7 @@ class SFTTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss, entropy and accuracy on the target tokens of all examples."""
-        return summed(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
+        return sum_terms(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
 
 
 def terms_of(share: Share) -> dict[str, float]:
@@ -58,7 +58,7 @@ def terms_of(share: Share) -> dict[str, float]:
     return {name: float(term) for name, term in share().terms.items()}
 
 
-def summed(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The terms of several shares, added up."""
     total: dict[str, float] = {}
     for own in terms:

@@ -1,18 +1,158 @@
-"""Forward passes without gradient over a whole batch: log-probs and entropies of the policy, values of the critic."""
+"""From trajectories to a batch, from a batch to forward passes, and what is computed of it before the first optimiser step.
+
+A batch's `inputs` are the trajectories behind its rows. A micro-batch names rows of one forward pass, and no more: what the model
+reads for them is made of their trajectories.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from psigrad import seeds
+from psigrad.errors import UserError
+from psigrad.language.data.batches import pack_groups
+from psigrad.language.models.backbone import reshard
 from psigrad.language.models.fused.activation_cache import ActivationCache
-from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.language_model import Divergence, LanguageModel
+from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.online.collate import MicroBatch, micro_batches
-from psigrad.objective import Batch, PolicyOutputs
+from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.online.collect import metric_of
+from psigrad.language.training.online.figures import Tally
+from psigrad.language.training.online.online_run import Online
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, shard
+
+# Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
+COMPARE_EVERY, COMPARED = 4, 20
+
+MicroBatch = list[list[int]]
+"""Rows of a batch that share one forward pass; those of a group stand together, since they share their prompt."""
+
+
+def to_batch(
+    groups: Sequence[Sequence[Trajectory]], filter_metric: str = "", reward_weights: Mapping[str, float] | None = None
+) -> Batch:
+    """The padded view [N, T] of scored groups, whose trajectories, in order, are its `inputs`.
+
+    An outcome's reward stands on the policy's last token. `reward_weights` are those of the rewards' parts, by name.
+    """
+    rows = [t for group in groups for t in group]
+    lengths = torch.tensor([len(t.completion.ids) for t in rows])
+    width = int(lengths.max())
+    mask = torch.arange(width)[None] < lengths[:, None]
+    for n, trajectory in enumerate(rows):
+        if trajectory.mask:
+            mask[n, : len(trajectory.mask)] = torch.tensor(trajectory.mask)
+
+    def padded(values: Callable[[Trajectory], Sequence[float]]) -> torch.Tensor:
+        return torch.tensor([[*values(t), *[0.0] * (width - len(t.completion.ids))] for t in rows])
+
+    # what was earned on the way stands where it was earned, the rest on the last token
+    earned = torch.zeros(mask.shape)
+    rewarded = torch.zeros(mask.shape, dtype=torch.bool)
+    for n, trajectory in enumerate(rows):
+        for place, reward in trajectory.step_rewards:
+            earned[n, place] += reward
+            rewarded[n, place] = True
+    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows])
+    whole = (outcome != 0) | ~rewarded.any(1)  # where there are rewards of steps, an outcome of 0 is none
+    names = sorted({name for t in rows for name in t.parts})
+    return Batch(
+        mask=mask,
+        reward=terminal(outcome, mask) + earned,
+        logp_old=padded(lambda t: t.completion.logprobs),
+        group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
+        logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
+        metric=torch.tensor([metric_of(t, filter_metric) for t in rows]),
+        truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
+        rewarded=rewarded | (terminal(whole.float(), mask) != 0),
+        parts=torch.tensor([[_part(t, name) for name in names] for t in rows]) if names else None,
+        part_weights=tuple((reward_weights or {}).get(name, 1.0) for name in names),
+        inputs=rows,
+    )
+
+
+def _part(trajectory: Trajectory, name: str) -> float:
+    """What one reward function gave; NaN where it does not apply. A failed completion is worth the same to each of them."""
+    if trajectory.status == "failed":
+        return trajectory.reward or 0.0
+    part = trajectory.parts.get(name)
+    return math.nan if part is None else float(part)
+
+
+def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
+    """Forward passes of at most `budget` tokens over the rows where `wanted` [N] is True; a group's prompt is computed once.
+
+    For several `ranks`, which take turns in taking one, there are about as many tokens in each.
+    """
+    group = batch.group.tolist()
+    rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
+    groups = [list(members) for _, members in itertools.groupby(rows, lambda i: group[i])]
+    prompts = [len(batch.inputs[members[0]].prompt_ids) for members in groups]
+    sizes = [[len(batch.inputs[i].completion.ids) for i in members] for members in groups]
+    return [[[groups[g][k] for k in ks] for g, ks in parts] for parts in pack_groups(prompts, sizes, budget, ranks)]
+
+
+def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
+    """The micro-batches of this process, each with its weight: 0 for one that is only run because others run one."""
+    return shard(world, micro_batches(batch, wanted, budget, world.size))
+
+
+def rows_of(micro: MicroBatch) -> Tensor:
+    """[n] the rows of a micro-batch, in the order of its forward pass."""
+    return torch.tensor([i for members in micro for i in members])
+
+
+def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
+    """What the model reads for these rows: the prompt of each group with its completions."""
+    return Groups([batch.inputs[members[0]].prompt_ids for members in micro], _completions(batch, micro))
+
+
+def teacher_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
+    """The same completions behind the prompts of the reference; None where it reads the policy's."""
+    own = [batch.inputs[members[0]].teacher_prompt_ids for members in micro]
+    if not any(own):
+        return None
+    prompts = [ids or batch.inputs[members[0]].prompt_ids for ids, members in zip(own, micro, strict=True)]
+    return Groups(prompts, _completions(batch, micro))
+
+
+def _completions(batch: Batch, micro: MicroBatch) -> list[list[tuple[int, ...]]]:
+    return [[batch.inputs[i].completion.ids for i in members] for members in micro]
+
+
+def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
+    """The places 0 … count - 1, shuffled, in `shares` nearly equal parts: one for each optimiser step of a pass."""
+    order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
+    return [share for share in order.tensor_split(shares) if len(share)]
+
+
+@torch.no_grad()
+def fill(
+    batch: Batch,
+    budget: int,
+    of: Callable[[Groups], Tensor],
+    wanted: Tensor | None = None,
+    world: World = ALONE,
+    inputs: Callable[[Batch, MicroBatch], Groups] = inputs_of,
+) -> Tensor:
+    """[N, T] of what `of` finds in each micro-batch of `budget` tokens, over all rows or the `wanted` ones; 0 elsewhere.
+
+    Each process of the world does its share, and all of them get the whole.
+    """
+    out = torch.zeros_like(batch.logp_old)
+    for micro, weight in share_of(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
+        part = of(inputs(batch, micro))
+        if weight:
+            out[rows_of(micro).to(out.device), : part.shape[1]] = part.to(out.dtype)
+    return world.all_reduce(out)
 
 
 def log_probs(
@@ -26,18 +166,18 @@ def log_probs(
     world: World = ALONE,
 ) -> Tensor:
     """[N, T] log-probs under `model` of every row, or of those where `wanted` [N] is True, in passes of `budget` tokens."""
-    return filled(batch, budget, lambda x: model.evaluate(x.inputs, temperature=temperature, cache=cache).logp, wanted, world)
+    return fill(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, wanted, world)
 
 
 def entropies(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
     """[N, T] entropy of each step's distribution under `model`, in nats."""
 
-    def of(micro: MicroBatch) -> Tensor:
-        entropy = model.evaluate(micro.inputs, temperature=temperature, entropy=True).entropy
+    def of(inputs: Groups) -> Tensor:
+        entropy = model.evaluate(inputs, temperature=temperature, entropy=True).entropy
         assert entropy is not None
         return entropy
 
-    return filled(batch, budget, of, world=world)
+    return fill(batch, budget, of, world=world)
 
 
 def values(
@@ -45,43 +185,89 @@ def values(
 ) -> Tensor:
     """[N, T] the critic's value of the state before each step; a language model's is that of its value head."""
 
-    def of(micro: MicroBatch) -> Tensor:
+    def of(inputs: Groups) -> Tensor:
         if isinstance(critic, ScalarModel):
-            return critic.values(micro.inputs)
-        value = critic.evaluate(micro.inputs, value=True, cache=cache).value
+            return critic.values(inputs)
+        value = critic.evaluate(inputs, value=True, cache=cache).value
         assert value is not None
         return value
 
-    return filled(batch, budget, of, world=world)
+    return fill(batch, budget, of, world=world)
+
+
+def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
+    """[N, T] log-probs under the reference, behind its own prompts where it has them, in passes of `budget` tokens; a LoRA model
+    is its own reference, without its adapter.
+    """
+    with model.without_adapter() if model.is_own_reference else torch.no_grad():
+        read = lambda batch, micro: teacher_inputs_of(batch, micro) or inputs_of(batch, micro)  # noqa: E731
+        return fill(batch, budget, lambda x: model.evaluate(x, temperature=temperature).logp, world=world, inputs=read)
+
+
+def divergence(algorithm: PolicyGradient, reference: LanguageModel | None, teacher: Groups | None = None) -> Divergence | None:
+    """What the algorithm's KL term sums over the vocabulary; None where it does not. The reference may have inputs of its own."""
+    if not algorithm.needs_exact_kl or reference is None or algorithm.kl is None:
+        return None
+    return Divergence(reference, algorithm.kl.estimator, algorithm.kl.mixture, teacher)
 
 
 @torch.no_grad()
-def filled(
-    batch: Batch,
-    budget: int,
-    of: Callable[[MicroBatch], Tensor],
-    wanted: Tensor | None = None,
-    world: World = ALONE,
-) -> Tensor:
-    """[N, T] of what `of` finds in each micro-batch of `budget` tokens, over all rows or the `wanted` ones; 0 elsewhere.
+def follow(reference: LanguageModel, model: LanguageModel, share: float) -> None:
+    """Move the reference's weights towards the policy's.
 
-    Each process of the world does its share, and all of them get the whole.
+    Formula: θ_ref ← share·θ + (1 − share)·θ_ref
+
+    With share 1 it becomes a copy of the policy, with a small one after every step an exponential moving average of it. In half
+    precision a change below the last digit is lost: keep such a reference in float32 (reference_dtype).
+
+    Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
     """
-    out = torch.zeros_like(batch.logp_old)
-    for micro, counts in shard(
-        world, micro_batches(batch, batch.present.cpu() if wanted is None else wanted, budget, world.size)
-    ):
-        found = of(micro)
-        if counts:
-            out[micro.rows.to(out.device), : found.shape[1]] = found.to(out.dtype)
-    return world.all_reduce(out)
+    reshard(reference)
+    learnt = model.trainable()
+    for name, parameter in reference.network.named_parameters():
+        if name in learnt:
+            parameter.lerp_(learnt[name].detach().to(parameter.dtype), share)
 
 
-def widened(evaluation: PolicyOutputs, width: int) -> PolicyOutputs:
+def widen(evaluation: PolicyOutputs, width: int) -> PolicyOutputs:
     """The evaluation of a micro-batch [n, t] padded to the batch's [n, T]."""
-    return PolicyOutputs(**{name: wide(x, width) for name, x in vars(evaluation).items() if x is not None})
+    return PolicyOutputs(**{name: pad(x, width) for name, x in vars(evaluation).items() if x is not None})
 
 
-def wide(x: Tensor, width: int) -> Tensor:
+def pad(x: Tensor, width: int) -> Tensor:
     """[n, t] padded with zeros to [n, width]."""
     return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+
+def add_old_values(
+    run: Online, algorithm: PolicyGradient, batch: Batch, step: int, tally: Tally, cache: ActivationCache | None
+) -> Batch:
+    """The batch with what is computed before the first optimiser step: log-probs of the reference and, where the sampler's will
+    not do, of the policy; values of the critic.
+    """
+    model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
+    if algorithm.needs_reference and not algorithm.needs_exact_kl:
+        if run.reference is None:
+            raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
+        batch = replace(batch, logp_ref=reference_log_probs(run.reference, batch, budget, temperature, world))
+    reuses = cache is not None and bool(cache.slabs)  # then the log-probs that are trained on are the sampler's own
+    stale = any(t.version != step for t in batch.inputs)
+    enough = (run.exact_sampling or run.single_pass) and not stale
+    tally.compares = enough and not reuses
+    if reuses and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
+        # other completions each time, run forward without the cache
+        size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
+        some = torch.zeros(len(batch.mask), dtype=torch.bool)
+        some[present[(torch.arange(size) + count * size) % len(present)]] = True
+        rows = some.to(batch.mask.device)
+        tally.compare(log_probs(model, batch, budget, temperature, wanted=some, world=world)[rows], batch.select(rows))
+    if not enough:
+        again = log_probs(model, batch, budget, temperature, cache=cache, world=world)
+        if not reuses and not stale:  # older weights gave other log-probs
+            tally.compare(again, batch)
+        batch = replace(batch, logp_old=again)
+    if algorithm.needs_old_entropy:
+        batch = replace(batch, entropy=entropies(model, batch, budget, temperature, world))
+    if algorithm.needs_critic:
+        batch = replace(batch, value=values(model if run.critic is None else run.critic.model, batch, budget, cache, world))
+    return batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -13,9 +13,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.language.rollout.types import Sampler, SamplingParams
-from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.online_preference import OnlinePreference
@@ -52,7 +50,8 @@ class Online:
     params: SamplingParams
     total_steps: int
     journal: Journal
-    evaluator: Evaluator | None = None
+    evaluate: Callable[[int], None] | None = None
+    """Evaluates after so many steps, where there are rows for it."""
     critic: ValueModel | None = None
     episodes: Episodes | None = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
@@ -68,6 +67,17 @@ class Online:
     def updates(self) -> int:
         """How often this process has updated weights."""
         return self.optimizer.updates + (self.critic.optimizer.updates if self.critic is not None else 0)
+
+    @property
+    def single_pass(self) -> bool:
+        """Whether each collection is trained on in a single optimiser step."""
+        return self.config.num_iterations * self.config.num_minibatches == 1
+
+    @property
+    def max_gap(self) -> float:
+        """How far sampler and trainer may disagree in mean log-probability, in nats."""
+        half = self.model.network.dtype in (torch.bfloat16, torch.float16)
+        return self.config.max_logp_difference or (0.1 if half else 1e-3)
 
     @property
     def exact_sampling(self) -> bool:

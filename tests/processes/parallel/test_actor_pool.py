@@ -1,4 +1,4 @@
-"""Which worker of a fleet gets which job, on a stand-in for Ray that answers when it is told to."""
+"""Which worker of a pool gets which job, on a stand-in for Ray that answers when it is told to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.processes.parallel import fleet as fleets
-from psigrad.processes.parallel.fleet import Fleet, Home
+from psigrad.processes.parallel import actor_pool
+from psigrad.processes.parallel.actor_pool import ActorPool, Affinity
 
 
 class Lost(Exception):
@@ -70,13 +70,13 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch):
     made = Ray()
-    monkeypatch.setattr(fleets, "_connected", lambda address: made)
+    monkeypatch.setattr(actor_pool, "_connect", lambda address: made)
     return made
 
 
-def make(count=2, **settings) -> Fleet:
+def make(count=2, **settings) -> ActorPool:
     usual = {"name": "worker", "address": "", "cpus": 1, "minutes": 1.0, "tell": lambda *a, **k: None}
-    return Fleet(object, (), count=count, **{**usual, **settings})
+    return ActorPool(object, (), count=count, **{**usual, **settings})
 
 
 def whose(answer, worker):
@@ -84,40 +84,40 @@ def whose(answer, worker):
     return Ref(worker.number, (answer, worker.number))
 
 
-def run(fleet, homes) -> dict[int, int]:
+def run(pool, affinities) -> dict[int, int]:
     """By job, the worker that answered it."""
-    return {place: by for place, (_, by) in fleet.run([partial(whose, place) for place in range(len(homes))], homes)}
+    return {place: by for place, (_, by) in pool.run([partial(whose, place) for place in range(len(affinities))], affinities)}
 
 
-def test_a_job_goes_back_to_its_home_and_elsewhere_only_when_that_is_lost(ray):
-    fleet, homes = make(), [Home() for _ in range(8)]
-    first = run(fleet, homes)
+def test_a_job_goes_back_to_its_worker_and_elsewhere_only_when_that_is_lost(ray):
+    pool, affinities = make(), [Affinity() for _ in range(8)]
+    first = run(pool, affinities)
     assert set(first.values()) == {1, 2}
     for _ in range(3):
-        assert run(fleet, homes) == first
-    backwards = run(fleet, homes[::-1])
+        assert run(pool, affinities) == first
+    backwards = run(pool, affinities[::-1])
     assert {7 - place: by for place, by in backwards.items()} == first
     ray.dead.add(1)
-    after = run(fleet, homes)
+    after = run(pool, affinities)
     assert all(by == 2 for place, by in after.items() if first[place] == 2), "the others stay where they were"
     assert {by for place, by in after.items() if first[place] == 1} <= {2, 3}
-    assert fleet.entries["lost"] == 1
+    assert pool.entries["lost"] == 1
 
 
-def test_a_home_that_does_not_answer_is_left(ray, monkeypatch):
-    fleet, homes = make(), [Home() for _ in range(8)]
-    first = run(fleet, homes)
-    monkeypatch.setattr(fleets, "PATIENCE", 0.0)
-    monkeypatch.setattr(fleets, "TIMES", 0.0)
+def test_a_worker_that_does_not_answer_is_left(ray, monkeypatch):
+    pool, affinities = make(), [Affinity() for _ in range(8)]
+    first = run(pool, affinities)
+    monkeypatch.setattr(actor_pool, "PATIENCE", 0.0)
+    monkeypatch.setattr(actor_pool, "TIMES", 0.0)
     ray.held.add(1)
-    after = run(fleet, homes)
+    after = run(pool, affinities)
     assert set(first.values()) == {1, 2} and 1 not in after.values()
-    assert fleet.entries["again"] >= 1
+    assert pool.entries["again"] >= 1
 
 
-def test_jobs_without_a_home_go_to_whoever_is_free(ray):
-    fleet = make()
-    assert set(run(fleet, [None] * 6).values()) == {1, 2}
+def test_jobs_without_an_affinity_go_to_whoever_is_free(ray):
+    pool = make()
+    assert set(run(pool, [None] * 6).values()) == {1, 2}
 
 
 @pytest.mark.parametrize(("settings", "wanted"), [({}, 4), ({"spare_cpus": 3}, 1), ({"spare_cpus": 9}, 1), ({"gpus": 0.5}, 2)])
@@ -127,11 +127,11 @@ def test_as_many_as_there_is_room_for_leaves_room_for_others(ray, settings, want
 
 def test_what_a_worker_raises_is_told_with_its_place(ray):
     told = []
-    fleet = make(tell=lambda kind, text, **fields: told.append((kind, fields)))
+    pool = make(tell=lambda kind, text, **fields: told.append((kind, fields)))
 
     def run(raised):
         with pytest.raises(UserError) as error:
-            list(fleet.run([lambda worker: Ref(worker.number, raised)]))
+            list(pool.run([lambda worker: Ref(worker.number, raised)]))
         return str(error.value)
 
     assert run(Raised(UserError("no such thing"))) == "no such thing"
@@ -151,7 +151,7 @@ def test_a_cluster_that_wants_a_token_is_no_missing_cluster(monkeypatch, address
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     with pytest.raises(UserError, match="set RAY_AUTH_MODE=token"):
-        fleets._connected(address)
+        actor_pool._connect(address)
 
 
 def test_without_a_cluster_auto_starts_one(monkeypatch):
@@ -163,7 +163,7 @@ def test_without_a_cluster_auto_starts_one(monkeypatch):
             raise ConnectionError("Could not find any running Ray instance")
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
-    fleets._connected("auto")
+    actor_pool._connect("auto")
     assert begun == ["auto", None]
     with pytest.raises(UserError, match="There is no Ray cluster at 'ray-head'"):
-        fleets._connected("ray-head")
+        actor_pool._connect("ray-head")

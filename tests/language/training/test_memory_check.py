@@ -1,4 +1,4 @@
-"""The rehearsal sees the longest samples, takes nothing from the run, and leaves nothing behind."""
+"""The memory check sees the longest samples, takes nothing from the run, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tiny_jobs import online_config, ppo_config, preference_config, reward_confi
 from psigrad.errors import UserError
 from psigrad.language.models import backbone
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import online, preference, reward, sft
-from psigrad.language.training import rehearsal
+from psigrad.language.recipes import finish, online, preference, reward, sft
 
 RECIPES = {
     "sft": (sft_config, sft.run),
@@ -23,7 +22,7 @@ RECIPES = {
 }
 
 
-def rehearsed(config):
+def checked(config):
     return replace(config, optim=replace(config.optim, rehearse=True))
 
 
@@ -32,21 +31,21 @@ def metrics(folder) -> str:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_rehearsed_run_is_the_same_run(recipe, job, tmp_path, monkeypatch):
+def test_a_checked_run_is_the_same_run(recipe, job, tmp_path, monkeypatch):
     make, run = RECIPES[recipe]
     calls = []
-    for kind in ("online", "offline"):
-        original = getattr(rehearsal, kind)
-        monkeypatch.setattr(rehearsal, kind, lambda job, original=original: (original(job), calls.append(1)))
+    for module, kind in ((online, "check_online"), (finish, "check_offline")):
+        original = getattr(module, kind)
+        monkeypatch.setattr(module, kind, lambda job, original=original: (original(job), calls.append(1)))
     run(make(job, tmp_path / "plain", max_steps=2, save_steps=0))
     assert not calls
-    run(rehearsed(make(job, tmp_path / "rehearsed", max_steps=2, save_steps=0)))
+    run(checked(make(job, tmp_path / "checked", max_steps=2, save_steps=0)))
     assert calls == [1]
-    assert metrics(tmp_path / "plain") == metrics(tmp_path / "rehearsed")
+    assert metrics(tmp_path / "plain") == metrics(tmp_path / "checked")
 
 
 def test_the_pass_is_over_the_longest_prompts_with_full_completions(job, tmp_path, monkeypatch):
-    config = rehearsed(online_config(job, tmp_path / "run", max_steps=1))
+    config = checked(online_config(job, tmp_path / "run", max_steps=1))
     seen = []
     original = LanguageModel.evaluate
 
@@ -70,7 +69,7 @@ def test_memory_that_does_not_suffice_is_a_sentence(job, tmp_path, monkeypatch):
         monkeypatch.setattr(LanguageModel, "evaluate", none_left)
         original(job)
 
-    original = rehearsal.online
-    monkeypatch.setattr(rehearsal, "online", replaced)
+    original = online.check_online
+    monkeypatch.setattr(online, "check_online", replaced)
     with pytest.raises(UserError, match="longest samples of this run do not fit"):
-        online.run(rehearsed(online_config(job, tmp_path / "run", max_steps=1)))
+        online.run(checked(online_config(job, tmp_path / "run", max_steps=1)))

@@ -17,14 +17,13 @@ from psigrad.language.data.batches import pack_groups
 from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups
 from psigrad.language.training.offline.offline import Offline
-from psigrad.language.training.online.collate import MicroBatch
+from psigrad.language.training.online.forward import divergence
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.online.reference import divergence
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
 
 
-def online(run: Online) -> None:
+def check_online(run: Online) -> None:
     """The fullest micro-batch of one optimiser step on the longest prompts, every completion as long as it may be."""
     inputs = _fullest(run)
     method = run.algorithm if isinstance(run.algorithm, PolicyGradient) else None
@@ -34,7 +33,7 @@ def online(run: Online) -> None:
             inputs,
             temperature=run.params.temperature,
             entropy=method is not None and method.needs_entropy,
-            kl_to=None if method is None else divergence(method, run.reference, MicroBatch(torch.zeros(0), inputs)),
+            kl_to=None if method is None else divergence(method, run.reference),
             value=needs_critic and run.critic is None,
         )
         parts = (evaluation.logp, evaluation.entropy, evaluation.kl, evaluation.value)
@@ -44,7 +43,7 @@ def online(run: Online) -> None:
             run.critic.model.values(inputs).sum().backward()
 
 
-def offline(run: Offline) -> None:
+def check_offline(run: Offline) -> None:
     """The fullest micro-batch of a step on the longest rows."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]

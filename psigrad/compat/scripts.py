@@ -5,43 +5,49 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.compat.other_names import is_known
-from psigrad.compat.trl_fields import DEFAULTS, METHODS, outcome
-from psigrad.compat.trl_values import REWARDS
-from psigrad.config.load import read_file
+from psigrad.compat.conversion import Conversion, TrlScript, Unread, convert
+from psigrad.compat.translate import is_known
+from psigrad.compat.trl import AGGREGATES, DEFAULTS, METHODS
+from psigrad.config import algorithms
+from psigrad.config.load import load
+from psigrad.config.methods import declaration
+from psigrad.config.nested import names_of, read_file
 from psigrad.errors import UserError, nearest
-from psigrad.importing import with_colon
 
 _SIGNS: dict[type[ast.operator], Any] = {
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv,
-    ast.Add: operator.add,
+    ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.Add: operator.add,
     ast.Sub: operator.sub,
-}
+}  # fmt: skip
 _TRAINERS = {f"{name.removesuffix('Config')}Trainer": name for name in METHODS}
 _COMMANDS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "kto": "KTOConfig",
              "reward": "RewardConfig", "ppo": "PPOConfig", "online_dpo": "OnlineDPOConfig", "orpo": "ORPOConfig",
              "cpo": "CPOConfig", "distillation": "DistillationConfig"}  # fmt: skip
 
 
-class Unread(str):
-    """The source of an expression whose value only a run of the script would tell."""
+def convert_file(path: str, trainer: str = "") -> Conversion:
+    """The settings that train as a script, or a file of TRL's command line, does; `trainer` as for `read`.
 
-
-@dataclass
-class TrlScript:
-    """TRL's configuration class, its values and those of an adapter, what the trainer is given, and what could not be read."""
-
-    config: str
-    values: dict[str, Any] = field(default_factory=dict)
-    lora: dict[str, Any] | None = None
-    trainer: dict[str, Any] = field(default_factory=dict)
-    look_at: list[str] = field(default_factory=list)
+    What a setting does not take is told and left out. Raises `UserError` for fields that TRL does not have.
+    """
+    script = read(path, trainer)
+    _check_fields(script)
+    made = convert(script)
+    settings = METHODS[script.config][1]
+    for name in [name for name in made.settings if name in names_of(settings)]:
+        try:
+            load(settings, flags={name: made.settings[name]})
+        except UserError as error:
+            made.no_equal.append(str(error))
+            del made.settings[name]
+    config: Any = load(settings, flags={**declaration(made.method).defaults, **made.settings})
+    if hasattr(config, "algorithm"):
+        algorithms.resolve_online(config.algorithm)
+    elif hasattr(config, "loss"):
+        algorithms.resolve_loss(config.loss)
+    return made
 
 
 def read(path: str, trainer: str = "") -> TrlScript:
@@ -59,7 +65,7 @@ def read(path: str, trainer: str = "") -> TrlScript:
         raise UserError(f"The script {path!r} cannot be read: {error.strerror}.") from error
     except (SyntaxError, ValueError) as error:
         raise UserError(f"The script {path!r} is not Python: {error}.") from error
-    return _Script(path, tree).found(_COMMANDS.get(trainer, ""))
+    return _Script(path, tree).read(_COMMANDS.get(trainer, ""))
 
 
 def _of_file(path: str, config: str) -> TrlScript:
@@ -71,47 +77,30 @@ def _of_file(path: str, config: str) -> TrlScript:
             f"{path} is a configuration of accelerate; give the script or the YAML file of TRL. psigrad starts its processes "
             f"itself: --processes {processes}{shards}."
         )
-    config = config or _told_by(values, path)
+    config = config or _name_config(values, path)
     found = TrlScript(config)
     if "datasets" in values:
         mixed = values.pop("datasets")
         if isinstance(mixed, list) and len(mixed) == 1 and isinstance(mixed[0], Mapping):
             values |= {"dataset_name": mixed[0].get("path"), "dataset_config": mixed[0].get("name")}
         else:
-            found.look_at.append(
-                f"datasets: {len(mixed)} datasets are mixed; put their files into one folder and name it as dataset."
-            )
-    adapter = {name: values.pop(name) for name in list(values) if name.startswith("lora_") or name in ("use_rslora", "use_dora")}
-    if values.pop("use_peft", False):
-        usual = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-        found.lora = {name.replace("lora_r", "r") if name == "lora_r" else name: v for name, v in {**usual, **adapter}.items()}
-        found.lora = {name.removeprefix("lora_") if "modules" in name else name: v for name, v in found.lora.items()}
-    elif adapter:
+            found.look_at.append(f"datasets: {len(mixed)} are mixed; give them as dataset=[a.jsonl:0.7, b.jsonl:0.3].")
+    adapter = [name for name in values if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
+    if adapter and not values.get("use_peft"):
         found.look_at.append(f"{', '.join(adapter)}: without use_peft TRL puts no adapter on the model.")
-    named = {"reward_funcs", "reward_model_name_or_path", "model_name_or_path", "teacher_model_name_or_path"}
-    found.trainer = {name: values.pop(name) for name in list(values) if name in named and name != "teacher_model_name_or_path"}
-    if functions := found.trainer.get("reward_funcs"):
-        found.trainer["reward_funcs"] = [_imported(name) for name in (functions if isinstance(functions, list) else [functions])]
+        values = {name: value for name, value in values.items() if name not in adapter}
     found.values = values
     return found
 
 
-def _imported(name: str) -> str | dict[str, Any]:
-    """A reward of TRL's command line: a function's path with dots, or one of TRL's own by its name."""
-    if name == "get_soft_overlong_punishment":
-        return {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256}
-    return f"trl.rewards:{name}" if name in REWARDS else with_colon(name)
-
-
-def _told_by(values: Mapping[str, Any], path: str) -> str:
+def _name_config(values: Mapping[str, Any], path: str) -> str:
     """The configuration class whose fields a file names."""
     own = {"GRPOConfig": ("epsilon", "scale_rewards", "importance_sampling_level"), "RLOOConfig": ("normalize_advantages",),
            "SFTConfig": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"),
            "RewardConfig": ("center_rewards_coefficient",), "KTOConfig": ("desirable_weight", "undesirable_weight"),
            "DPOConfig": ("precompute_ref_log_probs", "f_divergence_type", "loss_weights")}  # fmt: skip
     told = [name for name, fields in own.items() if any(f in values for f in fields)]
-    loss = values.get("loss_type")
-    told += ["GRPOConfig"] if not told and loss in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo") else []
+    told = told or ["GRPOConfig"] * (values.get("loss_type") in [*AGGREGATES])
     if len(told) != 1:
         raise UserError(f"{path} does not say which trainer it is for; add --trainer grpo, sft, dpo, reward, rloo or kto.")
     return told[0]
@@ -137,7 +126,7 @@ class _Script:
             for alias in node.names
         }
 
-    def found(self, config: str) -> TrlScript:
+    def read(self, config: str) -> TrlScript:
         """What the trainer's call and its configuration say."""
         trainers = [call for call in self.calls if _name(call) in _TRAINERS]
         configs = [call for call in self.calls if _name(call) in METHODS]
@@ -152,10 +141,10 @@ class _Script:
             made.look_at.append("The script's configuration comes from its command line; convert its YAML, or add what you type.")
         for call in trainers[:1]:
             made.trainer = {
-                word.arg: self._given(word.arg, word.value) for word in call.keywords if word.arg and word.arg != "args"
+                word.arg: self._read_argument(word.arg, word.value) for word in call.keywords if word.arg and word.arg != "args"
             }
             if call.args:
-                made.trainer.setdefault("model", self._given("model", call.args[0]))
+                made.trainer.setdefault("model", self._read_argument("model", call.args[0]))
         adapters = [call for call in self.calls if _name(call) == "LoraConfig"]
         if adapters:
             made.lora = self._keywords(adapters[0], made)
@@ -199,34 +188,25 @@ class _Script:
                 return "".join(map(str, parts))
         return Unread(ast.unparse(node))
 
-    def _given(self, name: str, node: ast.expr) -> Any:
+    def _read_argument(self, name: str, node: ast.expr) -> Any:
         """What a trainer is given: names of models and datasets, functions as module:function."""
-        if name == "reward_funcs":
-            several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-            return [self._function(part) for part in several]
-        if name in ("tools", "environment_factory"):
+        if name in ("reward_funcs", "tools", "environment_factory"):
             several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
             return [self._function(part) for part in several]
         value = self._value(node)
-        if isinstance(value, Unread):
-            return self._loaded(node)
-        return value
+        return self._read_loading(node) if isinstance(value, Unread) else value
 
     def _function(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            if node.id in self.functions:
-                return f"{self.path}:{node.id}"
-            if node.id in self.imported:
-                return self.imported[node.id]
-        return self._value(node)
+        name = node.id if isinstance(node, ast.Name) else ""
+        return f"{self.path}:{name}" if name in self.functions else self.imported.get(name) or self._value(node)
 
-    def _loaded(self, node: ast.expr) -> Any:
+    def _read_loading(self, node: ast.expr) -> Any:
         """from_pretrained("name", …) and load_dataset("name", "config", split="train") by what they load."""
         for _ in range(8):
             if isinstance(node, ast.Name) and node.id in self.assigned:
                 node = self.assigned[node.id]
             elif isinstance(node, ast.Subscript) and isinstance(self._value(node.slice), str):
-                inner, which = self._loaded(node.value), self._value(node.slice)
+                inner, which = self._read_loading(node.value), self._value(node.slice)
                 of_it = "part" if isinstance(inner, dict) and "part" in inner else "split"
                 return {**inner, of_it: which} if isinstance(inner, dict) else Unread(ast.unparse(node))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "shuffle":
@@ -236,7 +216,7 @@ class _Script:
         if isinstance(node, ast.Call) and _name(node) == "from_pretrained" and node.args:
             return self._value(node.args[0])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train_test_split":
-            inner = self._loaded(node.func.value)
+            inner = self._read_loading(node.func.value)
             return {**inner, "part": ""} if isinstance(inner, dict) else Unread(ast.unparse(node))
         if isinstance(node, ast.Call) and _name(node) == "load_dataset" and node.args:
             parts = [self._value(part) for part in node.args[:2]]
@@ -249,18 +229,14 @@ def _name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def complete(found: TrlScript) -> dict[str, Any]:
-    """The values with TRL's defaults beneath them.
+def _check_fields(script: TrlScript) -> None:
+    """A field that TRL 1.16 lacks is another version's: it goes on where psigrad knows its name, else to `look_at`.
 
-    A field that TRL 1.16 lacks is another version's: it goes on where psigrad knows its name, else to `look_at`. Raises
-    `UserError` where it is near a field that there is, and so a slip.
+    Raises `UserError` where it is near a field that there is, and so a slip.
     """
-    classes = (found.config, "ModelConfig", "ScriptArguments")
-    values = dict(found.values)
-    for name in found.values:
-        if any(outcome(config, name) for config in classes) or is_known(name):
+    for name in list(script.values):
+        if is_known(name) or name in names_of(METHODS[script.config][1]):
             continue
-        if hint := nearest(name, DEFAULTS[found.config]):
-            raise UserError(f"{found.config} has no field {name!r}{hint}")
-        found.look_at.append(f"{name}={values.pop(name)!r}: {found.config} of TRL 1.16 has no such field.")
-    return {**DEFAULTS[found.config], **values}
+        if hint := nearest(name, DEFAULTS[script.config]):
+            raise UserError(f"{script.config} has no field {name!r}{hint}")
+        script.look_at.append(f"{name}={script.values.pop(name)!r}: {script.config} of TRL 1.16 has no such field.")

@@ -21,10 +21,8 @@ class Malformed(ValueError):
     """A reward function returned what is no reward."""
 
 
-# What one function said of one sample: a number, None (not applicable), a Failure (the policy's fault) or a Malformed (ours).
-Said = float | None | Failure | Malformed
-# What one function said of each sample that it was shown; or why nothing came of the call.
-Answer = list[Said] | str
+# What one function gives to one sample: a number, None (not applicable), a Failure (the policy's fault) or Unscored (ours).
+Part = float | None | Failure | Unscored
 
 
 def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[Any]]:
@@ -42,39 +40,47 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
         for which in asked:
             # what one function does to its lists, no other sees
             name, function = functions[which]
-            yield encoded(answer_of(name, function, copy.deepcopy(samples)))
+            yield encode(ask(name, function, copy.deepcopy(samples)))
 
     return answer
 
 
-def encoded(answer: Answer) -> Any:
+def encode(answer: list[Part] | Unscored) -> Any:
     """An answer as JSON: a reason, or for each sample a number, null, or [kind, text]."""
-    if isinstance(answer, str):
-        return answer
-    return [one if one is None or isinstance(one, float) else [type(one).__name__, str(one)] for one in answer]
+    if isinstance(answer, Unscored):
+        return answer.reason
+    return [
+        part
+        if part is None or isinstance(part, float)
+        else [type(part).__name__, part.reason if isinstance(part, Unscored) else str(part)]
+        for part in answer
+    ]
 
 
-def decoded(content: Any, count: int) -> Answer:
-    """The inverse of `encoded` for `count` samples. Raises `ValueError` for what is no answer."""
+def decode(content: Any, count: int) -> list[Part] | Unscored:
+    """The inverse of `encode` for `count` samples. Raises `ValueError` for what is no answer."""
     if isinstance(content, str):
-        return content
+        return Unscored(content)
     if not isinstance(content, list) or len(content) != count:
         raise ValueError(f"{count} rewards were expected")
-    return [_one(value) for value in content]
+    return [_decode_part(value) for value in content]
 
 
-def _one(value: Any) -> Said:
-    if value is None:
-        return None
-    if isinstance(value, list) and len(value) == 2 and value[0] in ("Failure", "Malformed"):
-        return (Failure if value[0] == "Failure" else Malformed)(str(value[1]))
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
+def _decode_part(value: Any) -> Part:
+    match value:
+        case None:
+            return None
+        case ["Failure", reason]:
+            return Failure(str(reason))
+        case ["Unscored", reason]:
+            return Unscored(str(reason))
+        case int() | float() if math.isfinite(value):
+            return float(value)
     raise ValueError(f"{value!r} is no reward")
 
 
-def answer_of(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> Answer:
-    """What `function` says of each sample, or the reason why it says nothing.
+def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part] | Unscored:
+    """What `function` gives to each sample, or why it gives nothing.
 
     Whatever it raises, SystemExit included, is such a reason; only Ctrl-C passes.
     """
@@ -82,12 +88,14 @@ def answer_of(name: str, function: Callable[..., Any], samples: dict[str, Any]) 
         return call(name, function, samples)
     except KeyboardInterrupt:
         raise
+    except Malformed as error:
+        return Unscored(str(error))
     except BaseException as error:
-        return reason(name, error)
+        return Unscored(reason_for(name, error))
 
 
-def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Said]:
-    """What `function` says of each sample. `samples` has prompts, completions, completion_ids and the columns, as equally
+def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part]:
+    """What `function` gives to each sample. `samples` has prompts, completions, completion_ids and the columns, as equally
     long lists.
 
     Raises what the function raises, and `Malformed` where the return as a whole is no list of rewards. A `Failure` raised for one
@@ -95,9 +103,9 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     """
     count = len(samples["completions"])
     try:
-        returned = function(**_accepted(name, function, samples))
+        returned = function(**_select_arguments(name, function, samples))
         if inspect.isawaitable(returned):
-            returned = _finished(returned)
+            returned = _finish(returned)
     except Failure as failure:
         if count > 1:
             raise
@@ -108,11 +116,11 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
         raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
     if len(values) != count:
         # asked again one by one, such a function could give each the reward of another
-        return [Malformed(f"{name} returned {len(values)} rewards for {count} completions")] * count
-    return [_said(name, value) for value in values]
+        return [Unscored(f"{name} returned {len(values)} rewards for {count} completions")] * count
+    return [_part_of(name, value) for value in values]
 
 
-def _finished(returned: Any) -> Any:
+def _finish(returned: Any) -> Any:
     import asyncio  # a third of a worker's start-up, and few rewards need it
 
     async def result() -> Any:
@@ -122,7 +130,7 @@ def _finished(returned: Any) -> Any:
     return asyncio.run(work)
 
 
-def _accepted(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
+def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
     """Only the arguments that the function takes, where it does not take all. Raises `Malformed` where one is missing."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -148,32 +156,27 @@ _ALWAYS = ("prompts", "completions", "completion_ids")
 _TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
-def _said(name: str, value: Any) -> Said:
+def _part_of(name: str, value: Any) -> Part:
     """One value of a returned list as a plain Python object, which any process can read."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
     if isinstance(value, Unscored):
-        return Malformed(f"{name}: {value.reason}")
+        return Unscored(f"{name}: {value.reason}")
     kind = kind_of(value)
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     if callable(item):
         try:
             value = item()
         except (RuntimeError, TypeError, ValueError):
-            return Malformed(f"{name} returned {kind} for one completion; expected a number or None")
+            return Unscored(f"{name} returned {kind} for one completion; expected a number or None")
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        return Malformed(f"{name} returned {kind} for one completion; expected a number or None")
+        return Unscored(f"{name} returned {kind} for one completion; expected a number or None")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        return Malformed(f"{name} returned {number} for one completion; expected a finite number or None")
+        return Unscored(f"{name} returned {number} for one completion; expected a finite number or None")
     return number
-
-
-def reason(name: str, error: BaseException) -> str:
-    """Why a function said nothing."""
-    return str(error) if isinstance(error, Malformed) else reason_for(name, error)

@@ -38,7 +38,7 @@ def read(job, name: str) -> list[dict]:
 
 
 def made_pairs(job, tokenizer, n: int = 7):
-    return [pairs.pair(tokenizer, validate(row, "preference", "x")) for row in read(job, "pairs")[:n]]
+    return [pairs.encode_pair(tokenizer, validate(row, "preference", "x")) for row in read(job, "pairs")[:n]]
 
 
 def step(task, parameters, budget: int):
@@ -66,9 +66,11 @@ def task_of(kind: str, job, model, apart: float = 0.0):
         rows = [
             {"prompt": "say a:", "completions": ["a b", "c", "d e f"][: k + 1], "labels": [1, 0, 0.5][: k + 1]} for k in range(3)
         ]
-        return ProcessRewardTask(scalar, [pairs.steps(scalar.tokenizer, validate(r, "stepwise", "x")) for r in rows]), scalar
+        return ProcessRewardTask(
+            scalar, [pairs.encode_steps(scalar.tokenizer, validate(r, "stepwise", "x")) for r in rows]
+        ), scalar
     if kind == "kto":
-        rows = [pairs.judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")[:7]]
+        rows = [pairs.encode_judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")[:7]]
         answers = [[row.answer, mismatched(rows, i)] for i, row in enumerate(rows)]
         return KTOTask(model, resolve_loss("kto"), rows, reference_logps(model, [r.prompt for r in rows], answers, 64)), model
     made = made_pairs(job, model.tokenizer)
@@ -122,7 +124,7 @@ def test_a_lora_models_reference_is_the_model_without_its_adapter(job):
 
 
 def test_mismatched_answers_are_another_prompts(job, model):
-    rows = [pairs.judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")]
+    rows = [pairs.encode_judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")]
     assert all(mismatched(rows, i) in [r.answer for r in rows if r.prompt != rows[i].prompt] for i in range(len(rows)))
     assert mismatched(rows[:1], 0) == rows[0].answer
 

@@ -17,12 +17,15 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, reason_of
 
 # Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
 PATIENCE, TIMES = 60.0, 5.0
+# Bytes that the file of what actors print may have.
+LOG_BYTES = 64 << 20
 # Workers in a row that may fail to start; seconds after which people are told that none has.
 STARTS, NOTICE = 6, 20.0
 _OURS = re.compile(r"/(psigrad|site-packages|dist-packages|lib/python3\.\d+)/|^<")
@@ -32,9 +35,9 @@ Job = Callable[[Any], Any]
 
 
 @dataclass(eq=False)
-class Home:
-    """Where what a job needs is kept: the worker that last answered a job of this home. It gets the next one too, while it is
-    there and in time; else any other does.
+class Affinity:
+    """Where what a job needs is kept: the worker that last answered a job of this affinity. It gets the next one too, while it
+    is there and in time; else any other does.
     """
 
     worker: Any = None
@@ -49,7 +52,7 @@ class _Worker:
     work: Any = None
     """The answer that it owes."""
     job: int = -1
-    turn: int = -1
+    batch: int = -1
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -57,7 +60,7 @@ class _Worker:
         return self.starting is None and self.work is None
 
 
-class Fleet:
+class ActorPool:
     """The workers on a cluster, as many as `count` says, and more or fewer as machines come and go.
 
     `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there. `name` is
@@ -78,13 +81,13 @@ class Fleet:
         minutes: float,
         tell: Tell,
     ) -> None:
-        self.ray = _connected(address)
+        self.ray = _connect(address)
         self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
         self._spare_cpus, self._minutes, self._tell = spare_cpus, minutes, tell
         self._a = f"{'An' if name[0] in 'aeiou' else 'A'} {name}"
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(kind)
         self._workers: list[_Worker] = []
-        self._closed, self._turn, self._failed, self._noticed = False, 0, 0, False
+        self._closed, self._batch, self._failed, self._noticed = False, 0, 0, False
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
         """Jobs issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
@@ -97,64 +100,64 @@ class Fleet:
                 self.ray.kill(worker.actor)
         self._workers.clear()
 
-    def begin(self) -> Turn:
-        """Jobs of a new turn; those of one before it are given up."""
-        self._turn += 1
-        return Turn(self)
+    def begin(self) -> JobBatch:
+        """Jobs of a new batch; those of one before it are given up."""
+        self._batch += 1
+        return JobBatch(self)
 
     @property
     def wanted(self) -> int:
         """How many workers there are to be now."""
         return max(1, self._count or self._room())
 
-    def run(self, jobs: Sequence[Job], homes: Sequence[Home | None] = ()) -> Iterator[tuple[int, Any]]:
-        """(place, answer) of each job as it is done; `homes` say which of them belong to a worker."""
-        turn = self.begin()
-        for job, home in itertools.zip_longest(jobs, homes):
-            turn.add(job, home)
-        while turn.pending:
-            yield from turn.answers(1.0)
+    def run(self, jobs: Sequence[Job], affinities: Sequence[Affinity | None] = ()) -> Iterator[tuple[int, Any]]:
+        """(place, answer) of each job as it is done; `affinities` say which of them belong to a worker."""
+        batch = self.begin()
+        for job, affinity in itertools.zip_longest(jobs, affinities):
+            batch.add(job, affinity)
+        while batch.pending:
+            yield from batch.answers(1.0)
 
-    def _advance(self, turn: Turn, seconds: float) -> list[tuple[int, Any]]:
+    def _advance(self, batch: JobBatch, seconds: float) -> list[tuple[int, Any]]:
         """Give out jobs, and what has come in within so many seconds."""
         if self._closed:
             raise UserError(f"The {self._name}s were closed while they were at work.")
-        self._tend(turn.done)
+        self._tend(batch.done)
         for worker in [w for w in self._workers if w.idle]:
-            job = self._next(worker, turn)
-            if job is None and not turn.waiting:
-                job = self._late(turn.done)
+            job = self._next(worker, batch)
+            if job is None and not batch.waiting:
+                job = self._find_late(batch.done)
             if job is not None:
-                self._issue(worker, job, turn)
+                self._issue(worker, job, batch)
         if any(w.starting is None for w in self._workers):
-            turn.idle_since, self._noticed = time.monotonic(), False
-        elif (waited := time.monotonic() - turn.idle_since) > 60 * self._minutes:
-            raise UserError(f"No {self._name} could start for {self._minutes:g} minutes: {self._wants()}")
+            batch.idle_since, self._noticed = time.monotonic(), False
+        elif (waited := time.monotonic() - batch.idle_since) > 60 * self._minutes:
+            raise UserError(f"No {self._name} could start for {self._minutes:g} minutes: {self._describe_wants()}")
         elif waited > NOTICE and not self._noticed:
             self._noticed = True
-            self._tell("worker_awaited", f"No {self._name} has started so far: {self._wants()}", seconds=waited)
-        return list(self._answers(turn, seconds))
+            self._tell("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
+        return list(self._answers(batch, seconds))
 
-    def _next(self, worker: _Worker, turn: Turn) -> int | None:
+    def _next(self, worker: _Worker, batch: JobBatch) -> int | None:
         """What waits for this worker, or else for none that is there and in time."""
         free = None
-        for job in turn.waiting:
-            home = turn.homes[job]
-            if home is None or home.worker is worker:
+        for job in batch.waiting:
+            affinity = batch.affinities[job]
+            if affinity is None or affinity.worker is worker:
                 free = job
                 break
-            if free is None and (home.worker not in self._workers or self._is_late(home.worker)):
+            if free is None and (affinity.worker not in self._workers or self._is_late(affinity.worker)):
                 free = job
         if free is not None:
-            turn.waiting.remove(free)
+            batch.waiting.remove(free)
         return free
 
-    def _issue(self, worker: _Worker, job: int, turn: Turn) -> None:
+    def _issue(self, worker: _Worker, job: int, batch: JobBatch) -> None:
         self.entries["issued"] += 1
-        worker.work = turn.jobs[job](worker.actor)
-        worker.job, worker.turn, worker.since = job, self._turn, time.monotonic()
+        worker.work = batch.jobs[job](worker.actor)
+        worker.job, worker.batch, worker.since = job, self._batch, time.monotonic()
 
-    def _answers(self, turn: Turn, seconds: float) -> Iterator[tuple[int, Any]]:
+    def _answers(self, batch: JobBatch, seconds: float) -> Iterator[tuple[int, Any]]:
         owed = {ref: w for w in self._workers for ref in (w.starting, w.work) if ref is not None}
         if not owed:
             time.sleep(min(seconds, 0.2))
@@ -166,9 +169,9 @@ class Fleet:
                 answer = self.ray.get(ref)
             except self.ray.exceptions.RayTaskError as error:
                 worker.work = None
-                raise self._failure(error) from error
+                raise self._explain(error) from error
             except self.ray.exceptions.RayError as error:
-                self._lose(worker, error, turn)
+                self._lose(worker, error, batch)
                 continue
             if ref is worker.starting:
                 worker.starting, self._failed = None, 0
@@ -176,27 +179,27 @@ class Fleet:
                 continue
             job, worker.work = worker.job, None
             self._seconds.append(time.monotonic() - worker.since)
-            if worker.turn != self._turn or job in turn.done:
+            if worker.batch != self._batch or job in batch.done:
                 self.entries["twice"] += 1
                 continue
-            turn.done.add(job)
-            if (home := turn.homes[job]) is not None:
-                home.worker = worker
+            batch.done.add(job)
+            if (affinity := batch.affinities[job]) is not None:
+                affinity.worker = worker
             yield job, answer
 
-    def _failure(self, error: Any) -> UserError:
+    def _explain(self, error: Any) -> UserError:
         """What a worker raised, as the driver says it; the traceback goes to the run folder."""
         if isinstance(error.cause, UserError):
             return UserError(str(error.cause))
-        said = str(error)  # the traceback of the worker
-        text = f"{self._a} failed on the cluster ({type(error.cause).__name__}: {reason_of(error.cause)}{_place(said)})."
-        self._tell("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=said[-8000:])
+        trace = str(error)  # the traceback of the worker
+        text = f"{self._a} failed on the cluster ({type(error.cause).__name__}: {reason_of(error.cause)}{_place(trace)})."
+        self._tell("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=trace[-8000:])
         return UserError(text)
 
     def _here(self) -> int:
         return sum(w.starting is None for w in self._workers)
 
-    def _lose(self, worker: _Worker, error: Exception, turn: Turn) -> None:
+    def _lose(self, worker: _Worker, error: Exception, batch: JobBatch) -> None:
         self._workers.remove(worker)
         with contextlib.suppress(Exception):
             self.ray.kill(worker.actor)
@@ -206,17 +209,17 @@ class Fleet:
                 reason = " ".join(str(error).split())[-600:]
                 raise UserError(f"{self._failed} {self._name}s in a row could not start on the cluster: {reason}") from error
         self.entries["lost"] += 1
-        at_work = worker.work is not None and worker.turn == self._turn and worker.job not in turn.done
+        at_work = worker.work is not None and worker.batch == self._batch and worker.job not in batch.done
         if at_work and not any(w.job == worker.job and w.work is not None for w in self._workers):
             self.entries["again"] += 1
-            turn.waiting.appendleft(worker.job)
+            batch.waiting.appendleft(worker.job)
         reason = type(error).__name__
         self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason)
 
-    def _late(self, done: set[int]) -> int | None:
+    def _find_late(self, done: set[int]) -> int | None:
         """A job that is overdue and only one worker has."""
-        working = [w for w in self._workers if w.work is not None and w.turn == self._turn and w.job not in done]
-        shared = {p for p, n in _counts(w.job for w in working).items() if n > 1}
+        working = [w for w in self._workers if w.work is not None and w.batch == self._batch and w.job not in done]
+        shared = {p for p, n in _count(w.job for w in working).items() if n > 1}
         late = [w for w in working if self._is_late(w) and w.job not in shared]
         if not late:
             return None
@@ -234,7 +237,7 @@ class Fleet:
     def _tend(self, done: set[int]) -> None:
         """Start workers that are wanted; end those that owe an old answer for too long."""
         for worker in [w for w in self._workers if self._is_late(w, 3.0)]:
-            if worker.turn != self._turn or worker.job in done:
+            if worker.batch != self._batch or worker.job in done:
                 self._workers.remove(worker)
                 self.entries["lost"] += 1
                 self.ray.kill(worker.actor)
@@ -249,7 +252,7 @@ class Fleet:
         room = int((resources.get("CPU", 0) - self._spare_cpus) / self._cpus)
         return min(room, int(resources.get("GPU", 0) / self._gpus)) if self._gpus else room
 
-    def _wants(self) -> str:
+    def _describe_wants(self) -> str:
         asked = (self.ray.cluster_resources(), self.ray.available_resources())
         has, free = ({name: amount for name, amount in found.items() if name in ("CPU", "GPU")} for found in asked)
         return (
@@ -258,20 +261,20 @@ class Fleet:
         )
 
 
-class Turn:
+class JobBatch:
     """Jobs that belong together, added one by one."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: ActorPool) -> None:
+        self._pool = pool
         self.jobs: list[Job] = []
-        self.homes: list[Home | None] = []
+        self.affinities: list[Affinity | None] = []
         self.waiting, self.done, self.idle_since = deque[int](), set[int](), time.monotonic()
 
-    def add(self, job: Job, home: Home | None = None) -> None:
+    def add(self, job: Job, affinity: Affinity | None = None) -> None:
         """One more; its place is how many there were."""
         self.waiting.append(len(self.jobs))
         self.jobs.append(job)
-        self.homes.append(home)
+        self.affinities.append(affinity)
 
     @property
     def pending(self) -> bool:
@@ -280,20 +283,20 @@ class Turn:
 
     def answers(self, seconds: float) -> list[tuple[int, Any]]:
         """(place, answer) of what has come in, waiting for so many seconds at most."""
-        return self._fleet._advance(self, seconds) if self.pending else []
+        return self._pool._advance(self, seconds) if self.pending else []
 
 
-def _counts(jobs: Iterator[int]) -> dict[int, int]:
+def _count(jobs: Iterator[int]) -> dict[int, int]:
     return {job: len(list(group)) for job, group in itertools.groupby(sorted(jobs))}
 
 
-def _place(said: str) -> str:
+def _place(trace: str) -> str:
     """The last line of a traceback that is neither ours nor Ray's, where it has one."""
-    lines = [(file, line) for file, line in re.findall(r'File "(.+?)", line (\d+)', said) if not _OURS.search(file)]
+    lines = [(file, line) for file, line in re.findall(r'File "(.+?)", line (\d+)', trace) if not _OURS.search(file)]
     return f", {lines[-1][0]}, line {lines[-1][1]}" if lines else ""
 
 
-def _connected(address: str) -> Any:
+def _connect(address: str) -> Any:
     """Ray, connected to the cluster at `address`, or with "auto" to the one that is there, or to one of this machine alone."""
     try:
         import ray
@@ -334,3 +337,34 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10.0).close()
     except OSError as error:
         raise UserError(f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`.") from error
+
+
+@contextlib.contextmanager
+def keep_output(kind: str, file: Path) -> Iterator[None]:
+    """Append to `file` what actors of the class named `kind` print for the length of the block: time, kind, process, machine.
+
+    On the driver's terminal Ray shows it too, and leaves out lines that come often.
+    """
+    try:
+        # no public interface of Ray's has the lines on the driver
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
+    except ImportError:
+        yield
+        return
+    name = f"psigrad {kind}"
+    with file.open("a", buffering=1, encoding="utf-8") as stream:
+
+        def write(data: dict[str, Any]) -> None:
+            if data.get("actor_name") != kind or stream.closed or stream.tell() > LOG_BYTES:
+                return
+            begin = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {kind} {data.get('pid')}@{data.get('ip')}"
+            with contextlib.suppress(OSError, ValueError):  # a full disk must not end Ray's thread
+                stream.writelines(f"{begin}: {line}\n" for line in data.get("lines", ()))
+                if stream.tell() > LOG_BYTES:
+                    stream.write(f"psigrad: workers print more than {LOG_BYTES >> 20} MiB; the rest is dropped\n")
+
+        streams.add_handler(name, write)
+        try:
+            yield
+        finally:
+            streams.remove_handler(name)

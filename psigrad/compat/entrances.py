@@ -1,0 +1,156 @@
+"""Flags and files as users of other libraries write them, before their names are translated."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
+
+from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values
+from psigrad.config.nested import Given, names_of, read_value
+from psigrad.config.shortcuts import shortcuts_of
+from psigrad.errors import UserError, nearest
+
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[Given]]:
+    """(settings in our sections, settings by name alone) of a file, in which both may stand: `learning_rate: 1e-5` too.
+
+    verl's files are trees: actor_rollout_ref: {actor: {optim: {lr: 1e-6}}}. Raises `UserError` where one setting has two values.
+    """
+    nested: dict[str, Any] = {}
+    flat: list[Given] = []
+    hints = get_type_hints(cls)
+    for name, value in in_file.items():
+        section = is_dataclass(hints.get(name))
+        if section and isinstance(value, Mapping):
+            fields = get_type_hints(hints[name])
+            theirs = {key: inner for key, inner in value.items() if key not in fields and is_known(f"{name}.{key}")}
+            flat += [Given(f"{name}.{key}", inner, source) for key, inner in theirs.items()]
+            nested[name] = {key: inner for key, inner in value.items() if key not in theirs}
+        elif name == "model" and isinstance(value, str | os.PathLike):
+            flat.append(Given("model.path", value, source))
+        elif name in hints and not (name == "optim" and isinstance(value, str)):
+            nested[name] = value
+        else:
+            flat += [Given(leaf, inner, source) for leaf, inner in _leaves(str(name), value)]
+    sections = [(name, value if isinstance(value, Mapping) else {"": value}) for name, value in nested.items()]
+    deep = [(f"{name}.{key}".rstrip("."), inner) for name, section in sections for key, inner in section.items()]
+    refuse_two_values(cls, [*((one.name, one.value) for one in flat), *deep], f"{source}: ")
+    return nested, flat
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    if is_known(name) or not isinstance(value, Mapping) or not value:
+        return [(name, value)]
+    return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
+
+
+def split_flags(
+    cls: type[Any], arguments: Sequence[str], switches: Mapping[str, bool], flag_of: Callable[[str], str]
+) -> tuple[list[str], dict[str, Any]]:
+    """(arguments with flags as we write them, settings of others that are no flags of ours) of what TRL's users type: with
+    underscores, under its names, and `--flag true` where the flag alone is enough.
+
+    `switches` has our flags, and which of them take no value. Raises `UserError` for names that mean something else
+    here, all of them at once.
+    """
+    ours: list[str] = []
+    others: dict[str, Any] = {}
+    wrong: list[str] = []
+    typed_flags = [(text, values) for text, values in _group(arguments) if text.startswith("--")]
+    refuse_two_values(cls, [(_name(text), _read(text, values)) for text, values in typed_flags])
+    flags = {name: flag_of(name) for name in (*names_of(cls).values(), *shortcuts_of(cls))}
+    for text, values in _group(arguments):
+        typed, sign, value = text.partition("=")
+        flag = typed.replace("_", "-")
+        name = _name(text)
+        if typed.startswith("--") and typed not in switches and flag not in switches:
+            flag = flags.get(our_name(cls, name), flag) if name != "reward_funcs" else flag  # whose values are translated too
+        if not text.startswith("--"):
+            ours += [text, *values]
+        elif flag in switches:
+            given = value if sign else values[0] if values else ""
+            if switches[flag] and given.lower() in _TRUTH:
+                ours += [flag if _TRUTH[given.lower()] else f"--no-{flag[2:]}", *values[0 if sign else 1 :]]
+            else:
+                ours += [f"{flag}{sign}{value}", *values]
+        elif is_known(name):
+            others[name] = _read(text, values)
+            if our_name(cls, name) not in flags and is_refused(name, one := one_value(others[name])):
+                wrong.append(refusal(name, one, typed))
+        else:
+            ours += [f"{flag}{sign}{value}", *values]
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return ours, others
+
+
+def _group(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with the values behind it; what stands before the first flag comes by itself."""
+    flag, values = "", list[str]()
+    for text in arguments:
+        if text.startswith("--") or not flag:
+            if flag:
+                yield flag, values
+            flag, values = (text, []) if text.startswith("--") else ("", [])
+            if not flag:
+                yield text, []
+        else:
+            values.append(text)
+    if flag:
+        yield flag, values
+
+
+def _name(text: str) -> str:
+    return text.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def _read(text: str, values: Sequence[str]) -> Any:
+    """The value of a flag: behind its =, or what follows it, or true."""
+    _, sign, behind = text.partition("=")
+    return read_value(behind) if sign else one_value([read_value(value) for value in values]) if values else True
+
+
+_SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_schedule"}
+
+
+def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str, Any]:
+    """The settings of a file; of one of rl-zoo3's, whose sections are environments, those of `env`, under our names. Without
+    `env` the file must have one section. Raises `UserError` where it has none of that environment.
+    """
+    sections = {name: part for name, part in in_file.items() if isinstance(part, Mapping) and {"policy", "n_timesteps"} & {*part}}
+    if not sections or len(sections) < len(in_file):
+        return dict(in_file)
+    name = env if env is not None else next(iter(sections))
+    if name not in sections or (env is None and len(sections) > 1):
+        asked = f"no section {env!r}" if env is not None else "a section for each environment"
+        raise UserError(f"{source} has {asked}; name one of {', '.join(sections)} by --env{nearest(str(name), sections) or '.'}")
+    found: dict[str, Any] = {"env": name}
+    for key, value in sections[name].items():
+        if isinstance(value, str) and key in _SCHEDULES and value.startswith("lin_"):  # falls to 0 from this value
+            found[key], found[_SCHEDULES[key]] = float(value[4:]), "linear"
+        elif key == "normalize":
+            found |= _normalize(value, source)
+        else:
+            found[key] = int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value
+    return found
+
+
+def _normalize(value: Any, source: str) -> dict[str, Any]:
+    """rl-zoo3's `normalize`: yes, no, or VecNormalize's arguments, which it writes as the text of a dict."""
+    try:
+        asked = ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError):
+        asked = None
+    names = {"norm_obs": "normalize_observations", "norm_reward": "normalize_rewards"}
+    asked = dict.fromkeys(names, asked) if isinstance(asked, bool) else asked
+    if isinstance(asked, Mapping) and asked.keys() <= names.keys() and all(isinstance(one, bool) for one in asked.values()):
+        return {ours: asked.get(name, True) for name, ours in names.items()}
+    raise UserError(
+        f"{source}: normalize is {value!r}; expected true, false, or norm_obs and norm_reward with true or false. Other settings "
+        "of VecNormalize have no equal here."
+    )

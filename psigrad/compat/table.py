@@ -1,0 +1,355 @@
+"""Every name of TRL, verl, OpenRLHF, Stable-Baselines3 and rl-zoo3 that psigrad knows: what it is here, or why there is none.
+
+TRL's are those of its configurations, of transformers' and peft's, of its trainers' arguments and of its commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+Settings = Mapping[str, Any]
+
+
+class Entry(NamedTuple):
+    """One name. Of `means`, `values`, `rule` and `why` at least one is there, or it is needless."""
+
+    name: str
+    library: str = ""
+    means: str = ""
+    """The setting of ours, or the part of a method (`config/shortcuts.py`), that is the same."""
+    values: Mapping[Any, Settings] = MappingProxyType({})
+    """Value -> the settings of ours that it stands for. On a name of ours these are values of others."""
+    rule: str = ""
+    """What it is computed into (`translate.py`, `trl.py`), together with other settings of the run."""
+    usual: tuple[Any, ...] = ()
+    """Its own default, which asks for nothing."""
+    why: str = ""
+    """What to write in its place, or why there is no equal; where it is needless, why it changes nothing."""
+    needless: bool = False
+
+
+def _same(ours: str, trl: str = "", verl: str = "", openrlhf: str = "", sb3: str = "") -> Iterator[Entry]:
+    """Names of the same setting, by library."""
+    for library, names in (("trl", trl), ("verl", verl), ("openrlhf", openrlhf), ("sb3", sb3)):
+        yield from (Entry(name, library, means=ours) for name in names.split())
+
+
+def _needless(why: str, names: str) -> Iterator[Entry]:
+    return (Entry(name, "trl", why=why, needless=True) for name in names.split())
+
+
+def _no_equal(why: str, library: str = "trl", /, **usual: Any) -> Iterator[Entry]:
+    """Names without an equal, each with its own default."""
+    return (Entry(name, library, usual=(value,), why=why) for name, value in usual.items())
+
+
+def _instead(why: str, names: str, library: str = "trl") -> Iterator[Entry]:
+    return (Entry(name, library, why=why) for name in names.split())
+
+
+def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str = "trl", usual: tuple[Any, ...] = ()) -> Entry:
+    """A name that some values of have an equal."""
+    return Entry(name, library, values=values, why=why, usual=usual)
+
+
+_READ_ONCE = "rows are read once, before the first step"
+_QUANTISED = "there are no quantised weights"
+_PUSHED_ONCE = "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"
+_LAST = "the last weights are kept"
+_FOLDER = "a run is named by its folder: output_dir=runs/NAME"
+_MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
+_TRACKERS = "trackers are report_to=wandb, tensorboard or trackio"
+_PRECISION = "the precision is dtype=bfloat16 or dtype=float32"
+_REWARDS = "rewards are for what samples and scores, as grpo, ppo and eval do; other methods learn from the rows of their dataset"
+_CHECKPOINTS = "checkpoints are asked for by save_steps and save_minutes"
+_TORCHRUN = "on several machines torchrun or SLURM starts the processes"
+_ONLINE = "it changes the algorithm of an online method"
+_COLUMNS = "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows"
+METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_BATCH = "prompts_per_step and num_minibatches, or batch_size"
+# fmt: off
+_ROWS = (
+    # the same setting under another name
+    *_same("model.path", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain"),
+    *_same("model.revision", "model_revision"),
+    *_same("model.dtype", "torch_dtype"),
+    *_same("model.lora_rank", "lora_r", "actor_rollout_ref.model.lora_rank"),
+    *_same("model.lora_alpha", "", "actor_rollout_ref.model.lora_alpha"),
+    *_same("model.gradient_checkpointing", "activation_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing"),
+    *_same("data.dataset", "dataset_name train_dataset", "data.train_files"),
+    *_same("data.eval_dataset", "eval_dataset_name", "data.val_files"),
+    *_same("data.split", "dataset_train_split"),
+    *_same("data.eval_split", "dataset_test_split"),
+    *_same("data.max_prompt_length", "max_prompt_tokens", "", "prompt_max_len"),
+    *_same("reward_model", "reward_model_name_or_path reward_model_path"),
+    *_same("reference", "ref_model teacher_model_name_or_path"),
+    *_same("optim.learning_rate", "lr", f"{_ACTOR}.optim.lr", "actor_learning_rate"),
+    *_same("optim.warmup_steps", "", f"{_ACTOR}.optim.lr_warmup_steps"),
+    *_same("optim.weight_decay", "", f"{_ACTOR}.optim.weight_decay"),
+    *_same("optim.max_grad_norm", "", f"{_ACTOR}.grad_clip"),
+    *_same("sampling.max_completion_length", "max_new_tokens response_length max_response_length", "data.max_response_length",
+        "generate_max_len"),
+    *_same("sampling.temperature", "", f"{_ROLLOUT}.temperature"),
+    *_same("sampling.top_p", "", f"{_ROLLOUT}.top_p"),
+    *_same("sampling.top_k", "", f"{_ROLLOUT}.top_k"),
+    *_same("sampling.vllm_memory", "vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
+    *_same("sampling.tensor_parallel_size", "vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
+    *_same("sampling.vllm_sleep", "vllm_enable_sleep_mode"),
+    *_same("num_generations", "rollout_n", f"{_ROLLOUT}.n", "n_samples_per_prompt"),
+    *_same("num_iterations", "num_ppo_epochs", f"{_ACTOR}.ppo_epochs"),
+    *_same("num_minibatches", "num_mini_batches"),
+    *_same("micro_batch_tokens", "", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
+    *_same("critic", "", "critic.model.path"),
+    *_same("critic_learning_rate", "", "critic.optim.lr"),
+    *_same("max_length", "max_seq_length"),
+    *_same("run.num_train_epochs", "total_epochs num_epochs", "trainer.total_epochs"),
+    *_same("run.max_steps", "total_training_steps", "trainer.total_training_steps"),
+    *_same("run.save_steps", "", "trainer.save_freq"),
+    *_same("evaluation.eval_steps", "", "trainer.test_freq"),
+    *_same("run.output_dir", "", "trainer.default_local_dir"),
+    *_same("placement.processes", "num_processes", "trainer.n_gpus_per_node"),
+    *_same("filter_metric", "", "algorithm.filter_groups.metric"),
+    *_same("algorithm", sb3="algo"),
+    *_same("total_timesteps", sb3="n_timesteps"),
+    *_same("eval_episodes", sb3="n_eval_episodes"),
+    *_same("run.threads", sb3="num_threads"),
+    # the same part of the method
+    *_same("beta", "kl_coef", f"{_ACTOR}.kl_loss_coef algorithm.kl_ctrl.kl_coef", "init_kl_coef"),
+    *_same("epsilon", "cliprange", f"{_ACTOR}.clip_ratio", "", "clip_range"),
+    *_same("epsilon_high", "", f"{_ACTOR}.clip_ratio_high"),
+    *_same("ent_coef", "entropy_coef entropy_coeff", f"{_ACTOR}.entropy_coeff"),
+    *_same("gae_lambda", "lam lambd", "algorithm.lam"),
+    *_same("gamma", "", "algorithm.gamma"),
+    *_same("cliprange_value", "value_clip", "critic.cliprange_value"),
+    *_same("scale_rewards", "", "algorithm.norm_adv_by_std_in_grpo"),
+    *_same("aggregate", "loss_agg_mode", f"{_ACTOR}.loss_agg_mode"),
+    *_same("dynamic_sampling", "", "algorithm.filter_groups.enable"),
+    *_same("margin", "simpo_gamma"),
+    *_same("sft_weight", "cpo_alpha rpo_alpha"),
+    # settings that have a value of others
+    Entry("model.dtype", values={"auto": {}}),
+    Entry("run.max_steps", values={-1: {"run.max_steps": 0}}),
+    Entry("run.report_to", values={"none": {"run.report_to": ()}}),
+    Entry("sampling.top_k", values={-1: {"sampling.top_k": 0}}),
+    Entry("sampling.min_p", values={None: {"sampling.min_p": 0.0}}),
+    Entry("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}}),
+    Entry("epsilon_high", values={None: {}}),
+    Entry("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
+    # values that mean settings of ours
+    _is("bf16", {True: {"model.dtype": "bfloat16"}, False: {}}, _PRECISION),
+    _is("fp16", {False: {}}, _PRECISION),
+    _is("use_cpu", {True: {"run.device": "cpu"}, False: {}}),
+    _is("tf32", {True: {}, False: {}}),
+    _is("use_vllm", {True: {"sampling.sampler": "vllm"}, False: {}}, "vLLM is asked for by sampler=vllm"),
+    _is("use_peft", {True: {"model.lora_rank": 16, "model.lora_alpha": 32.0, "model.lora_dropout": 0.05}, False: {}},
+        "an adapter is asked for by lora_rank=16"),
+    _is("sync_ref_model", {True: {"ref_model_sync_steps": 512}, False: {}},
+        "the reference follows the policy with ref_model_sync_steps=512"),
+    _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
+    # YAML reads no as False
+    _is("eval_strategy", {"steps": {}, "no": {"evaluation.eval_steps": 0}, False: {"evaluation.eval_steps": 0}},
+        "evaluation is asked for by eval_steps"),
+    _is("save_strategy", {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
+        f"{_CHECKPOINTS}; the last step is always kept"),
+    _is("optim", {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}}, "the optimiser is AdamW"),
+    _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),
+    _is("assistant_only_loss", {True: {}}, "messages teach the assistant's turns alone; rows of text teach all of it"),
+    _is("completion_only_loss", {True: {}},
+        "a row of prompt and completion teaches its completion alone; one of text teaches all of it", usual=(None,)),
+    _is("hub_strategy", {"every_save": {}, "end": {}}, _PUSHED_ONCE),
+    _is("resume_from_checkpoint", {True: {}, False: {"run.resume": "never"}},
+        "the same command goes on from its newest checkpoint"),
+    _is("use_liger_kernel", {False: {}}, "the log-probs are computed in chunks by kernels of psigrad's own"),
+    _is("packing", {False: {}}, "sequences are always packed and never attend to each other; leave it out, and give the "
+        "rows of a step as batch_size, since TRL counts packs of max_length tokens"),
+    _is(f"{_ROLLOUT}.name", {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
+        "the sampler is sampler=embedded, transformers or vllm", "verl"),
+    _is("actor_rollout_ref.model.use_remove_padding", {True: {}}, "", "verl"),
+    _is("trainer.nnodes", {1: {}}, _TORCHRUN, "verl"),
+    _is("algorithm.use_kl_in_reward", {False: {}}, "where the KL term acts is algorithm.kl.where=reward", "verl"),
+    _is(f"{_ACTOR}.use_kl_loss", {True: {}, False: {"algorithm.kl": None}}, "", "verl"),
+    _is(f"{_ACTOR}.kl_loss_type", {**{name: {"kl_estimator": "k3"} for name in ("low_var_kl", "k3")},
+        **{name: {"kl_estimator": "k2"} for name in ("mse", "k2")}}, "", "verl"),
+    _is("policy", {
+        "MlpPolicy": {}, "MultiInputPolicy": {},
+        "CnnPolicy": {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
+    }, "the network of control is net_arch, activation, critic and cnn, and a language model is model", "sb3"),
+    _is("use_sde", {False: {}}, "there is no gSDE; the first deviation of real actions is log_std_init", "sb3"),
+    # computed from several settings
+    *(Entry(name, "trl", rule=_BATCH) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
+    *(Entry(name, "trl", rule=_BATCH) for name in ("steps_per_generation", "generation_batch_size")),
+    *(Entry(name, "verl", rule=_BATCH) for name in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")),
+    *(Entry(f"custom_reward_function.{name}", "verl", rule="reward") for name in ("path", "name")),
+    Entry("loss_type", "trl", rule="aggregate, the surrogate, or the loss", why=METHOD),
+    Entry("warmup_ratio", "trl", why="it is a share of max_steps, from 0 to 1; warmup_steps counts steps"),
+    Entry("dataset_config", "trl", rule="data.dataset=NAME:CONFIGURATION",
+        why="a configuration stands behind the dataset's name: dataset=openai/gsm8k:main"),
+    Entry("ddp_timeout", "trl", rule="placement.timeout_minutes",
+        why="how long processes wait for one another is timeout_minutes"),
+    Entry("model_init_kwargs", "trl", rule="model.dtype and model.revision",
+        why="a model is loaded by dtype and revision, and psigrad chooses the rest"),
+    Entry("teacher_model_init_kwargs", "trl", rule="reference_dtype", why="a teacher is loaded by reference and reference_dtype"),
+    Entry("delta", "trl", rule="algorithm.surrogate={part: dual_clip, bound: DELTA}", usual=(None,), why=_ONLINE),
+    Entry("off_policy_mask_threshold", "trl", rule="algorithm.surrogate={part: off_policy_mask, …}", usual=(None,), why=_ONLINE),
+    Entry("sapo_temperature_pos", "trl", rule="algorithm.surrogate.positive", usual=(1.0,), why=_ONLINE),
+    Entry("sapo_temperature_neg", "trl", rule="algorithm.surrogate.negative", usual=(1.05,), why=_ONLINE),
+    Entry("multi_objective_aggregation", "trl", values={"sum_then_normalize": {}},
+        rule="algorithm.psi=decoupled_group_mean for normalize_then_sum", why=_ONLINE),
+    Entry("normalize_advantages", "trl", values={False: {}}, rule="algorithm.psi={part: whitened, …}", why=_ONLINE),
+    *(Entry(f"vllm_importance_sampling_{name}", "trl", rule="algorithm.correction, with sampler=vllm", why=_ONLINE)
+      for name in ("mode", "clip_max", "clip_min", "correction")),
+    # what changes nothing here
+    *_needless("sequences are packed without padding, within micro_batch_tokens",
+        "per_device_eval_batch_size eval_accumulation_steps padding_free auto_find_batch_size"),
+    *_needless("completions are in rollouts.jsonl and in the report", "log_completions num_completions_to_print"),
+    *_needless("every step is in metrics.jsonl", "logging_first_step logging_strategy log_level"),
+    *_needless("every column reaches the reward functions", "remove_unused_columns"),
+    *_needless(_READ_ONCE,
+        "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers dataloader_drop_last "
+        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context "
+        "accelerator_config label_names length_column_name"),
+    *_needless("the command says what is done", "do_train do_eval"),
+    *_needless("psigrad chooses it",
+        "attn_implementation use_cache gradient_checkpointing_kwargs ddp_find_unused_parameters save_safetensors "
+        "activation_checkpointing_kwargs torch_empty_cache_steps ddp_backend"),
+    *_needless("dropout is off, but for lora_dropout", "disable_dropout"),
+    *_needless("the sampler reads the trainer's weights", "ds3_gather_for_generation"),
+    *_needless("evaluation runs as training does", "bf16_full_eval fp16_full_eval prediction_loss_only"),
+    *_needless("evaluation keeps no logits",
+        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics preprocess_logits_for_metrics"),
+    *_needless("a gradient is normalised by global counts, on any number of processes",
+        "average_tokens_across_devices save_on_each_node local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"),
+    *_needless("rank 0 writes what there is", "log_on_each_node log_level_replica logging_nan_inf_filter debug"),
+    *_needless("num_tokens is always logged", "include_num_input_tokens_seen"),
+    *_needless("the model is evaluated before its first step anyway", "eval_on_start"),
+    *_needless("SIGTERM saves anyway", "enable_jit_checkpoint"),
+    *_needless("resume is bitwise anyway", "ignore_data_skip full_determinism restore_callback_states_from_checkpoint"),
+    *_needless("there is no such figure", "skip_memory_metrics do_predict include_for_metrics"),
+    *_needless("nothing is padded", "pad_to_multiple_of pad_token padding_value is_encoder_decoder"),
+    *_needless("they are always computed once and kept", "precompute_ref_log_probs precompute_ref_batch_size"),
+    *_needless("psigrad samples", "cache_implementation transformers_continuous_batching_config use_transformers_paged"),
+    *_needless("psigrad's sampler batches continuously", "use_transformers_continuous_batching"),
+    *_needless("vLLM chooses it", "vllm_model_impl"),
+    *_needless("the model's own length counts", "vllm_max_model_length"),
+    *_needless("models are of text", "log_multimodal"),
+    *_needless("a reward model is read with its own tokenizer", "reward_processing_classes"),
+    *_needless("no such buffers are kept", "ignore_bias_buffers"),
+    *_needless("the method says it", "lora_task_type"),
+    *_needless(_QUANTISED, "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
+    # what has no equal, with the default that needs none
+    *_no_equal("schedules are linear, cosine and constant, without parameters", lr_scheduler_kwargs=None),
+    *_no_equal("AdamW steps every weight that learns", optim_target_modules=None),
+    *_no_equal("cross-entropy is not smoothed", label_smoothing_factor=0.0),
+    *_no_equal("kernels of psigrad's own compute what is compiled elsewhere", torch_compile=False),
+    *_no_equal("nothing is compiled by torch", torch_compile_backend=None, torch_compile_mode=None),
+    *_no_equal("kernels of psigrad's own compute it", liger_kernel_config=None),
+    *_no_equal("embeddings get no noise", neftune_noise_alpha=None),
+    *_no_equal("the trackers' project is psigrad", project="huggingface"),
+    *_no_equal("trackio runs locally", trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
+    *_no_equal("the model is evaluated before its first step and then every eval_steps", eval_delay=0),
+    *_no_equal("a checkpoint holds all that a resume needs", save_only_model=False),
+    *_no_equal("the token is read from HF_TOKEN or `hf auth login`, so that it stands in no file", hub_token=None),
+    *_no_equal(_PUSHED_ONCE, hub_always_push=False),
+    *_no_equal(f"{_LAST}; a callback can end the run when a metric no longer rises", load_best_model_at_end=False),
+    *_no_equal(_LAST, metric_for_best_model=None, greater_is_better=None),
+    *_no_equal("one seed derives all others", data_seed=None),
+    *_no_equal("models are replicated or sharded (placement.strategy)", parallelism_config=None),
+    *_no_equal("rows are shuffled in every epoch", train_sampling_strategy="random"),
+    *_no_equal("mixtures of experts train without the auxiliary loss", router_aux_loss_coef=None),
+    *_no_equal("the tokenizer's own template counts; save it with the tokenizer", chat_template_path=None),
+    *_no_equal("the column of plain text is text; rename yours in the rows", dataset_text_field="text"),
+    *_no_equal(_READ_ONCE, dataset_kwargs=None),
+    *_no_equal("the tokenizer's own EOS counts", eos_token=None),
+    *_no_equal("rows that are too long are cut at their end, or left out", truncation_mode="keep_start"),
+    *_no_equal("sequences are packed whole", packing_strategy="bfd", eval_packing=None),
+    *_no_equal("activations stay on the device; gradient_checkpointing saves their memory", activation_offloading=False),
+    *_no_equal("log-probabilities are computed in float32 from the head as it is", cast_lm_head_to_fp32=False),
+    Entry("loss_weights", "trl", rule="loss.sft, with loss_type=[…, sft]", usual=(None,),
+        why="one loss is trained; sft adds the likelihood of the chosen"),
+    *_no_equal("psigrad has no such part", ld_alpha=None, use_weighting=False, discopop_tau=0.05),
+    *_no_equal("the margin is that of the reverse KL", f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5),
+    *_no_equal("temperature, top_p, top_k and min_p shape the distribution", generation_kwargs=None),
+    *_no_equal("the tokenizer's own template counts", chat_template_kwargs=None),
+    *_no_equal("psigrad starts vLLM itself, beside the trainer: sampler=vllm",
+        vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000, vllm_server_timeout=240.0,
+        vllm_group_port=51216),
+    *_no_equal("completions are drawn from the policy as it is", vllm_structured_outputs_regex=None),
+    *_no_equal("it is the old name of vllm_importance_sampling_clip_max", vllm_importance_sampling_cap=None),
+    *_no_equal("there is no VESPO", vespo_k_pos=2.0, vespo_lambda_neg=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0),
+    *_no_equal("the coefficient is constant; a callback can change it",
+        use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
+        entropy_target=0.2),
+    *_no_equal("an episode has max_turns turns", max_tool_calling_iterations=None),
+    *_no_equal("every completion is in rollouts.jsonl", log_unique_prompts=False, log_completions_hub_repo=None),
+    *_no_equal("clip the value in the reward function", reward_clip_range=None),
+    *_no_equal("the reference of a preference loss stays as it is", ref_model_sync_steps=512, ref_model_mixup_alpha=0.6),
+    *_no_equal("a reward or a metric makes evaluation generate", generate_during_eval=False),
+    *_no_equal("give the teacher as a folder", teacher_model_revision=None),
+    *_no_equal("TRL's alpha is that of AlphaPO, which there is none of; the scale of an adapter is lora_alpha", alpha=0.0),
+    *_no_equal("an adapter is put on modules", lora_target_parameters=None),
+    *_no_equal(f"{_QUANTISED}; lora_rank=16 with dtype=bfloat16 takes the least memory",
+        load_in_4bit=False, load_in_8bit=False, quantization_config=None),
+    *_no_equal("rows are read whole", dataset_streaming=False),
+    *_no_equal("the optimiser is AdamW, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
+        optimizers=(None, None), optimizer_cls_and_kwargs=None),
+    *_no_equal("the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage",
+        compute_loss_func=None),
+    *_no_equal("a figure of held-out prompts is metric=module:function, which has the form of a reward", compute_metrics=None),
+    *_no_equal("psigrad packs the rows, and what is learned of one follows from its columns", data_collator=None),
+    *_no_equal("the model is given as model=", model_init=None),
+    *_no_equal("episodes of several turns have environment= or tools=, and a sampler of your own is sampler=module:Class",
+        rollout_func=None),
+    *_no_equal("it is environment=module:Class with reset(row) and step(text)", environment_factory=None),
+    *_no_equal("an adapter is asked for by lora_rank=16; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
+    *_no_equal("the tokenizer is the model's; psigrad.train takes another one as tokenizer", processing_class=None,
+        tokenizer=None),
+    # what to write instead
+    Entry("reward", why=_REWARDS),
+    Entry("reward_funcs", "trl", means="reward", why=_REWARDS),
+    *_instead(_REWARDS, "reward_model", ""),
+    *_instead(METHOD, "algorithm.adv_estimator", "verl"),
+    *_instead("prompts of a step are prompts_per_step, rows of one are batch_size", "train_batch_size", "openrlhf"),
+    *_instead(_MEMORY, "micro_train_batch_size micro_rollout_batch_size", "openrlhf"),
+    *_instead(_MEMORY,
+        f"{_ACTOR}.ppo_micro_batch_size_per_gpu actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu "
+        f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "verl"),
+    *_instead(_PRECISION, "mixed_precision"),
+    *_instead("vLLM runs in a process of its own beside the trainer, or in the samplers of a cluster (cluster=auto)",
+        "vllm_mode"),
+    *_instead(_COLUMNS, "dataset_prompt_column formatting_func"),
+    *_instead(_COLUMNS, "data.prompt_key", "verl"),
+    *_instead(_FOLDER, "run_name log_folder logging_dir"),
+    *_instead(_FOLDER, "trainer.experiment_name trainer.project_name", "verl"),
+    *_instead(_TRACKERS, "trainer.logger", "verl"),
+    *_instead("the optimiser is AdamW", "optim_args"),
+    *_instead("psigrad.train takes a configuration of TRL; in a file or as flags settings are given one by one", "args"),
+    *_instead("a run goes on from its newest checkpoint; for a fresh one give another output_dir", "overwrite_output_dir"),
+    *_instead("passes over a batch are num_iterations", "n_epochs", "sb3"),
+    *_instead("completions are drawn from the policy as it is; temperature, top_p, top_k and min_p shape it",
+        "repetition_penalty"),
+    *_instead("models are sharded by strategy=fsdp, on processes=2 or more", "deepspeed fsdp fsdp_config accelerate_config"),
+    *_instead("several datasets are dataset=[a.jsonl:0.7, b.jsonl:0.3]", "datasets"),
+    *_instead("environment variables are set in the shell, and those that a reward needs are named by worker_env", "env"),
+    *_instead(_TORCHRUN, "num_machines"),
+    # rl-zoo3 and Stable-Baselines3
+    *_instead("there is no gSDE; the first deviation of real actions is log_std_init", "sde_sample_freq", "sb3"),
+    *_instead("hyperparameters are settings one by one, as learning_rate=1e-3",
+        "hyperparams hyperparameters hyperparameter", "sb3"),
+    *_instead("evaluation is asked for by eval_steps", "eval_freq", "sb3"),
+    *_instead(_CHECKPOINTS, "save_freq", "sb3"),
+    *_instead(_TRACKERS, "track tensorboard_log", "sb3"),
+    *_instead("write net_arch: [64, 64], activation: relu and log_std_init: -2 as settings", "policy_kwargs", "sb3"),
+    *_instead("wrappers are wrappers: [module:Class]", "env_wrapper frame_stack", "sb3"),
+    *_instead("settings are --config FILE, and a run goes on by the same --output-dir", "conf_file trained_agent", "sb3"),
+    *_instead("there is no search for hyperparameters: call psigrad.control from Optuna", "optimize n_trials", "sb3"),
+    *_instead("how copies of an environment are stepped is vectorization=serial, sync or async", "vec_env", "sb3"),
+)
+# fmt: on
+TABLE: Mapping[str, Entry] = MappingProxyType({row.name: row for row in _ROWS})
+assert len(TABLE) == len(_ROWS), "a name stands there twice"
+NOTHING = Entry("")
+"""The row of a name that nobody knows."""

@@ -1,0 +1,377 @@
+"""Settings under any library's names in ours, for flags, YAML, Python, TRL's objects and its scripts alike.
+
+Names that mean the same are taken (`table.py`), batch sizes are computed, parts of TRL's losses put into their place (`trl.py`),
+what changes nothing here is left out, and every other known name is answered with what to write.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psigrad.compat.table import METHOD, NOTHING, TABLE
+from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES, PARTS, REWARDS
+from psigrad.config.nested import Given, names_of, value_below
+from psigrad.config.shortcuts import SHORTCUTS, expand, rank_source, shortcuts_of
+from psigrad.errors import UserError
+from psigrad.importing import with_colon
+
+# Where "epoch" means these counts of steps.
+_BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
+# Values that another setting of the same run may say more exactly: TRL's default of it.
+_ONLY_A_DEFAULT = ("use_peft", "sync_ref_model", "bf16")
+# Computed with others, besides batch sizes and parts of the method.
+_RULES = (
+    "loss_type", "loss_weights", "ddp_timeout", "dataset_config", "custom_reward_function.path", "custom_reward_function.name",
+)  # fmt: skip
+_VLLM = "vllm_importance_sampling_"
+DEFAULT = "TRL's default"
+"""The source of what nobody asked for: where it means nothing it is left out."""
+
+
+@dataclass
+class Translation:
+    """What became of settings in any library's words."""
+
+    settings: list[Given] = field(default_factory=list)
+    """In our names, by their place."""
+    refused: list[tuple[Given, str]] = field(default_factory=list)
+    """What has no equal, and a sentence that says why."""
+    needless: list[Given] = field(default_factory=list)
+    """What changes nothing here."""
+
+    def or_refuse(self) -> list[Given]:
+        """The settings. Raises `UserError` with all that was refused."""
+        if self.refused:
+            raise UserError("\n".join(dict.fromkeys(sentence for _, sentence in self.refused)))
+        return self.settings
+
+
+def our_name(cls: Any, name: str) -> str:
+    """Our dotted name of a setting of class `cls`: "lr" -> "optim.learning_rate"; an unknown one stays as it is."""
+    known = names_of(cls)
+    means = TABLE.get(name, NOTHING).means
+    if means and known.get(name, name) == name and means in {*known.values(), *shortcuts_of(cls)}:
+        return means
+    return known.get(name, name)
+
+
+def our_value(name: str, value: Any) -> Any:
+    """Rewards as TRL's command line names them, its own and functions by their path with dots, in our words; else the value."""
+    if name == "reward_funcs" and isinstance(value, list | tuple):
+        return [our_value(name, one) for one in value]
+    return REWARDS.get(value) or with_colon(value) if name == "reward_funcs" and isinstance(value, str) else value
+
+
+def is_known(name: str) -> bool:
+    """Whether something can be said to a name that is none of ours."""
+    return name in TABLE or name in SHORTCUTS
+
+
+def translate(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> Translation:
+    """What was given, in our names. `values` are settings that rank below `given`.
+
+    Raises `UserError` where batch sizes make no step.
+    """
+    return _Translator(cls, values).translate(given)
+
+
+def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "") -> None:
+    """Raises `UserError` where one setting is given under two names with two values."""
+    first: dict[str, tuple[str, Any]] = {}
+    for name, value in given:
+        mine = our_name(cls, name)
+        other, before = first.setdefault(mine, (name, value))
+        if other != name and repr(before) != repr(value):
+            raise UserError(
+                f"{where}{other} is {reprlib.repr(before)} and {name} is {reprlib.repr(value)}, and both are the setting {mine}; "
+                "give one of them."
+            )
+
+
+def is_refused(name: str, value: Any) -> bool:
+    """Whether a setting of others, or this value of it, has no meaning in any method."""
+    row = TABLE.get(name, NOTHING)
+    if name in SHORTCUTS or value is None or row.rule or row.needless or _meaning(name, value) is not None or value in row.usual:
+        return False
+    if _is_share(name, value) or (name in _BY_EPOCH and value == "epoch"):
+        return False
+    return bool(row.why or (row.values and all(name not in meant for meant in row.values.values())))
+
+
+def refusal(name: str, value: Any, flag: str = "") -> str:
+    """What to write in place of a setting of others, in a sentence; `flag` is the flag as it was typed."""
+    row = TABLE.get(name, NOTHING)
+    why = f": {row.why}." if row.why else "."
+    taken = [repr(one) for one in row.values if one is not False or "no" not in row.values]
+    if taken and not row.usual:
+        taken += ["'epoch'"] if name in _BY_EPOCH else []
+        only = " or ".join(filter(None, (", ".join(taken[:-1]), taken[-1])))
+        return f"{flag or name} is {value!r}, and only {only} is taken{why}"
+    return f"There is no {f'flag {flag}' if flag else f'setting {name!r}'}{why}"
+
+
+def one_value(value: Any) -> Any:
+    """A list of one as that one: a flag's values are a list."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+class _Translator:
+    """One call of `translate`."""
+
+    def __init__(self, cls: Any, values: Mapping[str, Any]) -> None:
+        self.cls, self.values = cls, values
+        self.known = {*names_of(cls).values(), *shortcuts_of(cls)}
+        self.made = Translation()
+        self.taken, self.weak, self.late, self.shares = (list[Given]() for _ in range(4))
+        self.rules: dict[str, Given] = {}
+
+    def translate(self, given: Sequence[Given]) -> Translation:
+        """Each by itself, then those that are computed together, and at last the parts of the method."""
+        for one in given:
+            for part in _open(one):
+                if part.value is not None or not TABLE.get(part.name, NOTHING).means:  # ref_model=None is a default of TRL's
+                    self._sort(Given(our_name(self.cls, part.name), our_value(part.name, part.value), part.source))
+        stated = {one.name for one in self.taken}
+        self.taken += [one for one in self.weak if one.name not in stated and not self._is_in_file(one.name)]
+        for one in self.late:  # "no" beats a number that is given beside it, and what is given above it beats "no"
+            if all(rank_source(other.source) <= rank_source(one.source) for other in self.taken if other.name == one.name):
+                self.taken.append(one)
+        for share in self.shares:
+            self._warm_up(share)
+        self._loss_type()
+        self._join()
+        batches = self._batches()
+        for name in _BY_EPOCH:
+            self._each_epoch(name, batches)
+        self._vllm_correction()
+        settings, lacking = expand(self.cls, self.values, self.taken, PARTS, _is_needless)
+        self.made.refused += lacking
+        self.made.settings = [*settings, *batches]
+        return self.made
+
+    def _sort(self, one: Given) -> None:
+        """Whether one setting is taken, means others, is computed with them, is needless or refused."""
+        row, value = TABLE.get(one.name, NOTHING), one_value(one.value)
+        names_ours = self._has(one.name) and not (one.name == "optim" and isinstance(one.value, str))
+        meaning = None if one.name == "optim" and not isinstance(one.value, str) else _meaning(one.name, value)
+        if value is None and None not in row.values and is_known(one.name) and not names_ours:
+            return  # not set, as TRL's files write it
+        if _is_share(one.name, value) and self._has("optim.warmup_steps"):
+            self.shares.append(one)
+        elif meaning is not None:
+            found = [Given(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
+            place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
+            place.extend(found)
+        elif names_ours:
+            self.taken.append(Given(one.name, value if one.name in SHORTCUTS else one.value, one.source))
+        elif one.name in PARTS and one.name not in _RULES and shortcuts_of(self.cls):
+            self.taken.append(one)
+        elif one.name in _RULES or "prompts_per_step" in row.rule or (one.name in _BY_EPOCH and value == "epoch"):
+            self.rules[one.name] = one
+        elif row.needless or (row.usual and value in row.usual) or (row.rule and one.source == DEFAULT):
+            self.made.needless.append(one)
+        elif row.why or row.values:
+            self._refuse(one)
+        else:
+            self.taken.append(one)  # refused by name where the settings are built
+
+    def _refuse(self, one: Given, sentence: str = "") -> None:
+        self.made.refused.append((one, sentence or refusal(one.name, one_value(one.value))))
+
+    def _has(self, name: str) -> bool:
+        """Whether a setting is ours: by its own name, or as a field of a mapping such as `algorithm`."""
+        first = name.partition(".")[0]
+        inside = first in ("algorithm", "loss") and first != name and not is_known(name)
+        return name in self.known or (inside and first in self.known)
+
+    def _number(self, name: str) -> Any:
+        """What a setting of ours will be."""
+        return next((one.value for one in reversed(self.taken) if one.name == name), value_below(self.cls, self.values, name))
+
+    def _is_in_file(self, name: str) -> bool:
+        first, _, rest = name.partition(".")
+        inner = self.values.get(first)
+        return first in self.values and (not rest or (isinstance(inner, Mapping) and rest in inner))
+
+    def _warm_up(self, one: Given) -> None:
+        """A share of a run in steps, where the steps of the run are known. Steps that are given beat it, as in TRL."""
+        share, steps = one_value(one.value), self._number("run.max_steps")
+        if not share or self._number("optim.warmup_steps") or not isinstance(steps, int):
+            return
+        if steps > 0:
+            self.taken.append(Given("optim.warmup_steps", math.ceil(share * steps), one.source))
+        else:
+            what = f"{one.name.removeprefix('optim.')} is {share:g} of a run that is counted in epochs"
+            self._refuse(one, f"{what}; give warmup_steps in steps, or max_steps.")
+
+    def _each_epoch(self, name: str, batches: Sequence[Given]) -> None:
+        """Once an epoch, in steps: 0 where the run is one epoch, at whose end a run evaluates and saves anyway."""
+        one, setting = self.rules.get(name), _BY_EPOCH[name]
+        if one is None or not self._has(setting):
+            return
+        if not self._number("run.max_steps") and self._number("run.num_train_epochs") == 1:
+            self.taken.append(Given(setting, 0, one.source))
+            return
+        size = "prompts_per_step" if self._has("prompts_per_step") else "batch_size"
+        rows = next((g.value for g in batches if g.name == size), None) or self._number(size) or 1
+        example = f"for 1,000 rows give {setting.partition('.')[2]}={math.ceil(1000 / int(rows))}"
+        self._refuse(one, f"{name} is 'epoch', and psigrad counts in steps: an epoch has rows / {size} of them; {example}.")
+
+    def _join(self) -> None:
+        """TRL's seconds as minutes, a dataset's configuration behind its name, and verl's function behind its file."""
+        if one := self.rules.get("custom_reward_function.path"):
+            name = self.rules.get("custom_reward_function.name", Given("", "compute_score", "")).value
+            self.taken.append(Given("reward", (f"{one.value}:{name}",), one.source))
+        if one := self.rules.get("ddp_timeout"):
+            if isinstance(one.value, int | float) and self._has("placement.timeout_minutes"):
+                self.taken.append(Given("placement.timeout_minutes", one.value / 60, one.source))
+            elif one.source != DEFAULT:
+                self._refuse(one)
+        if one := self.rules.get("dataset_config"):
+            name = self._number("data.dataset")
+            if isinstance(name, str) and name and ":" not in name:
+                self.taken.append(Given("data.dataset", f"{name}:{one_value(one.value)}", one.source))
+            else:
+                self._refuse(one)
+
+    def _vllm_correction(self) -> None:
+        """What corrects vLLM's log-probs needs vLLM, as in TRL."""
+        if not self._has("sampling.sampler") or self._number("sampling.sampler") != "vllm":
+            self.made.needless += [one for one in self.taken if one.name.startswith(_VLLM)]
+            self.taken = [one for one in self.taken if not one.name.startswith(_VLLM)]
+
+    def _loss_type(self) -> None:
+        """TRL's loss_type, as parts of the method that trains; refused where it is another command's."""
+        one, weights = self.rules.get("loss_type"), self.rules.get("loss_weights")
+        several = [str(name) for name in (one.value if isinstance(one.value, list | tuple) else [one.value])] if one else []
+        if weights and "sft" not in several[1:]:
+            self._refuse(weights)
+        if one is None:
+            return
+        spec = self._number("algorithm" if self._has("algorithm") else "loss") if shortcuts_of(self.cls) else ""
+        method = str(spec.get("preset", "dpo") if isinstance(spec, Mapping) else spec)
+        if self._has("prompts_per_step") and method != "online_dpo":
+            self._aggregate(one, several)
+        elif shortcuts_of(self.cls):
+            self._loss(one, several, method)
+        elif not (several == ["nll"] and self._has("max_length") and not self._has("process")):
+            self._refuse(one, f"loss_type is {one_value(one.value)!r}: {METHOD}.")
+
+    def _aggregate(self, one: Given, several: Sequence[str]) -> None:
+        """How the steps' losses are averaged, and with it the surrogate of the last two."""
+        name = several[0] if len(several) == 1 else ""
+        if name not in AGGREGATES:
+            self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join([*AGGREGATES][:-1])} or sapo.")
+            return
+        longest = {"part": "fixed_length", "n": self._number("sampling.max_completion_length")}
+        self.taken.append(Given("aggregate", longest if name == "dr_grpo" else AGGREGATES[name], one.source))
+        self.taken += [Given("loss_type", name, one.source)] if name in ("cispo", "sapo") else []
+
+    def _loss(self, one: Given, several: Sequence[str], method: str) -> None:
+        """A loss on pairs: the method itself, a link of DPO's, or for `dpo`, which TRL's trainer is called, another method."""
+        name, others = several[0], [other for other in several[1:] if other != "sft"]
+        online = "algorithm.loss" if method == "online_dpo" else "loss"
+        if others:
+            self._refuse(one, f"loss_type has {others[0]!r} too: one loss is trained.")
+        if "sft" in several[1:]:
+            weights = self.rules.get("loss_weights")
+            weight = weights.value[several.index("sft")] if weights else 1.0
+            self.taken.append(Given("sft_weight", weight, one.source))
+        if method == "kto":
+            known = name == "kto"
+        elif method == "simpo":  # the CPO trainer: its own loss has no margin
+            known = name in ("simpo", "sigmoid")
+            self.taken += [Given("margin", 0.0, one.source)] if name == "sigmoid" else []
+        else:
+            mine = "dpo" if method == "online_dpo" else method
+            known = mine == LOSSES.get(name) or (mine == "dpo" and name in LOSSES)
+            if name in LINKS and known:
+                self.taken.append(Given(f"{online}.link", name, one.source))
+            elif known and LOSSES[name] != mine:
+                names = [given.name for given in self.taken]
+                after = max((i + 1 for i, given in enumerate(names) if given in ("algorithm", "loss")), default=0)
+                self.taken.insert(after, Given(f"{online}.preset", LOSSES[name], one.source))
+        if not known:
+            what = f"the method is the command: psigrad {LOSSES[name]}; in Python, the first argument" if name in LOSSES else ""
+            self._refuse(one, f"loss_type is {one_value(one.value)!r}: {what or 'expected one of ' + ', '.join(LOSSES)}.")
+
+    def _batches(self) -> list[Given]:
+        """Our batch sizes out of TRL's (of a device, in samples) and verl's (of all devices, in prompts)."""
+        theirs = {name: _whole(one) for name, one in self.rules.items() if "prompts_per_step" in TABLE[name].rule}
+        if not theirs:
+            return []
+        online, size = self._has("prompts_per_step"), next(iter(theirs))
+        ours = "prompts_per_step" if online else "batch_size"
+        if any(one.name == ours for one in self.taken):
+            raise UserError(f"{size} and {ours} both say how large a step is; give one of them.")
+        source = self.rules[size].source
+        verl, mini_batch = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+        if verl in theirs or mini_batch in theirs:
+            rows = theirs.get(verl) or int(self._number(ours))
+            mini = theirs.get(mini_batch, rows)
+            if rows % mini:
+                raise UserError(f"ppo_mini_batch_size {mini} does not divide train_batch_size {rows}; give one that does.")
+            return [Given(ours, rows, source), *([Given("num_minibatches", rows // mini, source)] if online else [])]
+        devices = max(int(self._number("placement.processes")), int(os.environ.get("WORLD_SIZE", 1)))
+        rows, accumulated = theirs.get("per_device_train_batch_size", 8), theirs.get("gradient_accumulation_steps", 1)
+        if not online:
+            return [Given(ours, rows * accumulated * devices, source)]
+        return _generation_batch(theirs, rows * devices, accumulated, int(self._number("num_generations")), source)
+
+
+def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[Given]:
+    """Prompts and minibatches of a step of TRL's online trainers, which count completions."""
+    rounds = theirs.get("steps_per_generation", accumulated)
+    completions = theirs.get("generation_batch_size", at_once * rounds)
+    update = at_once * accumulated
+    sum_of = f"{completions} completions a step"
+    if "generation_batch_size" not in theirs:
+        sum_of = f"{at_once} completions at once × {rounds} = {completions} a step"
+    if completions % group:
+        raise UserError(
+            f"The batch sizes make {sum_of}, which is no multiple of num_generations {group}; change one of them, or give "
+            "prompts_per_step, the prompts of a step over all devices."
+        )
+    if completions % update:
+        raise UserError(
+            f"The batch sizes make {sum_of} and {update} an update; give steps_per_generation as a multiple of "
+            "gradient_accumulation_steps, or prompts_per_step and num_minibatches."
+        )
+    return [Given("prompts_per_step", completions // group, source), Given("num_minibatches", completions // update, source)]
+
+
+def _whole(given: Given) -> int:
+    if isinstance(given.value, bool) or not isinstance(given.value, int) or given.value < 1:
+        raise UserError(f"{given.name} is {given.value!r}; expected a whole number of at least 1.")
+    return given.value
+
+
+def _open(one: Given) -> list[Given]:
+    """What a model is loaded with, one by one."""
+    if one.name not in ("model_init_kwargs", "teacher_model_init_kwargs") or not isinstance(one.value, Mapping):
+        return [one]
+    mine = {"dtype": "reference_dtype", "torch_dtype": "reference_dtype"} if one.name.startswith("teacher") else {}
+    return [Given(mine.get(str(name), str(name)), value, one.source) for name, value in one.value.items()]
+
+
+def _is_needless(one: Given) -> bool:
+    """Whether it asks for nothing where the method lacks the part: a default of TRL's."""
+    return one.source == DEFAULT or one.value in TABLE.get(one.name, NOTHING).usual
+
+
+def _is_share(name: str, value: Any) -> bool:
+    """Whether it is TRL's warm-up as a share of a run: warmup_ratio, and a warmup_steps below 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 <= value <= 1 if name == "warmup_ratio" else name == "optim.warmup_steps" and 0 < value < 1
+
+
+def _meaning(name: str, value: Any) -> Mapping[str, Any] | None:
+    """The settings that a value stands for."""
+    plain = value is None or isinstance(value, str | int | float | bool)
+    return TABLE.get(name, NOTHING).values.get(value) if plain else None

@@ -1,0 +1,142 @@
+"""What the settings of an online run mean together: its algorithm, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from psigrad.config import OnlineConfig
+from psigrad.config.algorithms import resolve_online
+from psigrad.errors import UserError
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.samplers import check_sampling
+from psigrad.language.rollout.types import Sampler
+from psigrad.language.training.online.online_run import is_exact
+from psigrad.objective import PolicyGradient
+from psigrad.objective.explain import label
+from psigrad.objective.parts.aggregate import fixed_length
+from psigrad.objective.parts.correction import truncated_importance
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.runs.journal import Journal
+
+
+def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
+    """The algorithm asked for. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
+    algorithm, spec = resolve_online(config.algorithm), config.algorithm
+    if isinstance(algorithm, OnlinePreference):
+        return algorithm
+    named = isinstance(spec, str) or (isinstance(spec, Mapping) and spec.get("aggregate", "fixed_length") == "fixed_length")
+    if named and isinstance(algorithm.aggregate, fixed_length):
+        return replace(algorithm, aggregate=fixed_length(config.sampling.max_completion_length))
+    return algorithm
+
+
+def correct(
+    algorithm: PolicyGradient | OnlinePreference, config: OnlineConfig, sampler: Sampler, model: LanguageModel, journal: Journal
+) -> PolicyGradient | OnlinePreference:
+    """The algorithm, with truncated importance weights where the sampler's log-probs are not exactly the trainer's and the
+    settings say nothing about the correction slot.
+    """
+    stated = not isinstance(config.algorithm, str | Mapping) or (
+        isinstance(config.algorithm, Mapping) and "correction" in config.algorithm
+    )
+    if not isinstance(algorithm, PolicyGradient) or algorithm.correction is not None:
+        return algorithm
+    if stated and config.lag:
+        raise UserError(
+            f"lag is {config.lag} and the algorithm corrects for nothing, so it would take older weights' completions for its "
+            "own; give algorithm.correction a part such as truncated_importance, or leave it out to get that."
+        )
+    if stated or (is_exact(sampler, model) and not config.lag):
+        return algorithm
+    part = truncated_importance()
+    why = f"Completions are {config.lag} steps old" if config.lag else "The sampler rounds otherwise than the trainer"
+    text = f"{why}; {label(part)} corrects for it, unless algorithm.correction says otherwise."
+    journal.tell("correction", text, correction=label(part))
+    return replace(algorithm, correction=part)
+
+
+def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
+    """Refuse settings that cannot work before anything is loaded."""
+    needs_reward = isinstance(algorithm, OnlinePreference) or algorithm.needs_reward
+    if needs_reward and not (config.reward or config.reward_model or config.environment):
+        raise UserError(
+            "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
+            "--reward-model."
+        )
+    check_sampling(config.sampling)
+    _check_reference(config, algorithm, needs_reward)
+    _check_critic(config, algorithm)
+    if config.num_generations < algorithm.min_group_size:
+        raise UserError(
+            f"num_generations is {config.num_generations} and {algorithm.name or 'the algorithm'} compares completions of one "
+            f"prompt; give at least {algorithm.min_group_size}."
+        )
+    if config.sampling.temperature == 0:
+        raise UserError(
+            "temperature is 0: greedy completions of a prompt are all the same and teach nothing; give a value above 0."
+        )
+    for name in ("prompts_per_step", "num_generations", "num_iterations", "num_minibatches", "micro_batch_tokens"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} is {getattr(config, name)}; it must be at least 1.")
+    if config.num_minibatches > config.prompts_per_step:
+        raise UserError(
+            f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
+            "whole groups, so give at most as many minibatches as prompts_per_step."
+        )
+
+
+def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, needs_reward: bool) -> None:
+    name = algorithm.name or "the algorithm"
+    if config.reference and not (algorithm.needs_reference or config.evaluation.eval_kl):
+        raise UserError(f"The settings name a reference model, but {name} has no KL term; set algorithm.kl, or remove it.")
+    if not needs_reward and not (config.reference or config.teacher_prompt):
+        raise UserError(
+            f"{name} learns from a teacher and none was given; name a model with --reference, or with --teacher-prompt the "
+            "column with what the model itself is told when it is the teacher."
+        )
+    if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
+        raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
+    if config.teacher_prompt and (config.environment or config.tools):
+        raise UserError("teacher_prompt is for single completions and the settings have episodes; remove one of them.")
+    check_following(config, config.model.lora_rank > 0)
+    if config.ref_model_sync_steps and config.reference:
+        raise UserError(
+            "ref_model_sync_steps lets the reference follow the policy, and the settings name another model as reference; "
+            "remove one."
+        )
+    if config.reference_dtype and config.model.lora_rank and not config.reference:
+        raise UserError("reference_dtype is set and with LoRA the reference is the model itself; remove it.")
+
+
+def check_following(config: OnlineConfig, adapter: bool) -> None:
+    """Refuse a reference that follows a policy which trains an adapter."""
+    if config.ref_model_sync_steps and adapter:
+        raise UserError(
+            "ref_model_sync_steps moves the reference's weights, and with LoRA the reference is the model without its adapter; "
+            "train without LoRA (lora_rank 0), or leave the reference as it is."
+        )
+
+
+def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
+    asked = config.critic or config.critic_shared or config.critic_learning_rate or config.critic_warmup_steps
+    if asked and not algorithm.needs_critic:
+        raise UserError(
+            f"The settings configure a critic, but {algorithm.name or 'the algorithm'} has none; remove these settings."
+        )
+    if config.critic_shared and (config.critic or config.critic_learning_rate):
+        raise UserError(
+            "critic_shared puts the critic on the policy's own backbone, so it has no model (critic) or critic_learning_rate of "
+            "its own; take them out or set critic_shared to false."
+        )
+    if config.critic_shared and config.critic_warmup_steps:
+        raise UserError(
+            "critic_warmup_steps lets the critic learn before the policy moves, and with critic_shared the two are one model; "
+            "take one of them out."
+        )
+    adapts = isinstance(algorithm, PolicyGradient) and algorithm.adapts
+    if adapts and config.num_iterations * config.num_minibatches == 1:
+        raise UserError(
+            f"{algorithm.name or 'The algorithm'} adapts its penalty to how far several optimiser steps move the policy, and a "
+            "single one is taken per batch; give num_iterations or num_minibatches above 1."
+        )

@@ -1,0 +1,223 @@
+"""Scoring in processes that can be killed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from psigrad.errors import UserError
+from psigrad.language.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, pick
+from psigrad.language.rewards.resolve import RewardSpec
+from psigrad.language.rewards.reward_worker import Part, decode
+from psigrad.language.rewards.rubric import Rubric
+from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """One function on samples that it is shown together.
+
+    Each function answers for itself, so that the fault of one is known to be its own and changes nothing that another is shown.
+    """
+
+    function: int
+    samples: tuple[int, ...]
+
+
+class RewardPool:
+    """Scores with `workers` processes; a function has `timeout` seconds for a group, and for each sample on its second try.
+
+    A function that raises, hangs, crashes or returns nonsense on a group is tried again sample by sample, so that one bad
+    sample does not take its group along; the other functions have seen the group whole. Results do not depend on the number
+    of workers. `weights` default to 1. Use as a context manager, or `close()`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        *,
+        weights: Sequence[float] = (),
+        timeout: float = 10.0,
+        workers: int = 1,
+        failure_value: float = 0.0,
+        memory_gb: float = 0.0,
+        variables: Sequence[str] = (),
+    ) -> None:
+        self.specs = name_apart(specs)
+        self.weights = check_weights(self.specs, weights)
+        for name, value in (("reward_timeout", timeout), ("reward_workers", workers)):
+            if not value > 0:
+                raise UserError(f"{name} is {value}; it must be above 0.")
+        for spec in self.specs:
+            if isinstance(spec.function, Rubric):
+                spec.function.check()
+        self.failure_value = failure_value
+        try:
+            functions = [(spec.name, pack(spec.function, "reward")) for spec in self.specs]
+        except ShippingError as error:
+            raise RewardError(str(error)) from error
+        self.workers: WorkerPool[RewardCall] = WorkerPool(
+            "psigrad.language.rewards.reward_worker:service",
+            functions,
+            homes([spec.function for spec in self.specs], [packed for _, packed in functions]),
+            lambda call, content: decode(content, len(call.samples)),
+            what="reward functions",
+            error=RewardError,
+            workers=workers,
+            timeout=timeout,
+            memory_gb=memory_gb,
+            variables=variables,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self.workers.close()
+
+    def begin(self) -> PoolScoring:
+        """A scoring that the workers are at work on from its first group on."""
+        if not len(self.workers):
+            raise RewardError("The reward pool is closed; make a new one.")
+        self.workers.give_up()  # of a scoring whose results nobody asked for
+        return PoolScoring(self)
+
+
+class PoolScoring(Scoring):
+    """A `Scoring` by a pool's workers."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+        self._shown: dict[str, list[Any]] = {}
+        self._parts: list[dict[int, Part]] = [{} for _ in pool.specs]
+        self._jobs: deque[list[RewardCall]] = deque()
+        self._count = 0
+
+    def add(self, group: Samples) -> None:
+        """See `Scoring`."""
+        for name, values in group.shown.items():
+            self._shown.setdefault(name, []).extend(values)
+        samples = tuple(range(self._count, self._count + len(group)))
+        self._jobs.append([RewardCall(function, samples) for function in range(len(self._parts))])
+        self._count += len(group)
+        self.poll()
+
+    def poll(self) -> None:
+        """See `Scoring`."""
+        if self._pending():
+            self._advance(wait=False)
+            self._hand_out()
+
+    def results(self) -> list[Result]:
+        """See `Scoring`."""
+        while self._pending():
+            self._advance(wait=True)
+        pool, names = self._pool, [spec.name for spec in self._pool.specs]
+        return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
+
+    def _pending(self) -> bool:
+        return bool(self._jobs) or self._pool.workers.at_work
+
+    def _advance(self, wait: bool) -> None:
+        self._hand_out()
+        for _, call, answer in self._pool.workers.answers(wait):
+            if isinstance(answer, Lost):
+                why = (
+                    f"its process died ({answer.status})" if answer.status else f"time-out after {self._pool.workers.timeout:g} s"
+                )
+                if answer.rest:
+                    self._jobs.appendleft(answer.rest)
+                answer = Unscored(f"{self._pool.specs[call.function].name}: {why}")
+            self._jobs.extendleft(reversed(enter(call, answer, self._parts)))
+
+    def _hand_out(self) -> None:
+        for worker in self._pool.workers.idle() if self._jobs else ():
+            if self._jobs:
+                calls = self._jobs.popleft()
+                functions, shown = [call.function for call in calls], pick(self._shown, calls[0].samples)
+                self._pool.workers.ask(worker, (functions, shown), calls)
+
+
+def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:
+    """Enter a function's answer into `parts` (by function, then by sample).
+
+    Where it is only a reason for all of them: the jobs that ask the function sample by sample.
+    """
+    if isinstance(answer, Unscored) and len(call.samples) > 1:
+        return [[RewardCall(call.function, (sample,))] for sample in call.samples]
+    parts[call.function].update(zip(call.samples, [answer] if isinstance(answer, Unscored) else answer, strict=True))
+    return []
+
+
+def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part], failure_value: float) -> Result:
+    """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
+
+    A sample that no function with a weight applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
+    """
+    for part in given:
+        if isinstance(part, Unscored):
+            return part
+    parts = {name: part if isinstance(part, float) else None for name, part in zip(names, given, strict=True)}
+    for name, part in zip(names, given, strict=True):
+        if isinstance(part, Failure):
+            return Failed(failure_value, f"{name}: {part}", parts)
+    terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
+    if not terms:
+        return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
+    total = sum(terms)
+    if not math.isfinite(total):
+        return Unscored("the weighted sum of its rewards is beyond floating point")
+    return Scored(total, parts)
+
+
+def name_apart(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
+    """The specs under names of their own: the second `exact` is logged as `exact_2`."""
+    if not specs:
+        raise UserError("No reward function was given; name a built-in or module:function.")
+    named: dict[str, RewardSpec] = {}
+    for spec in specs:
+        name, count = spec.name, 1
+        while name in named:
+            count += 1
+            name = f"{spec.name}_{count}"
+        named[name] = RewardSpec(name, spec.function)
+    return list(named.values())
+
+
+def check_weights(specs: Sequence[RewardSpec], weights: Sequence[float]) -> tuple[float, ...]:
+    """One weight per function; 1 each where none were given."""
+    if weights and len(weights) != len(specs):
+        raise UserError(f"There are {len(weights)} reward_weights for {len(specs)} reward functions; give one for each, or none.")
+    if not all(math.isfinite(weight) for weight in weights):
+        raise UserError(f"reward_weights are {list(weights)}; each must be a finite number.")
+    return tuple(weights) or (1.0,) * len(specs)
+
+
+def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
+    """Stop a run whose rewards do not work. `reasons` has one entry per completion: why it is unscored, or None."""
+    unscored = sum(reason is not None for reason in reasons)
+    if not unscored or unscored / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
+        return
+    raise RewardError(
+        f"{explain_unscored(reasons, f', above max_unscored {limit:g}')} Fix the reward function or raise the limit."
+    )
+
+
+def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:
+    """How many of the completions are unscored, and the reason that most of these have; `reasons` as in `check_unscored`."""
+    counts: dict[str, list[int]] = {}
+    for i, reason in enumerate(reasons):
+        if reason is not None:
+            counts.setdefault(reason, []).append(i)
+    reason, samples = max(counts.items(), key=lambda item: len(item[1]))
+    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
+    unscored = sum(map(len, counts.values()))
+    most = f"most often ({len(samples)}, samples {shown}): {reason}."
+    return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"

@@ -1,0 +1,385 @@
+"""What a step trains on: completions of its prompts with their rewards, drawn now or, with a lag, by weights of some steps ago.
+
+`next_collection` says which collection a step gets, `collect` makes one, `rollout` samples and scores (an evaluation's too). The
+ledger says what became of each prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from psigrad import seeds
+from psigrad.errors import UserError
+from psigrad.language.data.batches import order
+from psigrad.language.data.templates import completion_for_reward, decode
+from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
+from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
+from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
+from psigrad.language.training.learners import State
+from psigrad.language.training.online.online_run import Online
+from psigrad.objective import PolicyGradient
+from psigrad.processes.parallel.world import ALONE, World
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+ISSUED, TRAINED, PENDING = "issued", "trained", "pending"
+UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "dropped: before there was a ledger"
+LENGTH_PENALTY = "soft_overlong"
+
+
+def next_collection(
+    run: Online, state: State, phase: Phase, cache: ActivationCache | None
+) -> tuple[Collected, tuple[Pending, ...]]:
+    """The collection that step `state.step` trains on, and those that later ones will.
+
+    With `lag` k the completions of step s (from 0) are drawn by the weights after step max(0, s - k), all of them, however long
+    any takes: so the staleness is k exactly, no short completion comes before its turn, and a run can be repeated bitwise. The
+    collection of step s + k is begun now; `run.collector` works on it while the steps in between train.
+    """
+    pending = list(state.pending)
+    wanted = min(run.config.lag + 1, run.total_steps - state.step)
+    sampled = replace(run, sampler=run.sampler.snapshot()) if len(pending) < wanted else run
+    central = run.sampler.central
+    while len(pending) < wanted:
+        last = pending[-1] if pending else None
+        if central and run.world.rank:
+            pending.append(ELSEWHERE)
+        elif run.collector is None:
+            pending.append(_collect_after(sampled, last, state, phase, cache, ALONE if central else run.world))
+        else:
+            pending.append(run.collector.submit(_collect_after, sampled, last, state, _untimed, None, ALONE))
+    if not central:
+        return pending[0].result(), tuple(pending[1:])
+    with phase("time/wait"):
+        return run.world.broadcast(pending[0].result()), tuple(pending[1:])
+
+
+def _untimed(name: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def _collect_after(
+    run: Online, last: Pending | None, state: State, phase: Phase, cache: ActivationCache | None, world: World
+) -> Collected:
+    """The collection that begins where the one before it ended."""
+    cursor = state.cursor if last is None else last.result().cursor
+    return collect(run, cursor, state.step, phase, cache, world)
+
+
+def collect(
+    run: Online, cursor: int, version: int, phase: Phase, cache: ActivationCache | None = None, world: World = ALONE
+) -> Collected:
+    """Completions of `prompts_per_step` prompts from the place `cursor` on, scored. With dynamic sampling, groups without signal
+    are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
+    """
+    config = run.config
+    trajectories: list[Trajectory] = []
+    groups: list[list[Trajectory]] = []
+    entries: Counter[str] = Counter()
+    refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
+    for _ in range(1 + (config.max_refills if refills else 0)):
+        wanted = pick_prompts(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
+        fresh = rollout(
+            run.sampler,
+            run.scorer,
+            wanted,
+            run.params,
+            num_generations=config.num_generations,
+            seed_of=partial(seed_at, config.run.seed, cursor),
+            model=run.model,
+            version=version,
+            episodes=run.episodes,
+            missing_eos_penalty=config.missing_eos_penalty,
+            cache=cache,
+            phase=phase,
+            world=world,
+        )
+        cursor += len(wanted)
+        trajectories += fresh
+        check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
+        found = list(scored_groups(fresh, config.num_generations, run.algorithm.min_group_size))
+        useful = [g for g in found if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
+        groups += useful
+        entries += Counter(
+            {
+                ISSUED: len(wanted),
+                TRAINED: len(useful),
+                UNSCORED: len(wanted) - len(found),
+                NO_SIGNAL: len(found) - len(useful),
+            }
+        )
+        if len(groups) == config.prompts_per_step:
+            break
+    return Collected(trajectories, groups, cursor, dict(entries))
+
+
+def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
+    """The seed of completion k of a step's i-th prompt, whose place in the endless sequence of prompts names the step too."""
+    return seeds.derive(seed, "sample", cursor + i, k)
+
+
+def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
+    """Groups of consecutive completions without their unscored members; a group left with fewer than `smallest` is dropped."""
+    for start in range(0, len(trajectories), group_size):
+        group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
+        if len(group) >= smallest:
+            yield group
+
+
+def metric_of(trajectory: Trajectory, name: str = "") -> float:
+    """What dynamic sampling compares within a group: what the reward function `name` gave, or without a name the rewards of all
+    functions but the penalty on length. Raises `UserError` where no function has that name.
+    """
+    reward = trajectory.reward or 0.0
+    if trajectory.status != "scored":
+        return reward
+    if name:
+        if name not in trajectory.parts:
+            raise UserError(
+                f"filter_metric is {name!r}, and no reward function has this name; expected one of {', '.join(trajectory.parts)}."
+            )
+        return float(trajectory.parts[name] or 0.0)
+    if LENGTH_PENALTY not in trajectory.parts:
+        return reward
+    return math.fsum(float(part or 0.0) for other, part in trajectory.parts.items() if other != LENGTH_PENALTY)
+
+
+def rollout(
+    sampler: Sampler,
+    scorer: Scorer | None,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    num_generations: int,
+    seed_of: Callable[[int, int], int],
+    model: LanguageModel,
+    version: int,
+    episodes: Episodes | None = None,
+    missing_eos_penalty: float = 0.0,
+    cache: ActivationCache | None = None,
+    phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+    world: World = ALONE,
+) -> list[Trajectory]:
+    """`num_generations` completions of each prompt, or episodes from it, with their rewards; `seed_of(i, k)` seeds the k-th of
+    the i-th prompt.
+
+    A group goes to the scorer as soon as its last completion has ended, while others are still being written. `cache` is for what
+    sampling computes. `phase` times "time/sample" and "time/score", the wait for what is not scored by then. Each process of the
+    world does its share of the prompts, and all of them get the whole.
+    """
+    if world is not ALONE:
+        alone: Any = partial(
+            rollout,
+            sampler,
+            scorer,
+            params=params,
+            num_generations=num_generations,
+            model=model,
+            version=version,
+            episodes=episodes,
+            missing_eos_penalty=missing_eos_penalty,
+            cache=cache,
+            phase=phase,
+        )
+        return _rollout_together(alone, sampler.central, prompts, num_generations, seed_of, phase, world)
+    if not prompts:
+        return []
+    rewards = _Rewards(scorer, {p.index: p.row for p in prompts})
+    with phase("time/sample"):
+        if episodes is None:
+            trajectories = _sample(sampler, prompts, params, num_generations, seed_of, model, version, cache, rewards)
+        else:
+            trajectories = play(
+                episodes,
+                sampler,
+                [(p.index, p.ids, p.row) for p in prompts],
+                params,
+                num_generations=num_generations,
+                seed_of=seed_of,
+                tokenizer=model.tokenizer,
+                version=version,
+                max_length=model.max_length,
+            )
+            rewards.add_all(trajectories)
+    with phase("time/score"):
+        return rewards.give_to(trajectories, missing_eos_penalty)
+
+
+def _sample(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    num_generations: int,
+    seed_of: Callable[[int, int], int],
+    model: LanguageModel,
+    version: int,
+    cache: ActivationCache | None,
+    rewards: _Rewards,
+) -> list[Trajectory]:
+    """Completions of one turn each; `rewards` gets each group when its last one has ended."""
+    requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
+    groups: dict[int, list[Trajectory]] = {}
+    for completed in sampler.steps(requests, params, cache):
+        for place, completions in completed:
+            prompt, texts = prompts[place], [decode(model.tokenizer, c.ids) for c in completions]
+            groups[place] = [
+                Trajectory(prompt.index, k, prompt.ids, c, version, text=text, teacher_prompt_ids=prompt.teacher_ids)
+                for k, (c, text) in enumerate(zip(completions, texts, strict=True))
+            ]
+            rewards.add(groups[place])
+        rewards.poll()
+    return [t for place in range(len(requests)) for t in groups[place]]
+
+
+def _rollout_together(
+    alone: Callable[..., list[Trajectory]],
+    central: bool,
+    prompts: Sequence[Prompt],
+    size: int,
+    seed_of: Callable[[int, int], int],
+    phase: Callable[[str], AbstractContextManager[Any]],
+    world: World,
+) -> list[Trajectory]:
+    """`rollout`, of which each process does its share, or rank 0 all."""
+    own = list(range(len(prompts))) if central else list(range(world.rank, len(prompts), world.size))
+    if central and world.rank:
+        own = []
+    found = alone([prompts[i] for i in own], seed_of=lambda i, k: seed_of(own[i], k))
+    with phase("time/gather"):
+        if central:
+            return world.broadcast(found)
+        each = world.all_gather([found[i : i + size] for i in range(0, len(found), size)])
+    return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
+
+
+def score(scorer: Scorer | None, trajectories: list[Trajectory], rows: Mapping[int, Any]) -> list[Trajectory]:
+    """The trajectories with their rewards; `rows[index]` is the dataset row, whose columns the rewards receive."""
+    rewards = _Rewards(scorer, {t.row: rows[t.row] for t in trajectories})
+    rewards.add_all(trajectories)
+    return rewards.give_to(trajectories)
+
+
+class _Rewards:
+    """Trajectories on their way to their rewards; the columns of all `rows`, by index, are shown for each of them.
+
+    Rewards of the environment and of steps are added to the scorer's; without a scorer they are all there is.
+    """
+
+    def __init__(self, scorer: Scorer | None, rows: Mapping[int, Any]) -> None:
+        self._scoring, self._rows = None if scorer is None else scorer.begin(), rows
+        self._names = sorted({name for row in rows.values() for name in row.columns})
+        self._places: dict[int, int] = {}
+
+    def add_all(self, trajectories: list[Trajectory]) -> None:
+        """Group by group; a row may be drawn twice in a step: its two groups are not one."""
+        starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
+        for start, end in itertools.pairwise([*starts, len(trajectories)]):
+            self.add(trajectories[start:end])
+
+    def add(self, group: list[Trajectory]) -> None:
+        """An episode is shown whole: as its messages, or as its text where the prompt is plain."""
+        self._places |= {id(t): len(self._places) + i for i, t in enumerate(group)}
+        if self._scoring is None:
+            return
+        sources = [self._rows[t.row] for t in group]
+        samples = Samples(
+            prompts=[row.prompt for row in sources],
+            completions=[list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)],
+            completion_ids=[list(t.completion.ids) for t in group],
+            columns={name: [row.columns.get(name) for row in sources] for name in self._names},
+            prompt_ids=[t.prompt_ids for t in group],
+        )
+        self._scoring.add(samples)
+
+    def poll(self) -> None:
+        """Let the scorer go on."""
+        if self._scoring is not None:
+            self._scoring.poll()
+
+    def give_to(self, trajectories: list[Trajectory], missing_eos_penalty: float = 0.0) -> list[Trajectory]:
+        """The same trajectories with their rewards. `missing_eos_penalty` is taken from the reward of completions that the
+        length limit cut.
+        """
+        results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
+        scored = [_add_reward(t, results[self._places[id(t)]]) for t in trajectories]
+        return [_penalise_cut(t, missing_eos_penalty) for t in scored] if missing_eos_penalty else scored
+
+
+def _penalise_cut(trajectory: Trajectory, penalty: float) -> Trajectory:
+    """A cut completion with `penalty` taken from its reward, and the others as they are."""
+    if trajectory.reward is None or trajectory.completion.finish_reason != "length":
+        return trajectory
+    parts = {**trajectory.parts, "missing_eos": -penalty}
+    return replace(trajectory, reward=trajectory.reward - penalty, parts=parts)
+
+
+def _add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
+    """The trajectory with its reward: the scorer's value and what was earned on the way."""
+    if trajectory.reason:  # the environment broke
+        return replace(trajectory, status="unscored")
+    if isinstance(result, Unscored):
+        return replace(trajectory, status="unscored", reason=result.reason)
+    steps = (*trajectory.step_rewards, *getattr(result, "steps", ()))
+    parts = dict(result.parts)
+    if trajectory.step_rewards:
+        parts["environment"] = returns(trajectory)
+    total = float(result.value) + math.fsum(reward for _, reward in steps)
+    failed = isinstance(result, Failed)
+    return replace(
+        trajectory,
+        reward=total,
+        status="failed" if failed else "scored",
+        reason=result.reason if isinstance(result, Failed) else "",
+        parts=parts,
+        step_rewards=steps,
+    )
+
+
+def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:
+    """Places `cursor` … `cursor + count` of the endless sequence of shuffled epochs: a pure function of its arguments."""
+    n, places, picked = len(prompts), {}, []
+    for place in range(cursor, cursor + count):
+        epoch, offset = divmod(place, n)
+        if epoch not in places:
+            places[epoch] = order(n, seed, epoch)
+        picked.append(prompts[places[epoch][offset]])
+    return picked
+
+
+def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
+    """The ledger to go on with. Of `cursor` prompts that were issued before there was one, nothing is known."""
+    if ledger or not cursor:
+        return dict(ledger)
+    return {ISSUED: cursor, EARLIER: cursor}
+
+
+def enter(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
+    """The ledger with one step's prompts added to each entry; entries of 0 are left out."""
+    total = Counter(ledger)
+    total.update(entries)
+    return {name: count for name, count in total.items() if count}
+
+
+def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
+    """The ledger, which stood at `cursor` prompts, after a collection; it balances."""
+    entries = enter(open_ledger(ledger, cursor), collected.entries)
+    check_balance(entries, collected.cursor)
+    return entries
+
+
+def check_balance(ledger: Mapping[str, int], cursor: int) -> None:
+    """Every prompt that was issued has been trained on, dropped for a reason, or is pending.
+
+    Raises `RuntimeError` where that is not so: a prompt was lost or counted twice, which is a fault of ours.
+    """
+    issued, rest = ledger.get(ISSUED, 0), sum(count for name, count in ledger.items() if name != ISSUED)
+    if not issued == rest == cursor:
+        raise RuntimeError(f"The ledger of prompts does not balance: {cursor} were drawn, {dict(ledger)}; please report this.")

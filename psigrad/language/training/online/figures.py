@@ -1,0 +1,258 @@
+"""What a step says of itself: figures of its collection and of its update, under TRL's names, and its rows of rollouts.jsonl.
+
+Nothing is computed from any of it, but that a run stops where sampler and trainer disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.rollout.types import Collected, Completion, Prompt, Trajectory
+from psigrad.objective import Batch, Loss, PolicyOutputs, Prepared
+from psigrad.processes.parallel.world import ALONE, World, sum_figures
+from psigrad.records.rows import rollout_row
+
+DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of training on a collection: its metrics, the algorithm's new state, the advantage of each row (mean over its
+    tokens), and what the first rows looked like token by token.
+    """
+
+    metrics: Mapping[str, Any]
+    algorithm: dict[str, float]
+    advantages: list[float] = field(default_factory=list)
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Tally:
+    """Sums the terms of micro-batches within an optimiser step and averages them over the steps."""
+
+    def __init__(self, compares: bool = False, world: World = ALONE) -> None:
+        self.world, self.compares = world, compares
+        """Whether the first optimiser step's log-probs, which are the trainer's, are held against the sampler's."""
+        self.steps = 0
+        self.norms: list[list[float]] = []
+        self.metrics: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self._now: dict[str, float] = {}
+        self._gap_sum, self._gap_max, self._gap_count = 0.0, 0.0, 0
+
+    @property
+    def mean_gap(self) -> float:
+        """Mean absolute difference of the log-probs compared, in nats."""
+        return self._gap_sum / max(1, self._gap_count)
+
+    def add(self, loss: Loss) -> Tensor:
+        """Count a micro-batch's share of the loss and its terms; the share, for the backward pass."""
+        for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
+            self._now[name] = self._now.get(name, 0.0) + float(term)
+        return loss.value
+
+    def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
+        """`add` of what `share` computes; with weight 0 a loss of 0 that counts nowhere."""
+        loss = share()
+        return self.add(loss) if weight else 0.0 * loss.value
+
+    def compare(self, logp: Tensor, batch: Batch) -> None:
+        """Hold the trainer's log-probs [n, T] against the sampler's in `batch`."""
+        difference = (logp - batch.logp_old).abs()[batch.mask]
+        self._gap_sum += float(difference.sum())
+        self._gap_max = max(self._gap_max, float(difference.max()))
+        self._gap_count += difference.numel()
+
+    def end_step(self, norms: list[float] | None) -> None:
+        """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
+        self.last, self._now = sum_figures(self.world, self._now), {}
+        for name, value in self.last.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        if norms is not None:
+            self.norms.append(norms)
+
+    def gather(self) -> Tally:
+        """This tally after the processes have put together what each compared."""
+        each = self.world.all_gather((self._gap_sum, self._gap_max, self._gap_count))
+        sums, largest, counts = zip(*each, strict=True)
+        self._gap_sum, self._gap_max, self._gap_count = math.fsum(sums), max(largest), sum(counts)
+        return self
+
+    def check_gap(self, step: int, bound: float) -> None:
+        """Stop where the completions cannot have come from the policy that is trained."""
+        if not self.mean_gap <= bound:
+            raise UserError(
+                f"At step {step} sampler and trainer disagree by {self.mean_gap:.2g} in mean log-probability, above the bound "
+                f"{bound:.2g}: the completions did not come from the policy that is trained. Look at the sampler, or raise "
+                "max_logp_difference."
+            )
+
+    def result(self) -> dict[str, Any]:
+        """The figures, under TRL's names."""
+        figures: dict[str, Any] = {name: value / self.steps for name, value in self.metrics.items()}
+        figures["updates"] = len(self.norms)
+        for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):
+            figures[name] = math.fsum(norms) / len(norms)
+        if self._gap_count:
+            figures["sampling/sampling_logp_difference/mean"] = self.mean_gap
+            figures["sampling/sampling_logp_difference/max"] = self._gap_max
+        return figures
+
+
+def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
+    """Rewards, lengths and an entropy estimate over all completions of a step, those that are not trained on included.
+
+    `entropy` is the mean of -log pi(a) over sampled tokens: an unbiased estimate of the policy's entropy that costs nothing.
+    """
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    groups = [
+        [t.reward for t in trajectories[i : i + group_size] if t.reward is not None]
+        for i in range(0, len(trajectories), group_size)
+    ]
+    groups = [group for group in groups if group]
+    lengths = [t.chosen for t in trajectories]
+    ended = [t.chosen for t in trajectories if t.completion.finish_reason == "stop"]
+    surprise = [-lp for t in trajectories for lp in t.completion.logprobs]  # 0 on tokens that the policy did not choose
+    figures: dict[str, Any] = {}
+    if rewards:
+        figures["reward"] = math.fsum(rewards) / len(rewards)
+        figures["reward_std"] = math.fsum(map(_stdev, groups)) / len(groups)
+        figures["frac_reward_zero_std"] = sum(len(set(g)) == 1 for g in groups) / len(groups)
+    for name in sorted({name for t in trajectories for name in t.parts}):
+        values = [float(t.parts[name]) for t in trajectories if t.parts.get(name) is not None]
+        if values:
+            figures[f"rewards/{name}/mean"] = math.fsum(values) / len(values)
+            figures[f"rewards/{name}/std"] = _stdev(values)
+    figures |= {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        "entropy": math.fsum(surprise) / max(1, sum(lengths)),
+        "samples": len(trajectories),
+        "failed": sum(t.status == "failed" for t in trajectories),
+        "unscored": sum(t.status == "unscored" for t in trajectories),
+    }
+    if any(t.mask for t in trajectories):
+        figures["turns/mean"] = sum(t.turns for t in trajectories) / len(trajectories)
+    if ended:
+        figures["completions/mean_terminated_length"] = sum(ended) / len(ended)
+    return figures
+
+
+def _stdev(values: Sequence[float]) -> float:
+    """The sample standard deviation, 0 of a single value. Python's own computes with fractions, fifty times as long."""
+    if len(values) < 2:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+
+def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
+    """How many steps ago, in the mean, the weights that drew the completions were those of the trainer. Raises `RuntimeError`
+    where that is not the lag: older weights have then been sampled from, which is a fault of ours.
+    """
+    if not lag or not trajectories:
+        return {}
+    versions = {t.version for t in trajectories}
+    if versions != {max(0, step - lag)}:
+        raise RuntimeError(
+            f"Step {step + 1} with lag {lag} was given completions of the versions {versions}; please report this."
+        )
+    return {"sampling/staleness": float(step - max(0, step - lag))}
+
+
+class TokenFigures:
+    """Log-probs and entropies of the last forward pass over each of the first `rows` rows of a batch.
+
+    [rows, T], NaN where no pass was made.
+    """
+
+    def __init__(self, rows: int, prepared: Prepared) -> None:
+        self.prepared, self.count = prepared, min(rows, prepared.batch.mask.shape[0])
+        shape = (self.count, prepared.batch.mask.shape[1])
+        self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
+
+    def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
+        """Keep what a pass over these rows of the batch found."""
+        wanted = rows.cpu() < self.count
+        if not bool(wanted.any()):
+            return
+        picked = rows.cpu()[wanted]
+        self.logp[picked] = evaluation.logp.detach().float().cpu()[wanted]
+        if evaluation.entropy is not None:
+            self.entropy[picked] = evaluation.entropy.detach().float().cpu()[wanted]
+
+    def gather(self, world: World) -> TokenFigures:
+        """These figures with those that other processes have seen."""
+        for logp, entropy in world.all_gather((self.logp, self.entropy)):
+            self.logp = torch.where(logp.isnan(), self.logp, logp)
+            self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
+        return self
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Columns of rollouts.jsonl for every row of the batch: `kept` False where a filter left it out, and for the first rows
+        what is known of each token up to the last that the policy chose, 0 for those that it did not choose.
+
+        `trained_logprobs` under the policy of the last pass over the row, before its step; `ref_logprobs` under the reference;
+        `entropy` exact, in nats; `advantages` where they differ between tokens.
+        """
+        rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
+        batch, advantage = self.prepared.batch, self.prepared.advantage
+        chosen = batch.mask[: self.count].cpu().numpy()
+        columns = {
+            "trained_logprobs": self.logp,
+            "ref_logprobs": batch.logp_ref,
+            "entropy": self.entropy,
+            "advantages": advantage,
+        }
+        tables = {name: x[: self.count].detach().double().cpu().numpy() for name, x in columns.items() if x is not None}
+        for n, mask in enumerate(chosen):
+            length = int(mask.nonzero()[0].max(initial=-1)) + 1
+            for name, table in tables.items():
+                values = table[n][mask]
+                alike = name == "advantages" and not (values != values[:1]).any()
+                if length and not alike and not np.isnan(values).any():
+                    rows[n][name] = round_all(np.where(mask, table[n], 0.0)[:length].tolist())
+        return rows
+
+
+def rollout_rows(
+    prompts: Sequence[Prompt], collected: Collected, outcome: Outcome, step: int, record_tokens: int
+) -> list[dict[str, Any]]:
+    """A row of rollouts.jsonl for every completion of the step: those that were trained on with their advantage, and the first
+    `record_tokens` groups token by token.
+    """
+    rows: dict[int, Any] = {p.index: p.row for p in prompts}
+    used = [t for group in collected.groups for t in group]
+    advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
+    shown = {id(t) for group in collected.groups[:record_tokens] for t in group}
+    tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
+    return [
+        {
+            **rollout_row(t, step, "train", rows[t.row].prompt, advantage.get(id(t))),
+            **(log_probs_of(t.completion) if id(t) in shown else {}),
+            **tokens.get(id(t), {}),
+        }
+        for t in collected.trajectories
+    ]
+
+
+def log_probs_of(completion: Completion) -> dict[str, list[float]]:
+    """`logprobs` under the policy that sampled; `sampling_logprobs` where top-k and the like made another distribution of it."""
+    same = completion.logprobs == completion.sampling_logprobs
+    sampling = {} if same else {"sampling_logprobs": round_all(completion.sampling_logprobs)}
+    return {"logprobs": round_all(completion.logprobs), **sampling}
+
+
+def round_all(values: Sequence[float]) -> list[float]:
+    """What people read of figures per token."""
+    return [round(float(value), DIGITS) for value in values]
