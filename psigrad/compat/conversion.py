@@ -16,7 +16,6 @@ from psigrad.config.methods import declaration, other_methods
 from psigrad.config.nested import Given, names_of, put, value_below
 from psigrad.errors import UserError, kind_of
 
-_ANYWHERE = "trainer_output"
 # What TRL computes from other fields, where nobody gave them.
 _DERIVED = ("generation_batch_size", "steps_per_generation")
 
@@ -79,15 +78,12 @@ def convert_object(args: Any) -> Conversion:
         raise UserError(
             f"args is {kind_of(args)}; expected a configuration of TRL, such as {', '.join(METHODS)}, or settings by name."
         )
-    machine = {option: getattr(args, option) for option in ("output_dir", "use_cpu", "bf16", "fp16")}
-    fresh = type(args)(**machine)  # the same machine: a GPU's defaults are not a CPU's
+    fresh = type(args)(use_cpu=args.use_cpu, bf16=args.bf16, fp16=args.fp16)  # a GPU's defaults are not a CPU's
     values: dict[str, Any] = {"bf16": bool(args.bf16), "use_cpu": args.use_cpu}
     for option, default in {**DEFAULTS[name], **{f.name: getattr(fresh, f.name) for f in fields(fresh)}}.items():
         value, usual = (one.value if isinstance(one, enum.Enum) else one for one in (getattr(args, option, default), default))
         if value != usual and (is_known(option) or option in names_of(METHODS[name][1])):
             values[option] = value
-    if args.output_dir and args.output_dir != _ANYWHERE:
-        values["output_dir"] = args.output_dir
     if getattr(args, "steps_per_generation", None) == args.gradient_accumulation_steps:
         values = {option: value for option, value in values.items() if option not in _DERIVED}
     made = convert(TrlScript(name, values))

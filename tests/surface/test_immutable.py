@@ -17,7 +17,7 @@ from psigrad.tabular.sweeps import Sweep
 ROOT = Path(__file__).parents[2] / "psigrad"
 # models that are trained or attended by flex, and what one owner keeps the books with
 CHANGING = {
-    *("Pretrained", "LanguageModel", "ScalarModel", "Subject", "Memory", "_Standing", "_Seat", "_Episode", "_Worker"),
+    *("Pretrained", "LanguageModel", "ScalarModel", "Subject", "Memory", "_Standing", "_Place", "_Episode", "_Worker"),
     *("_TargetLists", "GuessNumber", "Calculator", "TextGrid"),
     *(
         "Callbacks",
@@ -25,7 +25,7 @@ CHANGING = {
         "Conversion",
         "Engine",
         "GivenModel",
-        "Home",
+        "Affinity",
         "InFile",
         "Nothing",
         "Readback",

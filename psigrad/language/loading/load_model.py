@@ -64,14 +64,10 @@ def _load_language_model(
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
             str(checkpoint) if checkpoint is not None and lora is None else locate(settings if before is None else before.base),
-            dtype=settings.dtype,
-            device=machine.device(run),
             lora=lora,
             adapter=(checkpoint or (before.folder if before is not None else None)) if lora is not None else None,
             tokenizer=tokenizer or (before.tokenizer if before is not None else ""),
-            gradient_checkpointing=settings.gradient_checkpointing,
-            trust_remote_code=settings.trust_remote_code,
-            for_shards=world.lockstep,
+            **_options(settings, run, world),
         )
     model.continued = before is not None
     return model
@@ -97,6 +93,17 @@ def _prepare_given(
         )
     given.made = made
     return made
+
+
+def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
+    """What every loader of a model that may learn is told by the settings."""
+    return {
+        "dtype": settings.dtype,
+        "device": machine.device(run),
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "trust_remote_code": settings.trust_remote_code,
+        "for_shards": world.lockstep,
+    }
 
 
 def _check_shards(lora: Lora | None, world: World) -> None:
@@ -154,15 +161,11 @@ def _load_scalar_model(
         torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
         return scalar_model.load(
             str(checkpoint) if whole else locate(settings),
-            dtype=settings.dtype,
-            device=machine.device(run),
             lora=lora,
             adapter=checkpoint if lora is not None else None,
-            gradient_checkpointing=settings.gradient_checkpointing,
             fresh_head="refuse" if whole else "random",
             tokenizer=tokenizer,
-            trust_remote_code=settings.trust_remote_code,
-            for_shards=world.lockstep,
+            **_options(settings, run, world),
         )
 
 
@@ -196,7 +199,9 @@ def load_reference(
     return other
 
 
-def load_own_reference(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World = ALONE) -> LanguageModel:
+def load_own_reference(
+    config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
+) -> LanguageModel:
     """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
     adapter, else a copy that never learns.
     """
@@ -205,29 +210,30 @@ def load_own_reference(config: OnlineConfig, model: LanguageModel, found: Path |
         return load_reference(config.reference, model, config, dtype, world)
     if model.is_own_reference:
         return model
-    if found is None and dtype == config.model.dtype and not world.lockstep:
+    if checkpoint is None and dtype == config.model.dtype and not world.lockstep:
         return model.frozen_copy()
-    saved = found / "reference" if found is not None and config.ref_model_sync_steps else None
-    loaded = load_model(replace(config.model, dtype=dtype), config.run, saved, world)
+    saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
+    return load_frozen(replace(config.model, dtype=dtype), config.run, saved, world)
+
+
+def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World) -> LanguageModel:
+    """As `load_model`, one that never learns."""
+    model = load_model(settings, run, checkpoint, world)
     if not world.lockstep:
-        return loaded.frozen_copy()
-    loaded.network.requires_grad_(False)
-    return loaded
+        return model.frozen_copy()
+    model.network.requires_grad_(False)
+    return model
 
 
-def load_critic(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World = ALONE) -> ScalarModel:
+def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
-    place = found / "critic" if found is not None else None
+    place = checkpoint / "critic" if checkpoint is not None else None
     in_shards = place is not None and shards.written_in(place)
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     made = scalar_model.load(
         str(place) if place is not None and not in_shards else locate(start),
-        dtype=config.model.dtype,
-        device=machine.device(config.run),
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        fresh_head="zero" if found is None or in_shards else "refuse",
-        trust_remote_code=config.model.trust_remote_code,
-        for_shards=world.lockstep,
+        fresh_head="zero" if checkpoint is None or in_shards else "refuse",
+        **_options(config.model, config.run, world),
     )
     set_attention(config.model, made)
     if not made.per_token:

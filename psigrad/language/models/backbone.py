@@ -160,20 +160,18 @@ class Pretrained(ABC):
         if isinstance(self.network, WeightsOnly) and lora is None:
             self.decoder = Decoder(self.network, gradient_checkpointing)
         else:
-            self._prepare(self.as_transformers(), task, lora, adapter, gradient_checkpointing)
+            hf = self.as_transformers()
+            switch_dropout_off(hf)
+            if not self.why_padded:
+                self.why_padded = choose_attention(hf, self._probe)
+            if lora is not None:
+                self.adapter = with_lora(hf, lora, adapter, task)
+            if gradient_checkpointing:
+                recompute_activations(hf)
+            if not self.why_padded:
+                self.decoder, self.why_unfused = fuse(self, gradient_checkpointing)
         self.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
         return self
-
-    def _prepare(self, hf: PreTrainedModel, task: str, lora: Lora | None, adapter: Path | None, recompute: bool) -> None:
-        switch_dropout_off(hf)
-        if not self.why_padded:
-            self.why_padded = choose_attention(hf, self._probe)
-        if lora is not None:
-            self.adapter = with_lora(hf, lora, adapter, task)
-        if recompute:
-            recompute_activations(hf)
-        if not self.why_padded:
-            self.decoder, self.why_unfused = fuse(self, recompute)
 
     def attend_by_flex(self) -> None:
         """Attend by FlexAttention where the model is packed, from now on. Raises `UserError` where it does not run, or does not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.pinned import pinned
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.learners import Learner, State, begin
 from psigrad.language.training.memory_check import check_offline
 from psigrad.language.training.offline import offline
@@ -43,14 +44,14 @@ def train_on_rows(
     task: Task,
     held_out: Task | None,
     generated: Generated | None = None,
-    functions: Sequence[Callable[..., Any]] = (),
+    judges: Sequence[RewardSetup | None] = (),
 ) -> Result:
     """The rest of every offline recipe: train on `task` from the `checkpoint` on, and leave the model behind.
 
-    `rows` are those of training and those that are held out. `functions` are the reward functions, whose code is pinned.
+    `rows` are those of training and those that are held out. `judges` are the reward and the held-out metric.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    pins, counted = pinned(config, model.tokenizer, *rows, functions), (len(rows[0]), len(rows[1]))
+    pins, counted = pinned(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)

@@ -50,9 +50,8 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))
         evaluator = None
         if held_out:
-            measure = metric or rewards
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
-            evaluator = evaluator_for(config, model, measure, judge, held_out, reference, episodes, world=journal.world)
+            evaluator = evaluator_for(config, model, metric or rewards, judge, held_out, reference, episodes, world=journal.world)
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config, episodes), journal)
         room = config.sampling.max_completion_length
         prompts = row_limits.add_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
@@ -64,8 +63,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
         fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held_out))
-        functions = [*rewards.functions, *(metric.functions if metric else ())]
-        pins = pinned(config, model.tokenizer, rows, held_out, functions)
+        pins = pinned(config, model.tokenizer, rows, held_out, (rewards, metric))
         begun = begin(config, journal, learners, pins, checkpoint, fresh, counted)
         job = Online(
             config=config,

@@ -13,6 +13,7 @@ from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models.native.kernels import kernels
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.episodes import environments
 from psigrad.records import pins
 from psigrad.runs.machine import pins_of
@@ -24,14 +25,17 @@ def pinned(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
-    held: Sequence[Row],
-    functions: Sequence[Callable[..., Any]] = (),
+    held_out_rows: Sequence[Row],
+    judges: Sequence[RewardSetup | None] = (),
 ) -> dict[str, str]:
-    """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them. `functions` reward."""
+    """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them. `judges` are the reward and the
+    held-out metric, whose functions are pinned too.
+    """
+    functions = [function for judge in judges if judge is not None for function in judge.functions]
     content = {
         **{
             name: [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in part]
-            for name, part in (("dataset", rows), ("eval_dataset", held))
+            for name, part in (("dataset", rows), ("eval_dataset", held_out_rows))
         },
         "tokenizer": tokenizer.get_vocab(),
         "chat_template": tokenizer.chat_template,

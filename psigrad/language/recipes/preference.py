@@ -22,7 +22,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.pairs import Answer
 from psigrad.language.data.sources import read_rows
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_model, load_reference
+from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import train_on_rows
@@ -66,8 +66,9 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        functions = [*rewards.functions, *(metric.functions if metric else ())]
-        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, functions)
+        return train_on_rows(
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+        )
 
 
 def _reference(
@@ -84,11 +85,7 @@ def _reference(
         return model
     if checkpoint is None and not config.evaluation.eval_kl:
         return model
-    loaded = load_model(replace(config.model, lora_rank=0), config.run, None, world)
-    if not world.lockstep:
-        return loaded.frozen_copy()
-    loaded.network.requires_grad_(False)
-    return loaded
+    return load_frozen(replace(config.model, lora_rank=0), config.run, None, world)
 
 
 def _task(

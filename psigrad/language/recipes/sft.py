@@ -47,5 +47,6 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, examples)
         held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held_out_rows]) if held_out_rows else None
-        functions = [*rewards.functions, *(metric.functions if metric else ())]
-        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, functions)
+        return train_on_rows(
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+        )
