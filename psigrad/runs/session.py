@@ -22,11 +22,10 @@ from psigrad.records import checkpoint, pins
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal
+from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
 from psigrad.runs.machine import device, prepare_torch
 from psigrad.runs.result import Result
 from psigrad.runs.trackers import open_trackers
-from psigrad.runs.watchdog import Watchdog
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from timing import until
 from tiny_jobs import online_config
 
 from psigrad.language.recipes import online
-from psigrad.runs import watchdog
-from psigrad.runs.watchdog import STACKS, Watchdog
+from psigrad.runs import journal as watchdog
+from psigrad.runs.journal import STACKS, Watchdog
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ CHANGING = {
         "Nothing",
         "Readback",
         "ServedModel",
+        "Translation",
         "TrlScript",
     ),
 }
