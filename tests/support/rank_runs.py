@@ -83,7 +83,7 @@ def _deadly(phase: str, count: int) -> None:
     owner, name = {
         "forward": (LanguageModel, "_stats"),
         "backward": (torch.Tensor, "backward"),
-        "gather": (worlds.Ranks, "gathered"),
+        "gather": (worlds.Ranks, "all_gather"),
         "save": (shards, "write"),
         "save alone": (saved.checkpoint, "save_tensors"),
     }[phase.replace("-", " ")]
