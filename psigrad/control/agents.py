@@ -27,7 +27,7 @@ from psigrad.control.methods.dqn import DQNTrainer
 from psigrad.control.methods.trainer import Trainer, generator
 from psigrad.control.networks import policies
 from psigrad.control.networks.distributions import Array
-from psigrad.control.run import played
+from psigrad.control.run import play_episodes
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, kind_of
 from psigrad.records import checkpoint
@@ -66,13 +66,13 @@ class Agent:
     ) -> None:
         if policy is None:
             policy, env = env, None
-        named = policies.named(policy, env)
+        named = policies.policy_name(policy, env)
         env = policy if named is None else env
         chosen = self.algorithm if algorithm is None else algorithm
         if chosen is None:
             raise UserError('No algorithm was given; for example Agent("CartPole-v1", algorithm="ppo").')
-        of_policy = {**policies.SETTINGS[named or policies.MLP], **policies.translated(policy_kwargs or {})}
-        config = builder.settings(chosen, env, {"threads": 1, **of_policy, **policies.without_foreign(settings)})
+        of_policy = {**policies.SETTINGS[named or policies.MLP], **policies.translate_kwargs(policy_kwargs or {})}
+        config = builder.settings(chosen, env, {"threads": 1, **of_policy, **policies.drop_foreign(settings)})
         prepare_torch(config.run)
         self._hold(builder.build(config), tensorboard_log)
         policies.check(named, self._trainer.collector.envs)
@@ -202,7 +202,7 @@ class Agent:
         for others, for a folder that holds no policy, and for one of another algorithm.
         """
         policies.refuse(foreign, "load", ("path", "env", "tensorboard_log"))
-        path = policies.without_zip(Path(path))
+        path = policies.strip_zip(Path(path))
         agent = cls.__new__(cls)
         agent._hold(builder.load_policy(Path(path), env), tensorboard_log)
         saved = builder.name_of(agent.settings.algorithm)
@@ -267,7 +267,7 @@ def evaluate_policy(
     count, limit = min(n_eval_episodes, 16) if fresh else 1, config.eval_max_steps
     envs = vector.make(made, count, config.vectorization, wrappers, limit, **config.env_kwargs)
     vector.check_spaces(envs, trainer.collector.envs)
-    returns, lengths, cut = played(trainer, envs, n_eval_episodes, seed, deterministic)
+    returns, lengths, cut = play_episodes(trainer, envs, n_eval_episodes, seed, deterministic)
     if cut:
         warnings.warn(
             f"{cut} of {len(lengths)} evaluated episodes had not ended after {max(lengths):,} steps and count as far as they "

@@ -57,13 +57,13 @@ def settings(algorithm: Any, env: Any, given: Mapping[str, Any] | None = None) -
     first = hyperparameters.settings_for(named, place or "") if given.get("tuned", True) else {}
     if isinstance(env, gym.Env) and "n_envs" not in given:
         first = hyperparameters.one_copy(first)
-    values = {**first, **{_dotted(name): value for name, value in given.items()}}
+    values = {**first, **{_locate(name): value for name, value in given.items()}}
     # what is no plain value is set after loading, which knows JSON alone
     plain = {name: value for name, value in values.items() if name not in ("env", "algorithm")}
     return replace(load(ControlConfig, flags=plain), algorithm=algorithm, env=env)
 
 
-def _dotted(name: str) -> str:
+def _locate(name: str) -> str:
     """A setting's place: learning_rate, net_arch -> network.net_arch. Raises `UserError` for an unknown one."""
     blank = to_dict(ControlConfig())
     places = {key: key for key in blank}
@@ -136,7 +136,7 @@ def resolve(config: ControlConfig) -> PolicyGradient | None:
         if advice := policies.elsewhere(spec):
             raise UserError(f"There is no algorithm {spec!r} for control: {advice}.")
         raise UserError(f"There is no algorithm {spec!r} for control; expected {', '.join(names())}{nearest(spec, names())}")
-    return methods.adjusted(methods.resolve(spec), config)
+    return methods.adjust(methods.resolve(spec), config)
 
 
 def save_policy(folder: Path, trainer: Trainer) -> None:
@@ -158,13 +158,13 @@ def load_policy(folder: Path, env: Any = None) -> Trainer:
     """A trainer with the saved weights, on `env` or the environment it was trained on; where that cannot be made, on its spaces
     alone. Raises `UserError` where the folder holds no policy.
     """
-    saved = _saved(folder)
+    saved = _read_saved(folder)
     normalizer, timesteps, kept = saved.pop("normalizer"), saved.pop("timesteps"), saved.pop("spaces", None)
     config, envs = load(ControlConfig, flags=saved), None
     if env is not None:
         config = replace(config, env=env, n_envs=1 if isinstance(env, gym.Env) else config.n_envs)
     else:
-        config, envs = _own_environments(folder, config, kept)
+        config, envs = _make_own_environments(folder, config, kept)
     trainer = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)), envs)
     trainer.network.load(folder)
     trainer.collector.normalizer.restore(normalizer)
@@ -172,7 +172,7 @@ def load_policy(folder: Path, env: Any = None) -> Trainer:
     return trainer
 
 
-def _own_environments(folder: Path, config: ControlConfig, kept: Any) -> tuple[ControlConfig, Environments]:
+def _make_own_environments(folder: Path, config: ControlConfig, kept: Any) -> tuple[ControlConfig, Environments]:
     """The environments that a policy was trained on, or `Absent` ones with the spaces that were `kept`, and the settings with
     them.
     """
@@ -189,7 +189,7 @@ def _own_environments(folder: Path, config: ControlConfig, kept: Any) -> tuple[C
         return replace(config, env=absent), vector.make(absent, config.n_envs)
 
 
-def _saved(folder: Path) -> dict[str, Any]:
+def _read_saved(folder: Path) -> dict[str, Any]:
     """What `save_policy` wrote. Raises `UserError` where it did not write this folder."""
     file = folder / MODEL_CONFIG
     try:

@@ -57,7 +57,7 @@ def run(config: ControlConfig) -> Result:
 
             video.check(config)
         with session.open_run(config, "control") as journal:
-            if (done := session.finished(config, journal)) is not None:
+            if (done := session.load_finished(config, journal)) is not None:
                 return done
             state = begin(trainer, journal)
             train(trainer, state, envs, journal)
@@ -164,7 +164,7 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
     """Play whole episodes, and write their figures with the 95 % interval and every episode."""
     config, step = trainer.config, trainer.timesteps
     seed = seeds.derive(config.run.seed, "evaluation", trainer.lines)
-    returns, lengths, cut = played(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
+    returns, lengths, cut = play_episodes(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
     figures = summary(returns, lengths)
     if envs.cut_at or cut:
         figures["episodes/cut"] = float(cut)
@@ -177,7 +177,7 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
     )
 
 
-def played(trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool) -> Played:
+def play_episodes(trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool) -> Played:
     """`episodes` whole episodes of the policy."""
     act = trainer.network.actor(None if deterministic else generator(seed), envs.count)
     return play(envs, act, episodes, seed, trainer.collector.normalizer.see)

@@ -136,7 +136,7 @@ class Callbacks:
         self.args: Any = Arguments(self.config) if self.callbacks else None
         self.asked: list[str] = []
         self.held: dict[str, Any] = {}
-        self.told: Any = SimpleNamespace(
+        self.visible_state: Any = SimpleNamespace(
             step=0, global_step=0, max_steps=0, epoch=0.0, metrics={}, history=[], log_history=[], best_metric=None,
             best_global_step=None, best_model_checkpoint=None, num_input_tokens_seen=0, num_train_epochs=0,
             is_world_process_zero=True, is_local_process_zero=True, is_hyper_param_search=False,
@@ -161,14 +161,14 @@ class Callbacks:
         """Give each callback what it remembered; then the run begins."""
         if not self.callbacks:
             return state
-        self.told.max_steps = total
+        self.visible_state.max_steps = total
         if self.folder is not None and self.world.rank == 0:
             lines = (self.folder.path / "metrics.jsonl").read_bytes().splitlines()
             self._take_history([row for line in lines if (row := parse_step(line)) is not None])
         self.held = dict(state.changes)
 
         def restore() -> None:
-            for name, callback in self._named():
+            for name, callback in self._name_each():
                 self.asked = [name, "load_state_dict"]
                 if name in state.callbacks:
                     load(callback, state.callbacks[name])
@@ -185,7 +185,7 @@ class Callbacks:
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._tell("on_step_end", state) if self.callbacks else state
 
-    def evaluated(self, state: S) -> S:
+    def after_evaluation(self, state: S) -> S:
         """The model was evaluated."""
         if not self.callbacks:
             return state
@@ -197,10 +197,10 @@ class Callbacks:
             self.args.greater_is_better = found.name != "loss"
         state = self._tell("on_evaluate", state, metrics=metrics)
         if found is not None and self._is_better(found.value):
-            self.told.best_metric, self.told.best_global_step = found.value, state.step
+            self.visible_state.best_metric, self.visible_state.best_global_step = found.value, state.step
         return state
 
-    def saved(self, state: S, checkpoint: Any) -> S:
+    def after_save(self, state: S, checkpoint: Any) -> S:
         """A checkpoint was made."""
         return self._tell("on_save", state, checkpoint=checkpoint) if self.callbacks else state
 
@@ -208,20 +208,20 @@ class Callbacks:
         """The last step was made."""
         return self._tell("on_train_end", state) if self.callbacks else state
 
-    def remembered(self, state: S) -> S:
+    def collect_memory(self, state: S) -> S:
         """The state with what the callbacks remember, before it is saved."""
         if not self.callbacks or self.world.rank:
             return state
         held: dict[str, Any] = {}
-        for name, callback in self._named():
+        for name, callback in self._name_each():
             try:
-                if (kept := remembered(callback)) is not None:
+                if (kept := collect_memory(callback)) is not None:
                     held[name] = json.loads(json.dumps(kept))
             except Exception as error:
-                raise CallbackError(_told_of(error, (name, "state_dict"))) from error
+                raise CallbackError(_describe(error, (name, "state_dict"))) from error
         return replace(state, callbacks=held)
 
-    def _named(self) -> list[tuple[str, Any]]:
+    def _name_each(self) -> list[tuple[str, Any]]:
         """Each callback with a name that no other has."""
         names = [type(callback).__name__ for callback in self.callbacks]
         return [
@@ -234,19 +234,19 @@ class Callbacks:
         self.trial(dict([change]))
         return change
 
-    def _held(self, setting: str) -> Any:
+    def _value_before(self, setting: str) -> Any:
         """What a setting was before it is changed; None where only the algorithm knows."""
         if setting in self.held or setting.partition(".")[0] in PARTS:
             return self.held.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
 
     def _is_better(self, value: float) -> bool:
-        best = self.told.best_metric
+        best = self.visible_state.best_metric
         return best is None or (value > best if self.args.greater_is_better else value < best)
 
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
         """What happened before this process: all rows, and the best evaluation."""
-        self.told.history = self.told.log_history = list(history)
+        self.visible_state.history = self.visible_state.log_history = list(history)
         by_step: dict[int, dict[str, Any]] = {}
         for row in history:
             by_step.setdefault(row["step"], {}).update(row)
@@ -254,24 +254,24 @@ class Callbacks:
             if (found := headline(row)) is not None:
                 self.args.greater_is_better = found.name != "loss"
                 if self._is_better(found.value):
-                    self.told.best_metric, self.told.best_global_step = found.value, row["step"]
+                    self.visible_state.best_metric, self.visible_state.best_global_step = found.value, row["step"]
 
     def _tell(self, event: str, state: S, **more: Any) -> S:
         """Call the method of that name, and do what was asked for on every rank."""
 
         def call() -> None:
-            told = self.told
-            told.step = told.global_step = state.step
-            told.num_input_tokens_seen = state.tokens
+            visible = self.visible_state
+            visible.step = visible.global_step = state.step
+            visible.num_input_tokens_seen = state.tokens
             rows, self._rows = self._rows, []
             for row in rows:
-                told.history.append(row)
-                told.epoch = row.get("epoch", told.epoch)
-                told.metrics = row if event != "on_evaluate" else {**told.metrics, **row}
-            for name, callback in self._named():
+                visible.history.append(row)
+                visible.epoch = row.get("epoch", visible.epoch)
+                visible.metrics = row if event != "on_evaluate" else {**visible.metrics, **row}
+            for name, callback in self._name_each():
                 self._call(name, callback, event, state.step, **more)
             for row in rows:
-                for name, callback in self._named():
+                for name, callback in self._name_each():
                     self._call(name, callback, "on_log", state.step, logs=dict(row))
 
         return self._on_rank_0(call, state)
@@ -282,10 +282,10 @@ class Callbacks:
             return
         before = dict(self.control.changes), self.control.should_training_stop
         self.asked = [name, event]
-        method(self.args, self.told, self.control, model=self.model, processing_class=self.tokenizer, **more)
+        method(self.args, self.visible_state, self.control, model=self.model, processing_class=self.tokenizer, **more)
         for setting, value in self.control.changes.items():
             if self.folder is not None and before[0].get(setting) != value:
-                self.folder.event("changed", step=step, callback=name, changes={setting: [self._held(setting), value]})
+                self.folder.event("changed", step=step, callback=name, changes={setting: [self._value_before(setting), value]})
                 self.held[setting] = value
         if self.control.should_training_stop and not before[1] and self.folder is not None:
             self.folder.event("stop_asked", step=step, callback=name)
@@ -297,7 +297,7 @@ class Callbacks:
             try:
                 work()
             except Exception as error:
-                failure = _told_of(error, self.asked)
+                failure = _describe(error, self.asked)
         else:
             self._rows = []
         c = self.control
@@ -338,7 +338,7 @@ class CallbackError(UserError):
     """A callback raised."""
 
 
-def _told_of(error: Exception, asked: Sequence[str]) -> str:
+def _describe(error: Exception, asked: Sequence[str]) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parents[1])]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
@@ -350,7 +350,7 @@ def _told_of(error: Exception, asked: Sequence[str]) -> str:
     )
 
 
-def remembered(callback: Any) -> Any:
+def collect_memory(callback: Any) -> Any:
     """What a callback remembers: its `state_dict()`, or the attributes that transformers' `ExportableState` names."""
     if hasattr(callback, "state_dict"):
         return callback.state_dict()

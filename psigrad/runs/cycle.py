@@ -46,7 +46,7 @@ def cycle(
     state = hooks.begin(state, total)
     if state.step == 0 and not state.evaluated:
         evaluate(state)
-        state = hooks.evaluated(replace(state, evaluated=True))
+        state = hooks.after_evaluation(replace(state, evaluated=True))
     saves = _Saves(state, save, settings, journal, updates, less_memory)
     with bar(name, total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue():
         while state.step < total and not state.ended:
@@ -61,7 +61,7 @@ def cycle(
             state = hooks.step_end(state, bool(every) and state.turns % every == 0, saves.due(state))
             if state.step >= total or state.ended or hooks.control.should_evaluate:
                 evaluate(state)
-                state = hooks.evaluated(state)
+                state = hooks.after_evaluation(state)
             state = saves.after(state, last=state.step >= total or state.ended)
     return hooks.end(state)
 
@@ -90,9 +90,9 @@ class _Saves(Generic[S]):
 
     def keep(self, state: S) -> S:
         """Save the state, and tell the callbacks."""
-        self.save(self.journal.callbacks.remembered(state))
+        self.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
-        return self.journal.callbacks.saved(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
+        return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
     def after(self, state: S, last: bool) -> S:
         """Save behind a step where that is due, or the disk gets full."""
@@ -136,7 +136,7 @@ class _Saves(Generic[S]):
     def _rescue(self) -> None:
         if self.good.step > self.saved:
             with contextlib.suppress(UserError):  # a full disk must not hide the reason
-                self.save(self.journal.callbacks.remembered(self.good))
+                self.save(self.journal.callbacks.collect_memory(self.good))
 
 
 def _now(state: RunState, setting: str, given: Any) -> Any:

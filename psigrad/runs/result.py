@@ -43,7 +43,7 @@ class MetricsHistory(list[dict[str, Any]]):
 
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self[-_SHOWN:] for name in row))
-        lines = [[_shown(row.get(name)) for name in names] for row in self[-_SHOWN:]]
+        lines = [[_format(row.get(name)) for name in names] for row in self[-_SHOWN:]]
         note = f"<p>the last {len(lines)} of {len(self)} rows</p>" if len(self) > _SHOWN else ""
         return note + _table(names, lines)
 
@@ -105,7 +105,7 @@ class Result:
         names = [name for name in self.after if name.startswith("eval/") and not name.endswith(("/low", "/high"))]
         ends = first_and_last(self.before, self.after)
         lines = [
-            [name.removeprefix("eval/"), *(_shown(figures.get(name)) for figures in ends), _interval(self.after, name)]
+            [name.removeprefix("eval/"), *(_format(figures.get(name)) for figures in ends), _interval(self.after, name)]
             for name in names
         ]
         steps = [f"step {figures.get('step', 0)}" for figures in ends]
@@ -127,10 +127,10 @@ class Result:
 def _interval(row: Mapping[str, Any], name: str) -> str:
     stem = name.removesuffix("/mean")
     low, high = row.get(f"{stem}/low"), row.get(f"{stem}/high")
-    return "" if low is None or high is None else f"[{_shown(low)}, {_shown(high)}]"
+    return "" if low is None or high is None else f"[{_format(low)}, {_format(high)}]"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -94,7 +94,7 @@ def new_folder(recipe: str) -> Path:
     )
 
 
-def finished(config: Any, journal: Journal) -> Result | None:
+def load_finished(config: Any, journal: Journal) -> Result | None:
     """The result of a run that came to its end before, after saying so; None where there is something left to do."""
     folder = journal.folder.path
     if not journal.folder.finished:

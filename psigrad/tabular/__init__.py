@@ -19,9 +19,8 @@ from psigrad.tabular.bellman import (
     uniform_policy,
 )
 from psigrad.tabular.classics import cliff_walking, forest, random_walk, shortest_path_4x4, teleport_5x5, windy_gridworld
-from psigrad.tabular.grid_world import ACTIONS, ARROWS, GridWorld
-from psigrad.tabular.gymnasium_models import from_gymnasium, from_outcomes
-from psigrad.tabular.mdp import MDP, discounted_return
+from psigrad.tabular.grid_world import ACTIONS, ARROWS, GridWorld, UnboundedGrid
+from psigrad.tabular.mdp import MDP, discounted_return, from_gymnasium, from_outcomes
 from psigrad.tabular.prediction import (
     batch_monte_carlo,
     batch_td,
@@ -31,8 +30,7 @@ from psigrad.tabular.prediction import (
     td,
     td_lambda,
 )
-from psigrad.tabular.schedules import exponential, inverse_visits, linear
-from psigrad.tabular.simulation import Episode, Simulator, rollouts
+from psigrad.tabular.simulation import Episode, Simulator, exponential, inverse_visits, linear, rollouts
 from psigrad.tabular.solvers import (
     Solution,
     modified_policy_iteration,
@@ -52,7 +50,6 @@ from psigrad.tabular.td_control import (
     sarsa,
 )
 from psigrad.tabular.trajectories import Paths, all_paths, sample_paths
-from psigrad.tabular.unbounded import UnboundedGrid
 
 __all__ = [
     "ACTIONS",

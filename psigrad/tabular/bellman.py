@@ -58,7 +58,7 @@ def _check_epsilon(epsilon: float) -> None:
         raise ValueError(f"epsilon is {epsilon}; expected a probability in [0, 1].")
 
 
-def checked_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
+def check_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
     """A policy [S] of action numbers or (S, A) of probabilities, or a sentence that says why it is neither."""
     given = np.asarray(policy)
     if given.shape == (n_states,) and np.issubdtype(given.dtype, np.integer):
@@ -79,7 +79,7 @@ def checked_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
     )
 
 
-def checked_value(mdp: MDP, value: ArrayLike | None) -> FloatArray:
+def check_value(mdp: MDP, value: ArrayLike | None) -> FloatArray:
     """A float copy of V [S] with 0 at terminal states; zeros for None."""
     if value is None:
         return np.zeros(mdp.n_states)
@@ -92,7 +92,7 @@ def checked_value(mdp: MDP, value: ArrayLike | None) -> FloatArray:
 
 def policy_model(mdp: MDP, policy: ArrayLike) -> tuple[Matrix, FloatArray]:
     """The chain of a policy: P_π (S, S) and R_π [S], with P_π = Σ_a π(a|s)·P(·|s, a)."""
-    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     states = np.arange(mdp.n_states)
     if policy.ndim == 1:
         return mdp.transitions[policy * mdp.n_states + states], mdp.rewards[states, policy]
@@ -129,7 +129,7 @@ def advantages(mdp: MDP, policy: ArrayLike, value: FloatArray | None = None) -> 
 def bellman_residual(mdp: MDP, value: FloatArray, policy: ArrayLike | None = None) -> float:
     """max_s |(TV)(s) − V(s)|, with T the optimality operator, or the operator of a policy."""
     q = q_values(mdp, value)
-    backed_up = q.max(axis=1) if policy is None else _of_policy(q, checked_policy(mdp.n_states, mdp.n_actions, policy))
+    backed_up = q.max(axis=1) if policy is None else _of_policy(q, check_policy(mdp.n_states, mdp.n_actions, policy))
     return float(np.abs(backed_up - value).max())
 
 
@@ -176,13 +176,13 @@ def evaluate(mdp: MDP, policy: ArrayLike) -> FloatArray:
 
     At γ = 1 a class of states that the policy never leaves is worth 0 when it pays nothing; otherwise ValueError.
     """
-    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     return _solve(mdp, policy, _of_policy(mdp.rewards, policy))
 
 
 def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
     """[S]: Σ_t γ^t·P(not over at t), the discounted number of steps to come; at γ = 1 infinite where it may never end."""
-    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     alive = (~mdp.is_terminal).astype(np.float64)
     if not gamma_is_one(mdp.gamma):
         return _solve(mdp, policy, alive)
@@ -197,7 +197,7 @@ def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
 
 def occupancy(mdp: MDP, policy: ArrayLike) -> FloatArray:
     """[S]: d(s) = Σ_t γ^t·P(s_t = s | start, π), the discounted visits; d·R_π is the expected return from the start."""
-    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     start = np.where(mdp.is_terminal, 0.0, mdp.start_distribution)
     if gamma_is_one(mdp.gamma) and not np.isfinite(expected_steps(mdp, policy)[start > 0]).all():
         raise ValueError("gamma is 1 and this policy may never end, so its visits are not finite; use gamma below 1.")

@@ -26,13 +26,13 @@ def _grid(rows: int, columns: int, rule: Rule, gamma: float, terminal: list[Cell
     return MDP(transitions, rewards, gamma, terminal=final, start=first)
 
 
-def _clipped(cell: Cell, move: Cell, rows: int, columns: int) -> Cell:
+def _clip(cell: Cell, move: Cell, rows: int, columns: int) -> Cell:
     return min(max(cell[0] + move[0], 0), rows - 1), min(max(cell[1] + move[1], 0), columns - 1)
 
 
 def shortest_path_4x4() -> MDP:
     """Example 4.1: −1 a step, two corners end the episode, γ = 1. Under the random policy the far corners are worth −22."""
-    return _grid(4, 4, lambda cell, move: (_clipped(cell, move, 4, 4), -1.0), 1.0, [(0, 0), (3, 3)])
+    return _grid(4, 4, lambda cell, move: (_clip(cell, move, 4, 4), -1.0), 1.0, [(0, 0), (3, 3)])
 
 
 def teleport_5x5() -> MDP:
@@ -43,7 +43,7 @@ def teleport_5x5() -> MDP:
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
         if cell in ((0, 1), (0, 3)):
             return ((4, 1), 10.0) if cell == (0, 1) else ((2, 3), 5.0)
-        target = _clipped(cell, move, 5, 5)
+        target = _clip(cell, move, 5, 5)
         return target, -1.0 if target == cell else 0.0
 
     return _grid(5, 5, rule, 0.9, [])
@@ -53,7 +53,7 @@ def cliff_walking() -> MDP:
     """Example 6.6: 4×12, −1 a step, γ = 1; stepping off the cliff costs 100 and leads back to the start."""
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
-        target = _clipped(cell, move, 4, 12)
+        target = _clip(cell, move, 4, 12)
         return ((3, 0), -100.0) if target[0] == 3 and 0 < target[1] < 11 else (target, -1.0)
 
     return _grid(4, 12, rule, 1.0, [(3, 11)], (3, 0))
@@ -64,7 +64,7 @@ def windy_gridworld() -> MDP:
     wind = (0, 0, 0, 1, 1, 1, 2, 2, 1, 0)
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
-        return _clipped(cell, (move[0] - wind[cell[1]], move[1]), 7, 10), -1.0
+        return _clip(cell, (move[0] - wind[cell[1]], move[1]), 7, 10), -1.0
 
     return _grid(7, 10, rule, 1.0, [(3, 7)], (3, 0))
 

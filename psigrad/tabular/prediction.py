@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from psigrad.tabular.mdp import FloatArray
-from psigrad.tabular.schedules import Schedule, at
-from psigrad.tabular.simulation import Episode
+from psigrad.tabular.simulation import Episode, Schedule, at
 
 
 def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | None = None) -> FloatArray:

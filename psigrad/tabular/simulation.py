@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse
 
-from psigrad.tabular.bellman import checked_policy
+from psigrad.tabular.bellman import check_policy
 from psigrad.tabular.grid_world import GridWorld
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted_return
 from psigrad.tabular.termination import can_end
@@ -22,6 +22,8 @@ BLOCK = 4096
 Learn = Callable[[int, int, float, int, bool], None]
 # `bootstrap(states, actions, rewards)` after each choice of a next action, which is the last of `actions`.
 Bootstrap = Callable[[list[int], list[int], list[float]], None]
+# How ε falls over episodes and step sizes over visits: a number, or a function of the count.
+Schedule = float | Callable[[int], float]
 
 
 class DiscreteEnv(Protocol):
@@ -175,7 +177,7 @@ def rollouts(
     env: MDP | DiscreteEnv, policy: ArrayLike, episodes: int, *, seed: int, max_steps: int | None = None
 ) -> Iterator[Episode]:
     """Episodes of a fixed policy, [S] actions or (S, A) probabilities. `max_steps` cuts an episode off (truncation)."""
-    table = checked_policy(*sizes(env), policy)
+    table = check_policy(*sizes(env), policy)
     chosen: list[int] = [int(a) for a in table] if table.ndim == 1 else []
     cumulative = [list(accumulate(row)) for row in table.tolist()] if table.ndim == 2 else []
     draw = uniforms(np.random.default_rng((seed, 1)))
@@ -215,3 +217,52 @@ def play(
         actions.append(choose(states[-1]))
         if bootstrap is not None:
             bootstrap(states, actions, rewards)
+
+
+@dataclass(frozen=True)
+class linear:
+    """From `first` to `last` in equal steps over `count`, then `last`: first + (last − first)·min(k/count, 1)."""
+
+    first: float
+    last: float
+    count: int
+
+    def __call__(self, k: int) -> float:
+        """The value after k episodes."""
+        return self.first + (self.last - self.first) * min(k / self.count, 1.0)
+
+
+@dataclass(frozen=True)
+class exponential:
+    """max(first·decay^k, last)."""
+
+    first: float
+    last: float
+    decay: float
+
+    def __call__(self, k: int) -> float:
+        """The value after k episodes."""
+        return max(self.first * self.decay**k, self.last)
+
+
+@dataclass(frozen=True)
+class inverse_visits:
+    """1/n^power at the n-th visit, n >= 1. Their sum is infinite, that of their squares is not (Robbins, Monro)."""
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.power <= 1:
+            raise ValueError(f"power is {self.power}; expected in (0.5, 1], where learning converges.")
+
+    def __call__(self, n: int) -> float:
+        """The step size at the n-th visit."""
+        return float(n**-self.power)
+
+
+def at(schedule: Schedule, count: int, name: str) -> float:
+    """The value of a schedule, checked to lie in [0, 1]."""
+    value = schedule(count) if callable(schedule) else schedule
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value} at {count}; expected in [0, 1].")
+    return value

@@ -24,8 +24,8 @@ from scipy import sparse
 
 from psigrad.tabular.bellman import (
     Policy,
-    checked_policy,
-    checked_value,
+    check_policy,
+    check_value,
     evaluate,
     expected_steps,
     greedy,
@@ -65,15 +65,15 @@ def policy_evaluation(
     At γ = 1 the bound uses the policy's expected number of steps; without an end in sight only the residual decides.
     """
     _check_epsilon(epsilon)
-    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
-    old = checked_value(mdp, value)
+    policy = check_policy(mdp.n_states, mdp.n_actions, policy)
+    old = check_value(mdp, value)
     model, rewards = policy_model(mdp, policy)
     steps = float(expected_steps(mdp, policy).max()) if gamma_is_one(mdp.gamma) else None
     backup = _in_place(model, rewards[:, None], mdp.gamma, range(mdp.n_states)) if in_place else _of_chain(mdp, model, rewards)
-    yield from _repeated(mdp, "evaluate", backup, old, not in_place, epsilon, steps, policy)
+    yield from _repeat(mdp, "evaluate", backup, old, not in_place, epsilon, steps, policy)
 
 
-def _repeated(
+def _repeat(
     mdp: MDP,
     step: Step,
     backup: Callable[[FloatArray], FloatArray],
@@ -108,12 +108,12 @@ def value_iteration(
     `order` [S] is the order of states in place. At γ = 1, from V = 0, sweep k holds the best expected sum of rewards in k steps.
     """
     _check_epsilon(epsilon)
-    old = checked_value(mdp, value)
+    old = check_value(mdp, value)
     if order is not None and (not in_place or sorted(np.asarray(order).tolist()) != list(range(mdp.n_states))):
         raise ValueError("order is for in_place=True and names every state once; drop it, or give a permutation of the states.")
     states = range(mdp.n_states) if order is None else np.asarray(order).tolist()
     backup = _in_place(mdp.transitions, mdp.rewards, mdp.gamma, states) if in_place else _best_of(mdp)
-    yield from _repeated(mdp, "back up", backup, old, not in_place, epsilon)
+    yield from _repeat(mdp, "back up", backup, old, not in_place, epsilon)
 
 
 def policy_iteration(
@@ -130,12 +130,12 @@ def policy_iteration(
     from which policy iteration reaches V*. With exact=False evaluation runs sweep by sweep to `epsilon`, and each is yielded.
     """
     current = _first_policy(mdp, policy, value)
-    old, iteration = checked_value(mdp, value), 0
+    old, iteration = check_value(mdp, value), 0
     while True:
         if exact:
             new = evaluate(mdp, current)
             iteration += 1
-            yield _evaluated(mdp, iteration, old, new, current)
+            yield _record_evaluation(mdp, iteration, old, new, current)
         else:
             new = old
             for sweep in policy_evaluation(mdp, current, value=old, epsilon=epsilon):
@@ -168,7 +168,7 @@ def modified_policy_iteration(
     _check_epsilon(epsilon)
     if sweeps < 0:
         raise ValueError(f"sweeps is {sweeps}; expected the number of evaluation sweeps between two backups, 0 or more.")
-    old = checked_value(mdp, value)
+    old = check_value(mdp, value)
     iteration = 0
     while True:
         q = q_values(mdp, old)
@@ -198,7 +198,7 @@ def prioritised_sweeping(
 ) -> Iterator[Sweep]:
     """Backs up the state with the largest |TV − V| next, and tells its predecessors. Yields after every `backups` (default S)."""
     _check_epsilon(epsilon)
-    new = checked_value(mdp, value)
+    new = check_value(mdp, value)
     best = _best_of(mdp)
     rows = _state_rows(mdp.transitions, mdp.rewards)
     pattern = sparse.csc_array(mdp.transitions)
@@ -284,14 +284,14 @@ def _sweeps(mdp: MDP, method: Method, value: ArrayLike | None, epsilon: float | 
 
 def _first_policy(mdp: MDP, policy: ArrayLike | None, value: ArrayLike | None) -> IntArray:
     if policy is not None:
-        given = checked_policy(mdp.n_states, mdp.n_actions, policy)
+        given = check_policy(mdp.n_states, mdp.n_actions, policy)
         return np.asarray(given if given.ndim == 1 else given.argmax(axis=1), dtype=np.int64)
     if gamma_is_one(mdp.gamma):
         return safe_policy(mdp.transitions, mdp.rewards, mdp.end_probability, mdp.is_terminal)[0]
-    return greedy(q_values(mdp, checked_value(mdp, value)))
+    return greedy(q_values(mdp, check_value(mdp, value)))
 
 
-def _evaluated(mdp: MDP, iteration: int, old: FloatArray, new: FloatArray, policy: IntArray) -> Sweep:
+def _record_evaluation(mdp: MDP, iteration: int, old: FloatArray, new: FloatArray, policy: IntArray) -> Sweep:
     """The sweep of an exact evaluation, with the bound that its own residual gives."""
     model, rewards = policy_model(mdp, policy)
     steps = _finite_steps(mdp, policy) if gamma_is_one(mdp.gamma) else None

@@ -22,8 +22,19 @@ from numpy.typing import ArrayLike
 
 from psigrad.tabular.bellman import greedy
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray
-from psigrad.tabular.schedules import Schedule, at
-from psigrad.tabular.simulation import Bootstrap, DiscreteEnv, Episode, Learn, Simulator, environment, play, sizes, uniforms
+from psigrad.tabular.simulation import (
+    Bootstrap,
+    DiscreteEnv,
+    Episode,
+    Learn,
+    Schedule,
+    Simulator,
+    at,
+    environment,
+    play,
+    sizes,
+    uniforms,
+)
 
 Row = list[float]
 Table = list[Row]
@@ -124,11 +135,11 @@ class _Experience:
             constant = at(alpha, 0, "alpha")
             return lambda state, action: constant
 
-        def counted(state: int, action: int) -> float:
+        def count_visit(state: int, action: int) -> float:
             visits[state, action] = count = visits.get((state, action), 0) + 1
             return at(alpha, count, "alpha")
 
-        return counted
+        return count_visit
 
     def play(
         self, behaviour: Table, learn: Learn | None = None, bootstrap: Bootstrap | None = None

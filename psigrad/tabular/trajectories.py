@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from psigrad.tabular.bellman import checked_policy
+from psigrad.tabular.bellman import check_policy
 from psigrad.tabular.mdp import MDP, BoolArray, FloatArray, IntArray
 from psigrad.tabular.simulation import Episode, outcomes
 
@@ -81,7 +81,7 @@ class _Outcomes:
 
 
 def _outcomes(mdp: MDP, policy: ArrayLike) -> _Outcomes:
-    table = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    table = check_policy(mdp.n_states, mdp.n_actions, policy)
     if table.ndim == 1:
         table = np.eye(mdp.n_actions)[table]
     columns: list[tuple[int, int, float, bool, float]] = []
@@ -162,7 +162,7 @@ def all_paths(mdp: MDP, policy: ArrayLike, *, max_steps: int | None = None, most
         done.append((states[over], actions[over], rewards[over], probability[over], True))
         n_done += int(over.sum())
         states, actions, rewards, probability = states[~over], actions[~over], rewards[~over], probability[~over]
-    return _gathered([*done, (states, actions, rewards, probability, False)])
+    return _gather([*done, (states, actions, rewards, probability, False)])
 
 
 def _starts(mdp: MDP) -> IntArray:
@@ -173,7 +173,7 @@ def _starts(mdp: MDP) -> IntArray:
     return starts
 
 
-def _gathered(parts: list[tuple[IntArray, IntArray, FloatArray, FloatArray, bool]]) -> tuple[Paths, FloatArray]:
+def _gather(parts: list[tuple[IntArray, IntArray, FloatArray, FloatArray, bool]]) -> tuple[Paths, FloatArray]:
     """Groups of paths of one length each, brought to the longest."""
     parts = [part for part in parts if part[3].size]
     longest = max(part[1].shape[1] for part in parts)

@@ -128,16 +128,16 @@ class Corner(gym.Env):
         while self.at == self.goal:
             self.at = tuple(int(x) for x in self.np_random.integers(0, 5, 2))
         self.best = 1 - 0.05 * sum(abs(a - b) for a, b in zip(self.at, self.goal, strict=True))
-        return self._seen(), {}
+        return self._features(), {}
 
     def step(self, action):
         move = [(-1, 0), (1, 0), (0, -1), (0, 1)][int(action)]
         self.at = tuple(int(np.clip(a + m, 0, 4)) for a, m in zip(self.at, move, strict=True))
         self.taken += 1
         there = self.at == self.goal
-        return self._seen(), float(there) - 0.05, there, self.taken == 12, {}
+        return self._features(), float(there) - 0.05, there, self.taken == 12, {}
 
-    def _seen(self):
+    def _features(self):
         picture = np.zeros((5, 5, 2), np.uint8)
         picture[(*self.at, 0)], picture[(*self.goal, 1)] = 255, 255
         return picture

@@ -32,7 +32,7 @@ def prepared_of(made):
     seen = as_tensors(rollout, made.algorithm.needs_critic)
     recorded = made.network.record(seen.observation)
     now = made._evaluate(recorded.output, seen.action)
-    return rollout, seen, recorded, now, made._prepared(made.algorithm, rollout, seen, recorded.output, now, True)
+    return rollout, seen, recorded, now, made._prepare(made.algorithm, rollout, seen, recorded.output, now, True)
 
 
 def test_a_cut_row_is_bootstrapped_with_the_value_behind_it_and_a_finished_one_is_not():
@@ -56,7 +56,7 @@ def test_negative_control_truncation_taken_for_termination_gives_other_returns()
     ended = replace(rollout, terminated=rollout.terminated | rollout.truncated)
     seen = as_tensors(ended, True)
     recorded = made.network.record(seen.observation)
-    wrong = made._prepared(made.algorithm, ended, seen, recorded.output, made._evaluate(recorded.output, seen.action), True)
+    wrong = made._prepare(made.algorithm, ended, seen, recorded.output, made._evaluate(recorded.output, seen.action), True)
     assert not torch.allclose(wrong.returns, prepared.returns)
 
 
@@ -127,7 +127,7 @@ def test_minibatches_add_up_to_the_rollout():
     _, seen, _, _, prepared = prepared_of(made)
     whole = made._parts(prepared, seen)
     rng, gradients, sizes = np.random.default_rng(0), [], []
-    for part in [*whole.shuffled(rng, 4), whole]:
+    for part in [*whole.shuffle(rng, 4), whole]:
         recorded = made.network.record(part.observation)
         now, size = made._evaluate(recorded.output, part.action), len(part.action)
         totals = type(made.algorithm.totals(prepared))(size, size, size)

@@ -167,4 +167,4 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return():
     made.learn_rewards(reward, np.zeros((5000, 1), bool))
     # returns are an autoregression of coefficient 1/2: variance 1 / (1 − 1/4)
     assert made.return_moments.var[0] == pytest.approx(4 / 3, rel=0.1)
-    np.testing.assert_allclose(made.scaled(reward), reward / np.sqrt(made.return_moments.var[0]), rtol=1e-5)
+    np.testing.assert_allclose(made.scale(reward), reward / np.sqrt(made.return_moments.var[0]), rtol=1e-5)

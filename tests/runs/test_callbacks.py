@@ -139,7 +139,7 @@ def test_changes_hold_from_the_next_step_on_are_recorded_and_survive_a_kill(job,
     assert forked(lambda: online.run(config(tmp_path / "whole"))) == 0
 
     def doomed():  # after step 4 was saved, and with it what was changed after step 2
-        callbacks.Callbacks.saved = lambda self, state, checkpoint: os.kill(os.getpid(), 9) if state.step == 4 else state
+        callbacks.Callbacks.after_save = lambda self, state, checkpoint: os.kill(os.getpid(), 9) if state.step == 4 else state
         online.run(config(tmp_path / "parts"))
 
     assert os.WTERMSIG(forked(doomed)) == signal.SIGKILL

@@ -11,10 +11,10 @@ from scipy import sparse
 
 import psigrad.tabular as tabular
 from psigrad.tabular import MDP
+from psigrad.tabular.grid_world import UnboundedGrid
 from psigrad.tabular.simulation import Episode
 from psigrad.tabular.sweeps import rounding
 from psigrad.tabular.trajectories import sample_paths
-from psigrad.tabular.unbounded import UnboundedGrid
 
 WALK = tabular.random_walk(5, left=0.0, right=1.0)
 ONLY = np.zeros(7, int)

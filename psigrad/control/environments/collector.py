@@ -247,7 +247,7 @@ class Collector:
         terminated, truncated = np.array(ends[0]), np.array(ends[1])
         ended = (terminated | truncated) & chosen
         self.normalizer.learn_rewards(reward, ended)
-        rewards = self.normalizer.scaled(reward)
+        rewards = self.normalizer.scale(reward)
         first = chosen.copy()
         first[1:] &= ~chosen[:-1] | ended[:-1]
         e, t = chosen.T.nonzero()  # environment by environment, in time

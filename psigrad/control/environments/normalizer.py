@@ -33,7 +33,7 @@ class Normalizer:
         z = (observation - moments.mean.astype(np.float32)) / np.sqrt(moments.var + 1e-8).astype(np.float32)
         return np.clip(z, -self._CLIP, self._CLIP).astype(np.float32, copy=False)
 
-    def scaled(self, reward: Array) -> Array:
+    def scale(self, reward: Array) -> Array:
         """Rewards as the algorithm is shown them."""
         return (
             np.clip(reward / np.float32(np.sqrt(self.return_moments.var[0] + 1e-8)), -self._CLIP, self._CLIP)

@@ -74,7 +74,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         flattened = [observations(part) for part in parts]
         # bytes of an image are scaled here: beside other numbers they cannot stay bytes
         makers = [(key, make) for key, (_, make) in zip(keys, flattened, strict=True)]
-        return sum(size for size, _ in flattened), lambda o: np.concatenate([_scaled(make(o[key])) for key, make in makers], 1)
+        return sum(size for size, _ in flattened), lambda o: np.concatenate([_scale(make(o[key])) for key, make in makers], 1)
     raise UserError(
         f"The observation space is {space}; expected Discrete, MultiDiscrete, MultiBinary, a Box of numbers or an image, or a "
         "Dict or Tuple of such; wrap the environment, for example (wrappers=…) with gymnasium.wrappers.FlattenObservation or "
@@ -112,7 +112,7 @@ def picture(space: Space) -> tuple[int, Image | None]:
     return 0, None
 
 
-def _scaled(part: Array) -> Array:
+def _scale(part: Array) -> Array:
     return part.astype(np.float32) / 255 if part.dtype == np.uint8 else part
 
 

@@ -49,7 +49,7 @@ class Serial:
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
         """As `VectorEnv.reset`."""
         seeds = [None] * self.num_envs if seed is None else range(seed, seed + self.num_envs)
-        return self._stacked([_begun(env.reset(seed=s)) for env, s in zip(self.envs, seeds, strict=True)]), {}
+        return self._stack([_begun(env.reset(seed=s)) for env, s in zip(self.envs, seeds, strict=True)]), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
         """As `VectorEnv.step`."""
@@ -62,9 +62,9 @@ class Serial:
                 finals[i] = observation
                 observation = _begun(env.reset())
             seen.append(observation)
-        return self._stacked(seen), reward, terminated, truncated, {"final_obs": finals}
+        return self._stack(seen), reward, terminated, truncated, {"final_obs": finals}
 
-    def _stacked(self, seen: Sequence[Any]) -> Any:
+    def _stack(self, seen: Sequence[Any]) -> Any:
         return meanings.stacked(self.single_observation_space, seen)
 
     def render(self) -> tuple[Any, ...]:
@@ -208,7 +208,7 @@ class Environments:
     @property
     def ends(self) -> bool:
         """Whether it is known that every episode ends: here, or by a limit that the environment declares."""
-        return self.cut_at > 0 or _declared(self._env.envs[0] if isinstance(self._env, Serial) else self._env)
+        return self.cut_at > 0 or _has_limit(self._env.envs[0] if isinstance(self._env, Serial) else self._env)
 
     @property
     def absent(self) -> bool:
@@ -243,7 +243,7 @@ Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Serial | Callable[[]
 
 def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any, Any]:
     """One environment of a registered id in its wrappers, the first one innermost."""
-    made: gym.Env[Any, Any] = gym.make(registered(env), **kwargs)
+    made: gym.Env[Any, Any] = gym.make(register(env), **kwargs)
     for name in wrappers:
         made = imported_callable(name, "wrapper")(made)
         if not isinstance(made, gym.Env):
@@ -274,13 +274,13 @@ def make(
             )
         return _serial([env], limit)
     if callable(env):
-        return _serial([_called(env) for _ in range(count)], limit)
+        return _serial([_call(env) for _ in range(count)], limit)
     if not isinstance(env, str):
         raise UserError(
             f"The environment is of type {type(env).__name__}; expected an id such as CartPole-v1, an environment of Gymnasium, "
             "a vector environment, or a function that makes one."
         )
-    given, env = env, registered(env)
+    given, env = env, register(env)
     try:
         spec = spec_of(env)
         _check_keywords(given, spec, kwargs)
@@ -325,7 +325,7 @@ def _cut_at(limit: int | None, spec: gym.envs.registration.EnvSpec | None) -> in
     return 0 if limit is None else limit or (0 if _declares(spec) else MOST_STEPS)
 
 
-def _declared(env: Any) -> bool:
+def _has_limit(env: Any) -> bool:
     return _declares(getattr(env, "spec", None))
 
 
@@ -333,7 +333,7 @@ def _declares(spec: gym.envs.registration.EnvSpec | None) -> bool:
     return spec is not None and (spec.max_episode_steps or 0) > 0
 
 
-def _called(make: Callable[[], Any]) -> gym.Env[Any, Any]:
+def _call(make: Callable[[], Any]) -> gym.Env[Any, Any]:
     """The environment that a function or class of the user's makes."""
     try:
         made = make()
@@ -368,13 +368,13 @@ def _check_keywords(given: str, spec: gym.envs.registration.EnvSpec, kwargs: Map
 
 def spec_of(env: str) -> gym.envs.registration.EnvSpec:
     """What is registered under an id; "module:id" imports the module that registers it first, as `gymnasium.make` does."""
-    module, _, name = registered(env).rpartition(":")
+    module, _, name = register(env).rpartition(":")
     if module:  # here and not by Gymnasium alone: a module in the current folder is found too
         imported_module(module, "environment's module")
     return gym.spec(name)
 
 
-def registered(env: str) -> str:
+def register(env: str) -> str:
     """The id of an environment. A class of the user's, "file.py:Class" or "module:Class", is registered under one."""
     if ":" not in env or _VERSION.search(env):
         return env

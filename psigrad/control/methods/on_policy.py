@@ -89,7 +89,7 @@ class Minibatch:
     action: Tensor
     seen: RolloutTensors | None
 
-    def shuffled(self, rng: np.random.Generator, count: int) -> list[Minibatch]:
+    def shuffle(self, rng: np.random.Generator, count: int) -> list[Minibatch]:
         """All steps in `count` nearly equal shares, each once."""
         order = torch.from_numpy(rng.permutation(len(self.action)))
         mixed = Minibatch(self.prepared.select(order), self.observation[order], self.action[order], None)
@@ -137,13 +137,13 @@ class OnPolicyTrainer(Trainer):
         return self.collector.episodes(act, self.config.n_episodes, fresh)
 
     def _learn(self, rollout: Rollout, metrics: bool) -> dict[str, float]:
-        seen, algorithm = as_tensors(rollout, self.algorithm.needs_critic), self._scheduled()
+        seen, algorithm = as_tensors(rollout, self.algorithm.needs_critic), self._schedule()
         minibatches = max(1, round(seen.steps / self.config.batch_size)) if self.config.batch_size else 1
         once = self._once(minibatches)
         # steps that make up rows of unlike lengths have slopes one by one only
         closed = self._differentiable and (seen.full or self._per_step or not once)
         forward, now = self._pass(seen.observation, seen.action, closed, metrics)
-        prepared = self._prepared(algorithm, rollout, seen, forward.output, now, metrics)
+        prepared = self._prepare(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
         rate = self.learning_rate
         full = Minibatch(prepared, seen.observation, seen.action, seen)
@@ -154,10 +154,10 @@ class OnPolicyTrainer(Trainer):
         else:
             terms = self._passes(algorithm, whole, totals, minibatches, rate, metrics)
         if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None:
-            self.state = adapt(algorithm.surrogate, self.state, self._moved_by(whole))
+            self.state = adapt(algorithm.surrogate, self.state, self._measure_move(whole))
         return {**prepared.metrics, **terms, "learning_rate": rate} if metrics else {}
 
-    def _moved_by(self, part: Minibatch) -> float:
+    def _measure_move(self, part: Minibatch) -> float:
         """KL(old‖new) of these steps after the update."""
         _, now = self._pass(part.observation, part.action, self._differentiable, False)
         batch = part.prepared.batch
@@ -182,7 +182,7 @@ class OnPolicyTrainer(Trainer):
                 learned = learned.gather(2, action[None, :, None].expand(len(learned), -1, 1))[..., 0]
         return ActionEvaluation(logp, entropy, learned)
 
-    def _prepared(
+    def _prepare(
         self,
         algorithm: PolicyGradient,
         rollout: Rollout,
@@ -241,7 +241,7 @@ class OnPolicyTrainer(Trainer):
         known: Slopes | None = None
         rng = self.rng("minibatch")
         for epoch in range(config.n_epochs):
-            parts = [whole] if minibatches == 1 else whole.shuffled(rng, minibatches)
+            parts = [whole] if minibatches == 1 else whole.shuffle(rng, minibatches)
             for i, part in enumerate(parts):
                 if minibatches > 1:
                     totals = Totals(len(part.action), len(part.action), len(part.action))
@@ -286,7 +286,7 @@ class OnPolicyTrainer(Trainer):
         evaluation = PolicyOutputs(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
         terms: dict[str, Tensor] = {}
         if known is not None:
-            gradient = _closed(known, forward, evaluation, part.action)
+            gradient = _closed_gradient(known, forward, evaluation, part.action)
             if metrics:
                 terms = algorithm.loss(part.prepared, evaluation, totals, self.state).terms
         else:
@@ -303,7 +303,7 @@ class OnPolicyTrainer(Trainer):
         norm = self.optimizer.step(gradient, rate)
         return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
 
-    def _scheduled(self) -> PolicyGradient:
+    def _schedule(self) -> PolicyGradient:
         """The method as it is at this moment of the run."""
         surrogate = self.algorithm.surrogate
         if self.config.clip_range_schedule == "constant" or not isinstance(surrogate, clip):
@@ -361,7 +361,7 @@ def _column(x: Tensor) -> Tensor:
     return x[:, None]
 
 
-def _closed(known: Slopes, forward: ForwardPass, evaluation: PolicyOutputs, action: Tensor) -> Tensor:
+def _closed_gradient(known: Slopes, forward: ForwardPass, evaluation: PolicyOutputs, action: Tensor) -> Tensor:
     """The gradient of the loss in closed form."""
     values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
     return forward.backward_closed(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

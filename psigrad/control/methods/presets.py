@@ -70,7 +70,7 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
     return replace(resolve_algorithm(spec), kl=None)
 
 
-def adjusted(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
+def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
     """The method with the settings' numbers, named as in Stable-Baselines3, in the parts that have them; None leaves a part as it
     is. Raises `UserError` for a number that no part of it reads.
     """

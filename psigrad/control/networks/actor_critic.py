@@ -135,7 +135,7 @@ class ActorCritic:
     def act(self, observations: Array, noise: Array | None = None) -> Array:
         """Actions for a few observations [E, D]: drawn by the distribution's `noise` [E, P], without it the likeliest."""
         hidden, (weight, bias), rest = self._numpy
-        h = self._seen(observations)
+        h = self._features(observations)
         for inner, shift in hidden:
             h = h.dot(inner)
             h += shift
@@ -144,7 +144,7 @@ class ActorCritic:
         out += bias
         return self.distribution.mode(out) if noise is None else self.distribution.sample(out, rest, noise)
 
-    def _seen(self, observations: Array) -> Array:
+    def _features(self, observations: Array) -> Array:
         """What the layers are given."""
         if not self.towers.front:
             return observations

@@ -94,7 +94,7 @@ class StackedMLP(nn.Module):
             return None
         return found.towers
 
-    def _shaped(self, given: Tensor, states: int) -> list[Tensor]:
+    def _split_layers(self, given: Tensor, states: int) -> list[Tensor]:
         """Views [K, M, out] of what the kernels give for all layers."""
         widths = [self.towers * states * width for width in self.sizes[1:]]
         return [h.view(self.towers, states, -1) for h in given.split(widths)]
@@ -226,7 +226,7 @@ class _NativeRecording(Recording):
     def __init__(self, towers: StackedMLP, native: TowerKernels, x_MD: Tensor) -> None:
         self._native, self._given = native, x_MD
         self._hs = native.forward(towers.flat.detach(), x_MD, towers.towers, towers.sizes)
-        super().__init__(towers, [towers._shaped(self._hs, len(x_MD))])
+        super().__init__(towers, [towers._split_layers(self._hs, len(x_MD))])
 
     def backward(self, grad_KMO: Tensor) -> Tensor:
         """As `Recording.backward`."""

@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 _ACTIVATIONS = {"Tanh": "tanh", "ReLU": "relu"}
 
 
-def named(policy: Any, env: Any) -> str | None:
+def policy_name(policy: Any, env: Any) -> str | None:
     """The policy's name in `PPO("MlpPolicy", env)`; None for `PPO(env)`. Raises `UserError` for a policy there is not."""
     if not (isinstance(policy, str) and policy.endswith("Policy")):
         if env is not None:
@@ -45,7 +45,7 @@ def check(policy: str | None, envs: Environments) -> None:
         raise UserError(f"{MULTI} needs a Dict of observations, and an observation here is {envs.spaces[0]}; use {MLP}.")
 
 
-def translated(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Our settings of Stable-Baselines3's `policy_kwargs`. Raises `UserError` for one that has no equal here."""
     found: dict[str, Any] = {}
     for name, value in policy_kwargs.items():
@@ -91,7 +91,7 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
+def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without Stable-Baselines3's that have no equal here, where they ask for nothing; `device` where it names the
     CPU, on which control always runs.
 
@@ -120,7 +120,7 @@ def without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse(foreign: Mapping[str, Any], of: str, expected: Sequence[str]) -> None:
     """Raises `UserError` for arguments that `of` does not have, but for those that ask for nothing."""
-    if unknown := without_foreign(foreign):
+    if unknown := drop_foreign(foreign):
         name = next(iter(unknown))
         settings = ". Settings are given when the agent is made." if of == "learn" else "."
         raise UserError(f"{of} has no argument {name!r}; expected {', '.join(expected)}{nearest(name, expected) or settings}")
@@ -205,7 +205,7 @@ def tensors_file(path: str | Path) -> Path:
     return file.with_suffix(".safetensors") if file.suffix in ("", ".pkl") else file
 
 
-def without_zip(path: Path) -> Path:
+def strip_zip(path: Path) -> Path:
     """The folder of a policy that is asked for as Stable-Baselines3's file. Raises `UserError` for such a file."""
     if path.is_file():
         raise UserError(f"{path} is a file, and a policy of psigrad is a folder; one of Stable-Baselines3 can't be read here.")

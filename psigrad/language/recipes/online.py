@@ -37,7 +37,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     check(config, algorithm)
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
-        if (done := session.finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal)) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         value_head = algorithm.needs_critic and config.critic_shared

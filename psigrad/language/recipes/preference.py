@@ -50,7 +50,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     check_sampling(config.sampling)
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
-        if (done := session.finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal)) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"

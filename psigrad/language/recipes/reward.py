@@ -33,7 +33,7 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
     of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "reward") as journal:
-        if (done := session.finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal)) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_scalar_model(config.model, config.run, checkpoint, journal.world, given)

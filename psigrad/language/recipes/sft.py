@@ -28,7 +28,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
     """
     rewards, metric = RewardSetup.of(config, config.reward), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
-        if (done := session.finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal)) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
