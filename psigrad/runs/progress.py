@@ -25,7 +25,7 @@ def _lines(description: str, total: float, done: float, every: int, unit: str) -
     def advance(count: float = 1, note: str = "") -> None:
         nonlocal at, calls, printed, since
         at, calls = at + count, calls + 1
-        if every and (calls >= every or at >= total):
+        if every and at > printed and (calls >= every or at >= total):
             now = time.monotonic()
             print(f"{description} {at:g}/{total:g}  {note}  {(now - since) / (at - printed):.3g} s a {unit}", flush=True)
             calls, printed, since = 0, at, now
