@@ -81,7 +81,7 @@ def directed(world: World, job: str, out: str, recipe: str, strategy: str, fails
 
 def _deadly(phase: str, count: int) -> None:
     owner, name = {
-        "forward": (LanguageModel, "_stats"),
+        "forward": (LanguageModel, "evaluate"),
         "backward": (torch.Tensor, "backward"),
         "gather": (worlds.Ranks, "all_gather"),
         "save": (shards, "write"),
