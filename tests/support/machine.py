@@ -145,8 +145,10 @@ def python_of_nobody() -> tuple[str, str]:
     if os.geteuid() != 0:
         return sys.executable, ""
     said = ["?"]
+    # setpriv may start what nobody may not: the programs that the sandbox runs are started by nobody
+    code = "import subprocess, sys, pytest, psigrad.language.rewards.code; subprocess.run([sys.executable, '-c', ''], check=True)"
     for python in dict.fromkeys((os.path.realpath(sys.executable), f"{sys.base_prefix}/bin/python3", "/usr/bin/python3")):
-        ready = as_nobody(Path("/tmp"), python, "-c", "import pytest, psigrad.language.rewards.code")
+        ready = as_nobody(Path("/tmp"), python, "-c", code)
         if ready.returncode == 0:
             return python, ""
         said = ready.stderr.strip().splitlines() or said

@@ -245,13 +245,13 @@ def test_two_calls_of_the_sampler_add_up(model):
 
 def test_copies_of_one_layer_at_a_time_lie_beside_what_was_kept(model, monkeypatch):
     groups, gathered = sampled(model), []
-    original = kept.CacheHit._gathered
+    original = kept.CacheHit._gather
 
     def noted(self, wanted):
         gathered.append([(layer, part) for layer, part, _ in wanted])
         return original(self, wanted)
 
-    monkeypatch.setattr(kept.CacheHit, "_gathered", noted)
+    monkeypatch.setattr(kept.CacheHit, "_gather", noted)
     passed_on = []
     through = fused._LayerFunction.apply
     monkeypatch.setattr(fused._LayerFunction, "apply", lambda *given: passed_on.append(through(*given)) or passed_on[-1])
@@ -282,7 +282,7 @@ def random_layers(rows, parts=PARTS):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (3,), (5, 70)])
-def test_rows_are_gathered_from_slabs_in_any_order(dtype, shape):
+def test_rows_are_gather_from_slabs_in_any_order(dtype, shape):
     """Of two tables at once, another number of each."""
     tables = [torch.randn(12, 16, *shape).to(dtype), torch.randn(12, 16, 7)]
     rows = [torch.randint(0, 12 * 16, (n,)) for n in (900, 50)]
@@ -335,7 +335,7 @@ def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
     assert table.rows == sum(end - start for start, end in spans) > 0.9 * SLAB * len(table.slabs)
     everything = torch.arange(SLAB * len(table.slabs))
     known = kept.CacheHit(table.slabs, everything, kept.CachedLogProbs(torch.zeros(0), 1.0, (0, 0)))
-    found = [known._gathered([(i, part, everything) for part in range(3)]) for i in range(2)]
+    found = [known._gather([(i, part, everything) for part in range(3)]) for i in range(2)]
     for start, layers in expected.items():
         for whole, layer in zip(found, layers, strict=True):
             assert all(torch.equal(part[start : start + len(x)], x) for part, x in zip(whole, layer, strict=True))

@@ -58,7 +58,7 @@ def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kin
     assert len(steps) > 60 and {layers for _, layers in steps} == {len(model.decoder.layers)}
     assert len({rows for rows, _ in steps}) > 1, "sequences end on the way"
     steps.clear()
-    monkeypatch.setattr(Decoder, "_stepped", lambda *given: None)
+    monkeypatch.setattr(Decoder, "_step", lambda *given: None)
     alone = drawn(model, keep=keep, max_batch=max_batch)
     assert not steps
     assert together[0] == alone[0]
