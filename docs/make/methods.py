@@ -492,13 +492,19 @@ CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_
 OWN = {"vc_ppo": ("2503.01491",)}  # a paper whose parts are others'
 
 
+def _enumerated() -> set[str]:
+    """The methods whose gradient the tests sum over all batches."""
+    source = (DOCS.parent / "tests" / "objective" / "test_enumerated_gradients.py").read_text()
+    return set(source.split("FORMULAS = [")[1].split("]")[0].replace(",", " ").split())
+
+
 def _proof(name: str) -> str:
     """A method's row in the table of proofs."""
     text = " ".join(algorithms.explain(name).split())
     shown = ", ".join(dict.fromkeys([*OWN.get(name, ()), *re.findall(r"arXiv:(\d{4}\.\d{5})", text)]))
     picture = DOCS / "images" / f"{name}.png"
     curve = f"[curve](../images/{name}.png)" if picture.exists() else ""
-    return f"| [{name}]({name}.md) | {shown or 'Williams 1992'} | {'closed form' if name in CLOSED else 'enumerated' if name in IDEAS else ''} | {curve} |"
+    return f"| [{name}]({name}.md) | {shown or 'Williams 1992'} | {'closed form' if name in CLOSED else 'enumerated' if name in _enumerated() else ''} | {curve} |"
 
 
 def _short(part: object) -> str:
