@@ -62,9 +62,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # What a trainer does that none of its fields says.
 FIXED: Mapping[str, Mapping[str, Any]] = {"OnlineDPOConfig": {"num_generations": 2}}
 
-# Rewards that TRL's command line takes by name.
+# A reward that TRL's command line takes by name and that is ours by another; its other names are known to our rewards.
 REWARDS: Mapping[str, Any] = {
-    **{name: f"trl.rewards:{name}" for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")},
     "get_soft_overlong_punishment": {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256},
 }
 # TRL's loss_type: in GRPO an aggregation and for the last two a surrogate, in DPO a method of ours or a link.

@@ -196,7 +196,7 @@ def test_reward_functions_of_trls_command_line_are_functions(here):
     Path("c.yaml").write_text(yaml.safe_dump({"epsilon": 0.2, "reward_funcs": rewards, "reward_model_name_or_path": "org/m"}))
     made = converted("c.yaml")
     overlong = {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256}
-    assert made.settings["reward"] == ["mine:good", "trl.rewards:accuracy_reward", overlong]
+    assert made.settings["reward"] == ["mine:good", "accuracy_reward", overlong]
 
 
 @pytest.mark.parametrize("more", ["", "report_to='none', "])

@@ -9,23 +9,12 @@ import pytest
 
 from psigrad import cli
 from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling
-from psigrad.language.models import tiny
 from psigrad.preflight import plan
 from psigrad.preflight.plan.memory import AMONG_OTHERS
 from psigrad.preflight.plan.placements import smallest, splits
 
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A configuration and a tokenizer, and no weights."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny.tokenizer(["one two three"], 270)
-    tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, max_length=512).config.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def settings(folder, **given) -> OnlineConfig:

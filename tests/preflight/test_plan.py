@@ -34,16 +34,6 @@ MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A configuration and a tokenizer, and no weights."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny.tokenizer(["one two three"], 270)
-    tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, max_length=512).config.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
 def settings(folder, **given) -> OnlineConfig:
     return OnlineConfig(model=Model(path=str(folder)), run=Run(max_steps=5, device="cpu"), **given)
 

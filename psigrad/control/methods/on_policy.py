@@ -31,7 +31,7 @@ from psigrad.objective.stats import discounted_sum, td_errors
 
 @dataclass(frozen=True, eq=False)
 class RolloutTensors:
-    """A rollout as tensors: what the network is as_tensors, and where its M steps lie in the batch's [N, T]."""
+    """A rollout as tensors: what the network sees, and where its M steps lie in the batch's [N, T]."""
 
     observation: Tensor
     """[M + R, D] the chosen steps', then those behind the last step of the R rows that are bootstrapped."""
@@ -82,7 +82,7 @@ class ActionEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class Minibatch:
-    """Steps that are trained on, with what the network is as_tensors; `seen` where the loss needs them as whole rows."""
+    """Steps that are trained on, with what the network sees; `seen` where the loss needs them as whole rows."""
 
     prepared: Prepared
     observation: Tensor

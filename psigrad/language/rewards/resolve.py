@@ -9,7 +9,7 @@ from typing import Any
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, with_colon
 
-# Functions of trl.rewards that TRL's command line takes by their bare names.
+# Functions of trl.rewards, which TRL's command line takes by their bare names.
 OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
@@ -43,10 +43,11 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
     if reward not in builtin.NAMES:
         if (own := with_colon(reward)) != reward:
             return resolve(own)
-        known, trls = ", ".join(builtin.NAMES), f"; TRL's is trl.rewards:{reward}" if reward in OF_TRL else ""
+        if reward in OF_TRL:
+            return resolve(f"trl.rewards:{reward}")
+        known = ", ".join(builtin.NAMES)
         raise UserError(
-            f"There is no built-in reward {reward!r}; expected one of {known} or "
-            f"module:function{trls or nearest(reward, builtin.NAMES)}"
+            f"There is no built-in reward {reward!r}; expected one of {known} or module:function{nearest(reward, builtin.NAMES)}"
         )
     return RewardSpec(reward, builtin.NAMES[reward])
 

@@ -94,7 +94,6 @@ class KL:
 
     k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
-    exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
     In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
     k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
     sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.

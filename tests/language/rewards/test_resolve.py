@@ -99,7 +99,6 @@ def test_parameters_reach_a_builtin():
         ({"reward": "length", "max_completion_length": 0}, "must be above 0"),
         ({"reward": "soft_overlong", "soft_punish_cache": 0}, "soft_punish_cache is 0"),
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
-        ("accuracy_reward", "no built-in reward 'accuracy_reward'.*TRL's is trl.rewards:accuracy_reward"),
         ("psigrad.language.rewards.builtin:exat", "has no 'exat'.*did you mean 'exact'"),
         ("psigrad.language.rewards.builtin:NAMES", "is a dict; expected a function"),
         ("no_such_file.py:f", r"there is no file '.*/no_such_file\.py'; give the path"),
@@ -223,3 +222,10 @@ def test_negative_control_a_second_resolve_would_be_noticed(job, imports, monkey
     monkeypatch.setattr(scorers, "resolve", lambda given: resolve(given) and resolve(given))
     run_with("grpo", job, imports)
     assert imports() == {"a": 2, "b": 2}
+
+
+def test_rewards_of_trl_go_by_their_bare_names():
+    from trl.rewards import accuracy_reward
+
+    found = resolve("accuracy_reward")
+    assert (found.name, found.function) == ("accuracy_reward", accuracy_reward)
