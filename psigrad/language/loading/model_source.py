@@ -94,7 +94,7 @@ def lora_of(settings: Model) -> Lora | None:
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
     """The same model as a base with an adapter's rank, whose sizes its configuration gives; what has to be converted is.
-    `local`: see `continued`.
+    `local`: see `find_adapter`.
     """
     found = find_adapter(settings, local=local)
     if found is None:

@@ -282,7 +282,7 @@ def random_layers(rows, parts=PARTS):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (3,), (5, 70)])
-def test_rows_are_gather_from_slabs_in_any_order(dtype, shape):
+def test_rows_are_gathered_from_slabs_in_any_order(dtype, shape):
     """Of two tables at once, another number of each."""
     tables = [torch.randn(12, 16, *shape).to(dtype), torch.randn(12, 16, 7)]
     rows = [torch.randint(0, 12 * 16, (n,)) for n in (900, 50)]
