@@ -3,10 +3,9 @@
     from psigrad.control import PPO
     agent = PPO("CartPole-v1").learn(100_000)
 
-`agents` and `agent_callbacks` are what users see, and `policies` what users of Stable-Baselines3 write. `run` is a whole run,
-with the loop: collect and learn, evaluate, save. `builder` makes a trainer out of settings, from the declared `methods` and the
-tuned `hyperparameters`. Trainers (`trainer`, `on_policy`, `trpo`, `dqn`) learn on environments (`vector`, `spaces`,
-`normalizer`, `collector`, `replay`, `video`) with small networks (`actor_critic`, `networks`, `distributions`, `optimizers`).
+`agents` and `agent_callbacks` are what users see. `run` is a whole run, with the loop: collect and learn, evaluate, save.
+`builder` makes a trainer out of `settings` and the tuned `hyperparameters`. `methods` are the declared `presets` and the trainers
+(`trainer`, `on_policy`, `trpo`, `dqn`), which learn on `environments` with small `networks`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from psigrad.control.agent_callbacks import CheckpointCallback, EvalCallback, StopTrainingOnRewardThreshold
 from psigrad.control.agents import A2C, DQN, PPO, REINFORCE, TRPO, Agent, evaluate_policy
-from psigrad.control.networks.policies import ELSEWHERE
+from psigrad.control.policies import ELSEWHERE
 
 __all__ = [
     "A2C",

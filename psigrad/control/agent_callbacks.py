@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from psigrad.control import policies
 from psigrad.control.agents import DQN, Agent, Callback, evaluate_policy
-from psigrad.control.networks import policies
 from psigrad.errors import UserError
 
 MEAN_RETURN = "eval/return/mean"

@@ -21,11 +21,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from psigrad.config.load import to_dict
-from psigrad.control import builder
+from psigrad.control import builder, policies
 from psigrad.control.environments import vector
 from psigrad.control.methods.dqn import DQNTrainer
 from psigrad.control.methods.trainer import Trainer, generator
-from psigrad.control.networks import policies
 from psigrad.control.networks.distributions import Array
 from psigrad.control.run import play_episodes
 from psigrad.control.settings import ControlConfig

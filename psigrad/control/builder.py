@@ -13,18 +13,17 @@ import gymnasium as gym
 
 from psigrad.config import Run
 from psigrad.config.load import load, to_dict
-from psigrad.control import hyperparameters
+from psigrad.control import hyperparameters, policies
 from psigrad.control.environments import vector
 from psigrad.control.environments.collector import Collector
 from psigrad.control.environments.normalizer import Normalizer
 from psigrad.control.environments.spaces import from_json, to_json
 from psigrad.control.environments.vector import Absent, Environments
-from psigrad.control.methods import presets as methods
+from psigrad.control.methods import presets
 from psigrad.control.methods.dqn import DQNTrainer
 from psigrad.control.methods.on_policy import OnPolicyTrainer
 from psigrad.control.methods.trainer import FlatOptimizer, Trainer
 from psigrad.control.methods.trpo import TRPOTrainer
-from psigrad.control.networks import policies
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Categorical
 from psigrad.control.settings import ControlConfig
@@ -47,7 +46,7 @@ TRAINERS = {"trpo": OwnTrainer(TRPOTrainer, "ppo"), "dqn": OwnTrainer(DQNTrainer
 
 def names() -> list[str]:
     """Algorithms of control: policy gradients, and those with a trainer of their own."""
-    return [*methods.names(), *TRAINERS]
+    return [*presets.names(), *TRAINERS]
 
 
 def settings(algorithm: Any, env: Any, given: Mapping[str, Any] | None = None) -> ControlConfig:
@@ -136,7 +135,7 @@ def resolve(config: ControlConfig) -> PolicyGradient | None:
         if advice := policies.elsewhere(spec):
             raise UserError(f"There is no algorithm {spec!r} for control: {advice}.")
         raise UserError(f"There is no algorithm {spec!r} for control; expected {', '.join(names())}{nearest(spec, names())}")
-    return methods.adjust(methods.resolve(spec), config)
+    return presets.adjust(presets.resolve(spec), config)
 
 
 def save_policy(folder: Path, trainer: Trainer) -> None:

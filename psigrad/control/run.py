@@ -11,7 +11,7 @@ import numpy as np
 from psigrad import seeds
 from psigrad.control import builder
 from psigrad.control.environments import vector
-from psigrad.control.environments.collector import Played, play
+from psigrad.control.environments.collector import ActionLog, Played, play
 from psigrad.control.environments.vector import Environments
 from psigrad.control.methods.trainer import Trainer, generator
 from psigrad.control.settings import ControlConfig
@@ -115,7 +115,8 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
             figures = trainer.train_interval()
         journal.metrics(trainer.timesteps, figures)
         journal.timings(trainer.timesteps, clock, trainer.timesteps - before)
-        if trainer.timesteps >= config.total_timesteps or (config.run.save_steps and trainer.lines % config.run.save_steps == 0):
+        ended, every = trainer.timesteps >= config.total_timesteps, config.run.save_steps
+        if ended or (every and trainer.lines % every == 0) or len(trainer.collector.log) > ActionLog.MOST:
             trainer.restart()
         after = replace(state, step=trainer.timesteps, lines=trainer.lines)
         return after, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}"

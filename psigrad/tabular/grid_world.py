@@ -1,4 +1,4 @@
-"""Grid worlds: a plain description that is cheap to change, and the MDP that it stands for."""
+"""Grid worlds: a plain description that is cheap to change, and the MDP that it stands for; and a grid without bounds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ Cell = tuple[int, int]
 ACTIONS = ("up", "right", "down", "left")
 ARROWS = "↑→↓←"
 MOVES: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
-# What an unbounded grid holds is a hash of (world, i, j), so nothing is stored and every agent finds the same world in any order.
-MASK = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _default_prizes() -> dict[Cell, float]:
@@ -339,10 +336,15 @@ class UnboundedGrid:
         return GridWorld(rows, columns, prizes, step_reward=self.step_reward, start=(0, 0), gamma=gamma)
 
 
+# What an unbounded grid holds is a hash of (world, i, j), so nothing is stored and every agent finds the same world in any order.
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
 def _mix(x: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
@@ -350,5 +352,5 @@ def _uniform(*counters: int) -> float:
     """A double in [0, 1) that depends on the counters only."""
     x = 0
     for counter in counters:
-        x = _mix((x + GOLDEN + counter) & MASK)
+        x = _mix((x + _GOLDEN + counter) & _MASK)
     return (x >> 11) * 2.0**-53

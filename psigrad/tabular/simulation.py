@@ -1,4 +1,4 @@
-"""Episodes: played by a fixed policy in an MDP (sampled fast) or in any environment with Gymnasium's reset and step."""
+"""Episodes of a fixed policy, in an MDP (sampled fast) or in any environment with Gymnasium's reset and step; and schedules."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from psigrad.control.methods import presets as control_catalog
 from psigrad.control.methods.on_policy import as_tensors
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.objective import PolicyOutputs, catalog
+from psigrad.objective import PolicyOutputs, catalog, policy_gradient
 from psigrad.objective.parts.aggregate import sequence_mean, sequence_sum
 
 
@@ -235,10 +235,8 @@ def test_target_kl_stops_before_the_step_that_would_go_on_from_too_far():
 
 
 def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):
-    from psigrad.control.methods import on_policy
-
     told, collected = [], []
-    monkeypatch.setattr(on_policy, "adapt", lambda penalty, state, kl: told.append(kl) or dict(state))
+    monkeypatch.setattr(policy_gradient, "adapt", lambda penalty, state, kl: told.append(kl) or dict(state))
     made = method("ppo_penalty", n_steps=16, batch_size=0, learning_rate=0.01, n_epochs=2)
     collect = made._collect
 

@@ -150,14 +150,51 @@ def test_negative_control_an_environment_that_follows_no_seed_begins_new_episode
     assert "new episodes begin" in capsys.readouterr().err
 
 
-def test_a_log_of_too_many_actions_is_given_up_and_new_episodes_begin(tmp_path, monkeypatch):
-    monkeypatch.setattr(ActionLog, "MOST", 100)
-    config = config_of("ppo", tmp_path / "run")
-    run.run(with_callbacks(config, Director(stop_at=4)))
-    assert not (checkpoint.latest(tmp_path / "run" / "checkpoints").path / "episodes.safetensors").exists()
-    longer = replace(config, total_timesteps=600, run=replace(config.run, extend=True))
-    run.run(longer)
-    assert events(tmp_path / "run", "episodes_restarted")
+class Picky(gym.Wrapper):
+    """Refuses a move, as a game may whose first position is another one than last time."""
+
+    refuses = False
+
+    def step(self, action):
+        if Picky.refuses and action == 1:
+            raise ValueError("illegal move")
+        return self.env.step(action)
+
+
+def test_an_environment_that_refuses_a_replayed_action_begins_new_episodes(tmp_path, monkeypatch):
+    config = config_of("ppo", tmp_path / "run", lambda: Picky(gym.make("CartPole-v1")), eval_episodes=0)
+    with pytest.raises(UserError, match="OSError: enough"):
+        run.run(with_callbacks(config, Fails(at=3)))
+    path = checkpoint.latest(tmp_path / "run" / "checkpoints").path
+    trainer = builder.build(config)
+    held = trainer.restore(path)
+    monkeypatch.setattr(Picky, "refuses", True)
+    with pytest.raises(UserError, match="illegal move"):
+        trainer.collector.replay(held["seed"], np.ones((1, 2), np.uint8))
+    assert trainer.go_on(path, held) is None and trainer.collector.log.seed != held["seed"]
+
+
+def test_behind_many_actions_all_episodes_begin_anew_so_that_a_log_stays_small(whole, tmp_path, monkeypatch):
+    name, folder = whole
+    longest = max(len(log_of(path)) for path in (folder / "checkpoints").iterdir())
+    monkeypatch.setattr(ActionLog, "MOST", longest // 2)
+    run.run(config_of(name, tmp_path / "whole"))
+    if name != "reinforce":  # whose rollouts all begin anew
+        assert max(len(log_of(path)) for path in (tmp_path / "whole" / "checkpoints").iterdir()) < longest
+        assert contents(tmp_path / "whole") != contents(folder)
+
+    def doomed():
+        killed_after(3)
+        run.run(config_of(name, tmp_path / "parts"))
+
+    assert os.WTERMSIG(forked(doomed)) == signal.SIGKILL
+    assert forked(lambda: run.run(config_of(name, tmp_path / "parts"))) == 0
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert not events(tmp_path / "parts", "episodes_restarted")
+
+
+def log_of(folder: Path) -> np.ndarray:
+    return checkpoint.load_tensors(folder / "episodes.safetensors")["actions"].numpy()
 
 
 def with_callbacks(config, *given):

@@ -128,10 +128,10 @@ class ActionLog:
     """
 
     MOST = 1 << 26
-    """Bytes that are kept. Beyond them the log is given up, and a run that goes on begins new episodes."""
+    """Bytes behind which a run lets all episodes begin anew, so that a log stays small."""
 
     def __init__(self, seed: int, dtype: np.typing.DTypeLike) -> None:
-        self.seed, self.dtype, self.given_up = seed, np.dtype(dtype), False
+        self.seed, self.dtype = seed, np.dtype(dtype)
         self._bytes, self._shape = bytearray(), (0,)
 
     def __len__(self) -> int:
@@ -140,17 +140,14 @@ class ActionLog:
 
     def add(self, actions: Array) -> None:
         """Actions [T, E] or [T, E, A] of a rollout."""
-        if not self.given_up:
-            self._shape = actions.shape[1:]
-            self._bytes += actions.astype(self.dtype).tobytes()
-        if len(self._bytes) > self.MOST:
-            self.given_up, self._bytes = True, bytearray()
+        self._shape = actions.shape[1:]
+        self._bytes += actions.astype(self.dtype).tobytes()
 
     def actions(self, size: int) -> Array:
-        """Those of the first `size` bytes, one step behind the other: [T, E] or [T, E, A]."""
+        """A copy of those of the first `size` bytes, one step behind the other: [T, E] or [T, E, A]."""
         if not size:
             return np.zeros(0, self.dtype)
-        return np.frombuffer(bytes(self._bytes[:size]), self.dtype).reshape(-1, *self._shape)
+        return np.frombuffer(self._bytes, self.dtype, size // self.dtype.itemsize).reshape(-1, *self._shape).copy()
 
 
 class Collector:
@@ -176,8 +173,8 @@ class Collector:
     def replay(self, seed: int, actions: Array) -> None:
         """The environments after logged `actions` [T, E, …] of episodes that began from `seed`."""
         self.restart(seed)
-        for action in actions.astype(self._played):
-            self.observation = self.envs.step(action).observation
+        for action in actions:  # made wide step by step: all at once they would take eight times the log's room
+            self.observation = self.envs.step(action.astype(self._played)).observation
         if len(actions):
             self.log.add(actions)
 

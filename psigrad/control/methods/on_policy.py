@@ -24,7 +24,7 @@ from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, To
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import needs_of
 from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
-from psigrad.objective.parts.surrogate import adapt, clip, kl_penalty, measure_kl
+from psigrad.objective.parts.surrogate import clip, kl_penalty
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
 from psigrad.objective.stats import discounted_sum, td_errors
 
@@ -153,16 +153,14 @@ class OnPolicyTrainer(Trainer):
             terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
         else:
             terms = self._passes(algorithm, whole, totals, minibatches, rate, metrics)
-        if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None:
-            self.state = adapt(algorithm.surrogate, self.state, self._measure_move(whole))
+        if algorithm.adapts:
+            self.state = algorithm.adapt(whole.prepared, self._log_probs(whole))
         return {**prepared.metrics, **terms, "learning_rate": rate} if metrics else {}
 
-    def _measure_move(self, part: Minibatch) -> float:
-        """KL(old‖new) of these steps after the update."""
+    def _log_probs(self, part: Minibatch) -> Tensor:
+        """Those [N, T] of these steps' actions after the update."""
         _, now = self._pass(part.observation, part.action, self._differentiable, False)
-        batch = part.prepared.batch
-        logp = now.logp[:, None] if part.seen is None else part.seen.wide(now.logp)
-        return measure_kl(logp, batch.logp_old, batch.mask & part.prepared.keep[:, None])
+        return now.logp[:, None] if part.seen is None else part.seen.wide(now.logp)
 
     def _once(self, minibatches: int) -> bool:
         """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""

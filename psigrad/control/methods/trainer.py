@@ -21,6 +21,7 @@ from psigrad.control.environments.vector import Environments
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Array
 from psigrad.control.settings import ControlConfig
+from psigrad.errors import UserError
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.towers import TowerKernels
 from psigrad.records import checkpoint
@@ -222,13 +223,13 @@ class Trainer(ABC):
             last = self.timesteps + self.most_steps >= self.config.total_timesteps
             figures = self.iterate(last or self._in_line == self.config.log_interval - 1)
             self._in_line += 1
-            if self._in_line == self.config.log_interval or self.timesteps >= self.config.total_timesteps:
-                break
+            ended = self._in_line == self.config.log_interval or self.timesteps >= self.config.total_timesteps
+            if ended:
+                self.lines, self._in_line = self.lines + 1, 0
             if self.collector.resumable:
                 self.begun = self._moment()
-        self.lines, self._in_line = self.lines + 1, 0
-        if self.collector.resumable:
-            self.begun = self._moment()
+            if ended:
+                break
         named = {_NAMES.get(name, name): value for name, value in figures.items() if name in _NAMES or "/" in name}
         return {**self.collector.statistics.summary(), **named}
 
@@ -249,9 +250,9 @@ class Trainer(ABC):
         running = begun.normalizer.running.tolist()
         numbers = {**begun.numbers, "normalizer": begun.normalizer.state(), "seed": begun.log.seed, "running": running, **more}
         (folder / NUMBERS).write_bytes(to_line(numbers))
-        if not begun.log.given_up:
-            played = {"actions": torch.from_numpy(begun.log.actions(begun.logged).copy())}
-            checkpoint.save_tensors(folder / EPISODES, {**played, "observation": torch.from_numpy(begun.observation.copy())})
+        actions, observation = begun.log.actions(begun.logged), begun.observation.copy()
+        stood = {"actions": torch.from_numpy(actions), "observation": torch.from_numpy(observation)}
+        checkpoint.save_tensors(folder / EPISODES, stood)
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """The inverse of `save`, with the same settings, but for the environments (see `go_on`); the numbers that were saved."""
@@ -271,22 +272,25 @@ class Trainer(ABC):
     def go_on(self, folder: Path, numbers: Mapping[str, Any]) -> int | None:
         """Bring the environments back to where they stood when `folder` was saved, by their actions since their last restart.
 
-        Returns the number of steps. Where they do not lead there (the environments follow no seed, or the actions are too many
-        to be kept) new episodes begin, and it returns None.
+        Returns the number of steps. Where they do not lead there (the environments follow no seed, or an older version saved no
+        actions) new episodes begin, and it returns None.
         """
-        played = checkpoint.load_tensors(folder / EPISODES) if (folder / EPISODES).exists() else {}
-        if not played:
-            self.restart()
-            return None
-        actions = played["actions"].numpy()
-        self.collector.replay(numbers["seed"], actions)
-        if not np.array_equal(self.collector.observation, played["observation"].numpy()):
+        stood = checkpoint.load_tensors(folder / EPISODES) if (folder / EPISODES).exists() else None
+        if stood is None or not self._replay(numbers["seed"], stood["actions"].numpy(), stood["observation"].numpy()):
             self.restart()
             return None
         self.collector.statistics.go_on(numbers["begun"])
         self.collector.normalizer.running = np.array(numbers["running"])
         self.begun = self._moment()
-        return len(actions) * self.collector.envs.count
+        return len(stood["actions"]) * self.collector.envs.count
+
+    def _replay(self, seed: int, actions: Array, observation: Array) -> bool:
+        """Whether these actions lead back to this observation."""
+        try:
+            self.collector.replay(seed, actions)
+        except UserError:  # other states than those of its seed may not allow an action that was allowed
+            return False
+        return np.array_equal(self.collector.observation, observation)
 
 
 def generator(seed: int) -> np.random.Generator:

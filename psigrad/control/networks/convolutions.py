@@ -128,7 +128,7 @@ class ConvolvedMLP(StackedMLP):
         leaf = self.flat.detach().requires_grad_()
         with torch.enable_grad():
             features = self.seen(x_MD, leaf)
-        return _ConvolvedTape(self, self._record(features.detach()), features, leaf)
+        return _ConvolvedRecording(self, self._record(features.detach()), features, leaf)
 
     @torch.no_grad()
     def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
@@ -152,7 +152,7 @@ class ConvolvedMLP(StackedMLP):
         return found
 
 
-class _ConvolvedTape(Recording):
+class _ConvolvedRecording(Recording):
     """A recording whose gradient goes on through the convolutions, where autograd costs little beside the products."""
 
     def __init__(self, towers: ConvolvedMLP, parts: list[list[Tensor]], features: Tensor, leaf: Tensor) -> None:

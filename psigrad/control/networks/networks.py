@@ -31,7 +31,7 @@ class StackedMLP(nn.Module):
     """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
 
     `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, behind them
-    `front` numbers of what stands in front of the layers, and `extra` numbers for whoever owns the network. StackedMLP with fewer
+    `front` numbers of what stands in front of the layers, and `extra` numbers for whoever owns the network. Towers with fewer
     outputs than the widest have columns that are not read.
     """
 
