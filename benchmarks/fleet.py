@@ -1,6 +1,6 @@
 """What a pool of actors on Ray costs beside the sampling itself: `python benchmarks/fleet.py [--hidden 256 1024] [--rounds 5]`.
 
-On one machine, with one worker whose sampler has nothing to do: the time of a parcel (a request, an answer, and what the driver
+On one machine, with one worker whose sampler has nothing to do: the time of a task (a request, an answer, and what the driver
 does between), and of a publication (a model's weights copied, put into Ray's store, fetched and loaded by the worker). Needs Ray.
 """
 
@@ -74,13 +74,13 @@ def main() -> None:
             sampler.sample(requests[:2], params)  # the worker has started
             at = sampler.snapshot()
             at.sample(requests[:2], params)
-            parcels = [seconds(lambda: at.sample(requests, params)) / 32 for _ in range(given.rounds)]  # noqa: B023
+            tasks = [seconds(lambda: at.sample(requests, params)) / 32 for _ in range(given.rounds)]  # noqa: B023
             published = [seconds(lambda: sampler.sample(requests[:2], params)) for _ in range(given.rounds)]  # noqa: B023
             pool.close()
-        parcel, publication = statistics.median(parcels), statistics.median(published)
+        task, publication = statistics.median(tasks), statistics.median(published)
         print(
-            f"{size / 1e6:.0f} MB of weights: a parcel of 2 x 8 completions {1e3 * parcel:.1f} ms ({1e3 * min(parcels):.1f} to "
-            f"{1e3 * max(parcels):.1f}); a publication {publication:.2f} s, {size / publication / 1e6:.0f} MB/s"
+            f"{size / 1e6:.0f} MB of weights: a task of 2 x 8 completions {1e3 * task:.1f} ms ({1e3 * min(tasks):.1f} to "
+            f"{1e3 * max(tasks):.1f}); a publication {publication:.2f} s, {size / publication / 1e6:.0f} MB/s"
         )
 
 

@@ -26,15 +26,15 @@ from psigrad.preflight.bench.inputs import build
 from psigrad.processes.parallel import world
 
 STUBS: dict[str, Callable[..., Any]] = {
-    "mine": lambda world, parts: [(part, 1.0) for part in parts],
-    "added": lambda world, figures: figures,
+    "shard": lambda world, parts: [(part, 1.0) for part in parts],
+    "sum_figures": lambda world, figures: figures,
     "each_once": lambda world, parts, of: [of(part) for part in parts],
     "sum_gradients": lambda world, parameters: None,
 }
 METHODS: dict[str, Callable[..., Any]] = {
-    "same": lambda self, value: value,
-    "gathered": lambda self, value: [value],
-    "sum": lambda self, x: x,
+    "broadcast": lambda self, value: value,
+    "all_gather": lambda self, value: [value],
+    "all_reduce": lambda self, x: x,
 }
 
 

@@ -5,7 +5,7 @@
 
 MODEL is a folder or hub name; each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 where the completion
 is the answer. The settings are those of `psigrad control ppo --env CartPole-v1` and of `psigrad ppo` with `critic_shared=true`.
-`tests/training/test_ppo_one_file.py` holds this file against the library: same advantages, same loss, same gradient.
+`tests/language/training/test_ppo_one_file.py` holds this file against the library: same advantages, same loss, same gradient.
 
 In a state s_t the policy pi takes an action a_t (a push of the cart, or a token) and gets a reward r_t. The critic V guesses the
 rewards still to come. From a batch of such steps (Schulman et al. 2017, arXiv:1707.06347; 2016, arXiv:1506.02438):
