@@ -130,7 +130,7 @@ def test_any_number_of_workers_gives_the_same_run(job, whole, tmp_path, lag, cou
     same(train(job, tmp_path / "run", lag=lag, samplers=count), whole(lag))
 
 
-def test_two_processes_in_shards_train_with_a_fleet(job, whole, tmp_path):
+def test_two_processes_in_shards_train_with_samplers_on_a_cluster(job, whole, tmp_path):
     out = tmp_path / "run"
     finish(start(job, out, size=2, strategy="fsdp", lag=2))
     for name in ("reward", "completions/mean_length", "grad_norm"):
@@ -218,7 +218,7 @@ def test_a_machine_that_is_cut_off_is_passed_by_and_may_come_back(job, whole, tm
     run = start(job, out, lag=2, steps=400, cluster=machines.address, samplers=2, patience=2.0)
     until(lambda: steps_done(out) >= 3 and joined(out) >= 2, run)
     machines.cut()
-    until(lambda: "worker_late" in kinds(out), run)  # the parcel that it had is another's
+    until(lambda: "worker_late" in kinds(out), run)  # the task that it had is another's
     before = steps_done(out)
     until(lambda: steps_done(out) >= before + 5, run)
     until(lambda: "worker_lost" in kinds(out), run)

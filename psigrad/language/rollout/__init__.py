@@ -1,1 +1,1 @@
-"""Who produces trajectories: the embedded sampler, transformers' generate, vLLM, and a scripted fake, behind one protocol."""
+"""Who produces trajectories: the embedded sampler, transformers' generate, vLLM, and many of them on Ray, behind one protocol."""

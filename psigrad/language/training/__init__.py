@@ -1,1 +1,1 @@
-"""How models are trained: `online.py` (RL) and `offline.py` (recorded data), and what both stand on."""
+"""How models are trained: `online/` (RL) and `offline/` (recorded data), and what both stand on."""

@@ -1,1 +1,1 @@
-"""Who produces completions: the embedded sampler, transformers' generate, vLLM, Ray, a scripted fake."""
+"""Who produces completions: the embedded sampler, transformers' generate, vLLM, and many of them on Ray."""

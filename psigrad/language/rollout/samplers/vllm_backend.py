@@ -1,7 +1,7 @@
 """vLLM behind the `Sampler` protocol: an engine in a process of its own, which gets the trainer's weights when they have changed.
 
 Nothing is taken on trust. After each update what the engine computes with is read back and compared with what was sent, bit for
-bit (`vllm_readback.py`), and its prefix cache must be empty; at the start its log-probs of a probe must be the trainer's. An
+bit (`vllm_engine.py`), and its prefix cache must be empty; at the start its log-probs of a probe must be the trainer's. An
 engine that dies or says nothing is started again, and what it had under way is sampled again; what was complete is kept.
 """
 

@@ -1,4 +1,4 @@
-"""Training on recorded data, SFT, reward models and the preference family are tasks of it."""
+"""Training on recorded data: the loop, and what it asks of a task. SFT, reward models and preferences are tasks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,39 @@ from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
 
-__all__ = [
-    "Share",
-    "Task",
-]
+Share = Callable[[], Loss]
+"""The loss of one forward pass."""
+
+
+class Task(Protocol):
+    """Rows to learn from, and how any of them become a loss."""
+
+    @property
+    def name(self) -> str:
+        """What the progress bar says."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        ...
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """The loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
+
+        For several `ranks`, which take turns in taking one, there are about as many tokens in each. Values, gradients and terms
+        of all of them add up to those of the step, however it is split.
+        """
+        ...
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Figures over all rows, to be called without gradient. Each process of the world computes its share of the passes, and
+        all of them get the whole.
+        """
+        ...
 
 
 class Settings(Protocol):
@@ -133,37 +162,3 @@ def _evaluate(run: Offline, state: State) -> None:
         run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
     if run.generated is not None:
         run.generated.evaluator.record(run.generated.model, run.generated.sampler, state.step, run.journal)
-
-
-Share = Callable[[], Loss]
-
-
-class Task(Protocol):
-    """Rows to learn from, and how any of them become a loss."""
-
-    @property
-    def name(self) -> str:
-        """What the progress bar says."""
-        ...
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
-
-    def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens in these rows."""
-        ...
-
-    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """The loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
-
-        For several `ranks`, which take turns in taking one, there are about as many tokens in each. Values, gradients and terms
-        of all of them add up to those of the step, however it is split.
-        """
-        ...
-
-    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Figures over all rows, to be called without gradient. Each process of the world computes its share of the passes, and
-        all of them get the whole.
-        """
-        ...

@@ -1,4 +1,4 @@
-"""SFTTask fine-tuning: maximum likelihood of the target tokens."""
+"""Supervised fine-tuning: maximum likelihood of the target tokens."""
 
 from __future__ import annotations
 
