@@ -1,4 +1,4 @@
-"""What a pool of actors on Ray costs beside the sampling itself: `python benchmarks/actor_pool.py [--hidden 256 1024] [--rounds 5]`.
+"""What a pool of actors on Ray costs beside the sampling itself: `python benchmarks/actor_pool.py [--hidden 256 1024]`.
 
 On one machine, with one worker whose sampler has nothing to do: the time of a task (a request, an answer, and what the driver
 does between), and of a publication (a model's weights copied, put into Ray's store, fetched and loaded by the worker). Needs Ray.
