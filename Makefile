@@ -158,11 +158,11 @@ bench-cluster: $(INSTALLED)
 # On a GPU machine's own Python and packages: nothing is installed, no network is used.
 GPU_PYTHON ?= python3
 bench-gpu:
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --cuda-graphs --json benchmarks/results/language_gpu_graphs.jsonl
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --cuda-graphs --json benchmarks/results/language_gpu_graphs.jsonl
 
 test-gpu:
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -150,6 +150,7 @@ def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
         "advantages": torch.tensor(given["advantages"]),
         "num_items_in_batch": torch.tensor(sum(map(len, completions))),
     }
+    inputs = {name: tensor.to(trainer.model.device) for name, tensor in inputs.items()}
     with torch.no_grad():
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)

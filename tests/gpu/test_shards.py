@@ -23,7 +23,8 @@ def train(job: Path, out: Path, recipe: str, *given: str) -> list[dict]:
     own = (
         ["--reward=exact", "--max-completion-length=6", "--prompts-per-step=4", "--num-generations=4"] if recipe == "grpo" else []
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "psigrad", recipe, *common, *own, *given]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

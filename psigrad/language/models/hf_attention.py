@@ -103,7 +103,7 @@ class FlexLayout:
                 return seen if window is None else seen & (position[i] - position[j] < window)
 
             device, rows = group.device, self.packed.rows
-            self._masks[window] = create_block_mask(visible, None, None, rows, rows, device=str(device), _compile=group.is_cuda)
+            self._masks[window] = _mask_builder(device.type)(visible, None, None, rows, rows, device=str(device))
         return self._masks[window]
 
     @cached_property
@@ -116,3 +116,9 @@ def _kernel(device: str) -> Callable[..., Any]:
     """Compiled on a GPU, once for rows of every length; elsewhere the plain form, which makes all scores: an oracle."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain
+
+
+@functools.cache
+def _mask_builder(device: str) -> Callable[..., BlockMask]:
+    """Compiled on a GPU, where the mask of every pair is then never held whole."""
+    return torch.compile(create_block_mask, dynamic=True) if device == "cuda" else create_block_mask
