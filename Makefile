@@ -159,7 +159,7 @@ bench-cluster: $(INSTALLED)
 GPU_PYTHON ?= python3
 bench-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
-	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --cuda-graphs --json benchmarks/results/language_gpu_graphs.jsonl
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --json benchmarks/results/language_gpu_graphs.jsonl
 
 test-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5
