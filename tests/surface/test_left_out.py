@@ -55,6 +55,7 @@ def test_the_last_lines_say_what_was_left_out_and_what_would_bring_it(tmp_path):
     assert "1 passed, 4 skipped" in counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [{"CI": "true"}, {"PSIGRAD_TEST_EVERYTHING": "1"}])
 def test_where_everything_is_tested_what_is_missing_fails(tmp_path, asked):
     status, said = run(tmp_path, CASES, **asked)

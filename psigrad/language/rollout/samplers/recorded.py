@@ -114,7 +114,7 @@ def fits(model: LanguageModel, slots: int, longest: int) -> bool:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = 2 * config.num_hidden_layers * slots * longest * heads * width
     memory: int = torch.cuda.get_device_properties(model.device).total_memory
-    return 5 * values * model.network.dtype.itemsize <= memory
+    return bool(5 * values * model.network.dtype.itemsize <= memory)
 
 
 def addresses(model: LanguageModel) -> tuple[int, ...]:
