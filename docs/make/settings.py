@@ -171,6 +171,8 @@ def _kind(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"several: {_kind(get_args(hint)[0])}"
     values = get_args(hint)
+    if type(None) in values:
+        return f"{_kind(values[0])}, or none"
     if values and all(isinstance(value, str) for value in values):
         return " or ".join(f"`{value}`" for value in values)
     words = {bool: "yes or no", str: "text", int: "whole number", float: "number"}
@@ -178,7 +180,7 @@ def _kind(hint: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    if value in ("", ()):
+    if value in ("", (), None):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -46,7 +46,7 @@ def score(arguments: list[str]) -> int:
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
-    defaults = {"reward": "", "dataset": "", "split": "test", "output": "", "tokenizer": "", "reward_timeout": 10.0}
+    defaults = {"reward": "", "dataset": "", "split": "test", "output": "", "columns": "", "tokenizer": "", "reward_timeout": 10.0}
     given = flags.plain("score", rest, {"model": "", **defaults})
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
@@ -60,6 +60,7 @@ def score(arguments: list[str]) -> int:
         split=given["split"],
         tokenizer=given["tokenizer"],
         timeout=given["reward_timeout"],
+        columns=given["columns"],
     )
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
     print(score_rows.summary(scores), file=sys.stderr)
@@ -67,7 +68,8 @@ def score(arguments: list[str]) -> int:
 
 
 def _score_by_model(arguments: list[str]) -> int:
-    given = flags.plain("score", arguments, {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"})
+    defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "output": "", "device": "auto"}
+    given = flags.plain("score", arguments, defaults)
     output = given.pop("output")
     from psigrad.language.recipes import reward
 
@@ -99,10 +101,10 @@ def sample(arguments: list[str]) -> int:
 
 def pairs(arguments: list[str]) -> int:
     """Write the pairs of rankings or ratings."""
-    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "scale": 10, "tie": 0.0})
+    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0})
     from psigrad.language.recipes import sample
 
-    written, converted = sample.convert(given["dataset"], given["output"], scale=given["scale"], tie=given["tie"])
+    written, converted = sample.convert(**given)
     print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
     return 0
 

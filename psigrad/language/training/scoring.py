@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from psigrad.errors import UserError
 from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import example
 from psigrad.language.models.packing import Groups, Ids
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
@@ -26,8 +27,8 @@ from psigrad.processes.parallel.actor_pool import ActorPool
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    `same_tokens` says that it reads the policy's own tokens: then what was sampled is what is scored, token for token. Else
-    prompt and completion are written in the reward model's own template.
+    `same_tokens` says that it reads the policy's own tokens: then what was sampled is what is scored, token for token, up to the
+    answer's end; that is the one it was trained on. Else prompt and completion are written in the reward model's own template.
     """
 
     name: str
@@ -56,14 +57,37 @@ class ModelScorer:
         own = None if samples.prompt_ids is None else list(zip(samples.prompt_ids, samples.completion_ids, strict=True))
         if self.separator and own is not None:
             return self._by_steps(own)
+        rows = [self._row(samples, i) for i in range(len(samples))]
         if self.same_tokens and own is not None:
-            pairs = own
+            pairs = [(prompt, self._ended(ids, row)) for (prompt, ids), row in zip(own, rows, strict=True)]
         else:
-            pairs = [self._encode(*texts) for texts in zip(samples.prompts, samples.completions, strict=True)]
+            pairs = [([], judged_ids(self.model, row)) for row in rows]
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
-    def _encode(self, prompt: Any, completion: Any) -> tuple[Ids, Ids]:
-        return [], example(self.model.tokenizer, Row("a completion", prompt=prompt, completion=completion)).ids
+    def _row(self, samples: Samples, i: int) -> Row:
+        """A completion as a dataset row; one of messages behind a plain prompt makes that a turn."""
+        prompt, completion = samples.prompts[i], samples.completions[i]
+        if isinstance(prompt, str) and not isinstance(completion, str):
+            prompt = [{"role": "user", "content": prompt}]
+        columns = {name: values[i] for name, values in samples.columns.items() if values[i] is not None}
+        return as_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
+
+    def _ended(self, ids: Ids, row: Row) -> Ids:
+        """The policy's tokens with the end that answers have in the reward model's training: a template may write a line break
+        behind the end of a turn, and a completion that was cut has none.
+        """
+        plain = isinstance(row.prompt, str)
+        if plain not in self._ends:
+            self._ends[plain] = answer_end(self.model.tokenizer, plain)
+        return [*(ids[:-1] if ids and ids[-1] in self._special else ids), *self._ends[plain]]
+
+    @cached_property
+    def _ends(self) -> dict[bool, list[int]]:
+        return {}
+
+    @cached_property
+    def _special(self) -> set[int]:
+        return {i for i, token in self.model.tokenizer.added_tokens_decoder.items() if token.special}
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
@@ -87,6 +111,18 @@ class ModelScorer:
         if not math.isfinite(value):
             return Unscored(f"the reward model {self.name} gave {value}")
         return Scored(value, {self.name: value})
+
+
+def judged_ids(model: ScalarModel, row: Row) -> Ids:
+    """The tokens of a prompt with its answer as this reward model was trained to read them; the score stands behind the last."""
+    return example(model.tokenizer, as_turns(model.tokenizer, row, model.plain_prompts)).ids
+
+
+def answer_end(tokenizer: Any, plain: bool) -> list[int]:
+    """The tokens with which every answer ends: EOS, or the end of a turn and what the chat template writes behind it."""
+    talk = ("a", "b") if plain else ([{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}])
+    built = example(tokenizer, Row("a test conversation", *talk))
+    return built.ids[max(i for i, trained in enumerate(built.mask) if trained) :]
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:

@@ -16,6 +16,7 @@ from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import go_offline_without_network, read_rows
 from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.loading.model_source import refuse_run, resolve_for_plan, tokenizer_path
@@ -221,7 +222,8 @@ def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     tokenizer = _tokenizer(tokenizer_path(config.model))
     form, lengths = _reader(config)
     train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
-    return [lengths(tokenizer, row) for row in train[:_ROWS]], len(train)
+    (first,) = for_model(tokenizer, [train[:_ROWS]], config.data.plain_prompts)
+    return [lengths(tokenizer, row) for row in first], len(train)
 
 
 def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[int]]]]:
