@@ -66,9 +66,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments)
     # taken out first: a flag with several values would swallow an override that follows it; a column mapping only looks like one
-    is_override = [
-        bool(_OVERRIDE.match(text)) and before != "--columns" for before, text in itertools.pairwise(["", *arguments])
-    ]
+    is_override = [bool(_OVERRIDE.match(text)) and before != "--columns" for before, text in itertools.pairwise(["", *arguments])]
     overrides = list(itertools.compress(arguments, is_override))
     others_typed = [text for text, taken in zip(arguments, is_override, strict=True) if not taken]
     flags, others = split_flags(cls, others_typed, _switches(parser), flag_of)

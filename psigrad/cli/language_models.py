@@ -46,7 +46,15 @@ def score(arguments: list[str]) -> int:
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
-    defaults = {"reward": "", "dataset": "", "split": "test", "output": "", "columns": "", "tokenizer": "", "reward_timeout": 10.0}
+    defaults = {
+        "reward": "",
+        "dataset": "",
+        "split": "test",
+        "output": "",
+        "columns": "",
+        "tokenizer": "",
+        "reward_timeout": 10.0,
+    }
     given = flags.plain("score", rest, {"model": "", **defaults})
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")

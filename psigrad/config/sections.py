@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
 from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS
+from psigrad.errors import UserError
 
 # Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
 Count = Annotated[int, Ge(1)]
@@ -27,13 +28,13 @@ Reward = str | dict[str, Any] | Callable[..., Any]
 def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
     r"""A column mapping written as text, "question=prompt,answer=answer": {"question": "prompt", "answer": "answer"}.
 
-    A comma ends a pair where a name and "=" follow it; `\n` is a line break. Raises `ValueError` for a pair without "=".
+    A comma ends a pair where a name and "=" follow it; `\n` is a line break. Raises `UserError` for a pair without "=".
     """
     if isinstance(given, Mapping):
         return dict(given)
     pairs = [pair.partition("=") for pair in re.split(r",\s*(?=[\w.-]+=)", given) if pair]
     if wrong := next((name for name, sign, new in pairs if not (name and sign and new)), None):
-        raise ValueError(f"{wrong!r} has no name behind it; expected pairs such as question=prompt,answer=answer")
+        raise UserError(f"columns has {wrong!r} with no name behind it; expected pairs such as question=prompt,answer=answer.")
     return {name.strip(): new.replace("\\n", "\n") for name, _, new in pairs}
 
 

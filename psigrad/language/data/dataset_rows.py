@@ -26,8 +26,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keyword arguments that every reward function gets; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
 _FOREIGN_ROLES = {
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"},
-    **{"bing": "assistant", "bard": "assistant", "observation": "tool"},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "observation": "tool",
 }
 MAX_DEPTH = 100
 """Levels of lists and objects in a column: what walks them recursively, JSON and pickle among it, must not run out of stack."""

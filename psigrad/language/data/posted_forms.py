@@ -6,6 +6,7 @@ A form is recognised by its keys, and what was recognised has a name that a run 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,8 +26,8 @@ _USUAL = ("question", "problem", "query", "instruction", "input", "user")
 
 
 def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
-    """The row under the names that `columns` gives: {"question": "prompt"} renames a column, {"prompt": "{question} Think."} makes
-    one of others. "a.b" is the entry b of the object in column a; {{ and }} are braces.
+    """The row under the names that `columns` gives: {"question": "prompt"} renames a column, {"prompt": "{question} Think."}
+    makes one of others. "a.b" is the entry b of the object in column a; {{ and }} are braces.
 
     Raises `RowError` naming the columns that are there.
     """
@@ -222,12 +223,13 @@ def _said(turn: Mapping[str, Any]) -> str:
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
     """What conversations have in common before the answer in which they differ; of one, what comes before its first answer."""
-    place = 0
-    for place, turns in enumerate(zip(*answers, strict=False)):
+    lead: list[Any] = []
+    for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
         is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"
         if (is_answer and len(answers) == 1) or any(turn != turns[0] for turn in turns):
             break
-    return list(answers[0][:place])
+        lead.append(turns[0])
+    return lead
 
 
 def _answers(row: Mapping[str, Any], form: str) -> list[str]:

@@ -53,7 +53,7 @@ def load(
 
     In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split`
     are read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows
-    of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed. `columns` renames columns
+    of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed; `columns` renames some
     (`posted_forms.map_columns`).
     Raises UserError naming file, line, column and reason; with `bad_rows="skip"` malformed rows are left out and returned as
     `skipped`, and only a file that can't be read on raises.
@@ -310,8 +310,8 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
     return rows
 
 
-# Rows that are held out where their number is not given: prompts, and comparisons, which cost no sampling; and of how many rows at
-# most one is.
+# Rows that are held out where their number is not given: prompts, and comparisons, which cost no sampling; and of how many rows
+# at most one is.
 HELD_OUT, _HELD_OUT_PAIRS, _MOST = 64, 256, 10
 
 

@@ -120,7 +120,8 @@ def _reward(trajectory: Trajectory) -> float:
 def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
     row = sampled.rows[trajectory.row]
     own = {key: value for key, value in row.columns.items() if key != "tools"}
-    return {**own, "prompt": row.shown_prompt, "completion": list(trajectory.messages) or completion_for_reward(row, trajectory.text)}
+    completion = list(trajectory.messages) or completion_for_reward(row, trajectory.text)
+    return {**own, "prompt": row.shown_prompt, "completion": completion}
 
 
 def convert(

@@ -60,8 +60,8 @@ def score(
     """What the reward functions give to each prompt-completion row, in order and one row after the other, in a worker process.
 
     `rows` is a file, folder or hub dataset, or rows from Python; columns beside prompt and completion go to the functions.
-    `columns` renames columns. `tokenizer` names a model whose tokens the functions are shown as `completion_ids`; without one they
-    are empty. Raises `UserError` where a reward counts tokens and no tokenizer is given.
+    `columns` renames some first. `tokenizer` names a model whose tokens the functions are shown as `completion_ids`; without one
+    they are empty. Raises `UserError` where a reward counts tokens and no tokenizer is given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")
