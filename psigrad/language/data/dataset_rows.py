@@ -150,7 +150,9 @@ def text_of_content(content: Any) -> Any:
     """The text of content in parts, where all of them are text; any other content as it is."""
     if not isinstance(content, list) or not content:
         return content
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part for part in content]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part for part in content
+    ]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 

@@ -75,7 +75,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
     """ShareGPT: `conversations` of from and value. The messages themselves are read by `dataset_rows`."""
     for name in ("conversations", "conversation"):
-        if isinstance(row.get(name), list) and row.get("messages") is None and row.get("prompt") is None:
+        if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
             return f"{name} are messages"
     return ""
@@ -131,7 +131,7 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
     lead = _common_lead(lists)
     users = [_said(turn) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
     if users and prompt.strip() not in users:
-        _fail(source, "prompt", f"is text that {names[0]} does not hold as a user's turn; leave the column out, or mend it")
+        _fail(source, "prompt", f"is text and {names[0]} does not hold it as a user's turn; leave the column out, or mend it")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
     row |= {name: turns[len(lead) :] for name, turns in zip(names, lists, strict=True)}
     return "the prompt is text and the answers are conversations"
@@ -173,6 +173,9 @@ def for_model(
     words = _special_words(tokenizer)
     made = [[as_turns(tokenizer, row, plain_prompts, words) for row in part] for part in parts]
     sent = [isinstance(row.prompt, list) for part in made for row in part if isinstance(row.shown_prompt, str)]
+    begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for part in made for row in part)
+    if tell is not None and begun:
+        tell("prefill", f"{begun} prompts end with an assistant's turn, which the model continues.", count=begun)
     if tell is not None and sent:
         turns, rest = sum(sent), len(sent) - sum(sent)
         why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
@@ -197,8 +200,9 @@ def as_turns(
     if plain or any(word in row.prompt for word in (_special_words(tokenizer) if words is None else words)):
         return replace(row, prompt=f"{system}\n\n{row.prompt}", plain_prompt=row.prompt) if system else row
     asked = _turn("user", row.prompt.rstrip("\n") or row.prompt)
-    answers = {name: _answer(getattr(row, name)) for name in ("completion", "rejected")}
-    return replace(row, prompt=[*([_turn("system", system)] if system else []), asked], plain_prompt=row.prompt, **answers)
+    turns = [*([_turn("system", system)] if system else []), asked]
+    answer, worse = _answer(row.completion), _answer(row.rejected)
+    return replace(row, prompt=turns, completion=answer, rejected=worse, plain_prompt=row.prompt)
 
 
 def _has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:

@@ -217,12 +217,13 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], f
 
 def _assistant_spans(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[str, list[Span]]:
     """The rendered conversation and the character spans of the assistant turns to train on, in order."""
-    prompt, answer = (row.prompt, list(row.completion or [])) if isinstance(row.prompt, list) else ([], [])
+    prompt = row.prompt if isinstance(row.prompt, list) else []
+    answer = list(row.completion) if prompt and isinstance(row.completion, list) else []
     first = len(prompt)  # the first message that is trained on
     if answer and prompt[-1]["role"] == "assistant":
         first -= 1
         answer[0] = {**answer[0], "content": prompt[-1]["content"] + answer[0].get("content", "")}
-    messages: list[Message] = row.messages or [*prompt[:first], *answer]  # type: ignore[list-item]
+    messages = row.messages or [*prompt[:first], *answer]
     template = _template(tokenizer, row)
     text = _render(tokenizer, row, messages)
     for i, message in enumerate(messages[first:], first + 1):
@@ -291,7 +292,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
 
 
 def _render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[Message]) -> str:
-    """What the model continues: the generation prompt, and behind it the text of an assistant's turn that the prompt ends with."""
+    """What the model continues: the generation prompt, and behind it the assistant's turn that the prompt ends with."""
     begun = prompt[-1] if prompt[-1]["role"] == "assistant" else None
     text = _render(tokenizer, row, prompt[:-1] if begun else prompt, generation_prompt=True)
     return text + str(begun["content"]) if begun else text

@@ -81,8 +81,8 @@ def score(
         for row in read.rows:
             scoring = pool.begin()
             start = time.perf_counter()
-            columns = {name: [row.columns.get(name)] for name in names}
-            scoring.add(Samples([row.prompt], [row.completion], [ids_of(row)], columns))
+            shown = {name: [row.columns.get(name)] for name in names}
+            scoring.add(Samples([row.prompt], [row.completion], [ids_of(row)], shown))
             (result,) = scoring.results()
             found.append(RowScore(row.source, result, time.perf_counter() - start))
     return found
