@@ -168,7 +168,7 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: only at the end."""
     eval_prompts: CountOrZero | None = None
-    """Held-out prompts; 0: none, or in `eval` all. Not given: up to 64 (256 comparisons), at most a tenth of the dataset's rows."""
+    """Held-out prompts; 0: none, or in `eval` all. Not given: up to 64 (256 comparisons), at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: PositiveOrZero = 1.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -350,6 +351,16 @@ def read_dataset(data: Data, form: str, dataset: Any, split: str, tell: Tell | N
     parts = [_read_one(data, form, share.dataset, split) for share in parse_mixture(dataset)]
     _tell_of(parts, tell)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
+
+
+def form_of(data: Data) -> str:
+    """The form that the first row of the first dataset has; empty where it has none. Of an answered prompt it is "sft"."""
+    first = parse_mixture(data.dataset)[0].dataset
+    for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
+        with contextlib.suppress(UserError):
+            _read_one(replace(data, max_rows=1), form, first, data.split)
+            return form
+    return ""
 
 
 def _tell_of(parts: Sequence[LoadedRows], tell: Tell | None) -> None:

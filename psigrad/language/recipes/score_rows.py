@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from psigrad.config import Reward
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
@@ -17,7 +15,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import Example, example
-from psigrad.language.loading.model_source import refuse_run
+from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.outcomes import Failed, Result, Samples, Scored
@@ -101,11 +99,7 @@ def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
     """The tokens of a row's completion."""
     if not tokenizer:
         return lambda row: []
-    refuse_run(tokenizer)
-    try:
-        loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The tokenizer of {tokenizer!r} cannot be read; name a model's folder or a hub model.") from error
+    loaded = load_tokenizer(tokenizer)
     return lambda row: [token for token, own in _learned(example(loaded, as_turns(loaded, row))) if own]
 
 
