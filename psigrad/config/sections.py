@@ -33,8 +33,8 @@ def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
     if isinstance(given, Mapping):
         return dict(given)
     pairs = [pair.partition("=") for pair in re.split(r",\s*(?=[\w.-]+=)", given) if pair]
-    if wrong := next((name for name, sign, new in pairs if not (name and sign and new)), None):
-        raise UserError(f"columns has {wrong!r} with no name behind it; expected pairs such as question=prompt,answer=answer.")
+    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
+        raise UserError(f"columns has {wrong[0]!r}; expected pairs such as question=prompt,answer=answer.")
     return {name.strip(): new.replace("\\n", "\n") for name, _, new in pairs}
 
 
