@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.language.data.batches import pack_by_tokens
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Message, Row
 from psigrad.language.data.posted_forms import as_turns
-from psigrad.language.data.templates import example
+from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.rewards import Failed, Result, RewardPool, Samples, Scored, Scorer, Scoring, Unscored
-from psigrad.language.rewards.outcomes import join
+from psigrad.language.rewards.outcomes import join, text_of
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.processes.parallel.actor_pool import ActorPool
 
@@ -39,8 +40,8 @@ class ModelScorer:
     def __post_init__(self) -> None:
         if self.separator and not self.same_tokens:
             raise UserError(
-                f"The process reward model {self.name} has another tokenizer or chat template than the policy, so its steps "
-                "cannot be found among the policy's tokens; train it from the same family."
+                f"The process reward model {self.name} has another tokenizer, chat template or plain_prompts than the policy, so "
+                "its steps cannot be found among the policy's tokens; train it from the same family."
             )
 
     @property
@@ -58,36 +59,44 @@ class ModelScorer:
         if self.separator and own is not None:
             return self._by_steps(own)
         rows = [self._row(samples, i) for i in range(len(samples))]
-        if self.same_tokens and own is not None:
-            pairs = [(prompt, self._ended(ids, row)) for (prompt, ids), row in zip(own, rows, strict=True)]
-        else:
-            pairs = [([], judged_ids(self.model, row)) for row in rows]
+        pairs = [self._tokens(row, own[i] if own else None) for i, row in enumerate(rows)]
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
         """A completion as a dataset row; one of messages behind a plain prompt makes that a turn."""
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
-            prompt = [{"role": "user", "content": prompt}]
+            talks = bool(self.model.tokenizer.chat_template) and not self.model.plain_prompts
+            prompt, completion = (_user(prompt), completion) if talks else (prompt, text_of(completion))
         columns = {name: values[i] for name, values in samples.columns.items() if values[i] is not None}
-        return as_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
+        row, words = Row("a completion", prompt, completion, columns=columns), list(self._special.values())
+        return as_turns(self.model.tokenizer, row, self.model.plain_prompts, words)
 
-    def _ended(self, ids: Ids, row: Row) -> Ids:
-        """The policy's tokens with the end that answers have in the reward model's training: a template may write a line break
-        behind the end of a turn, and a completion that was cut has none.
+    def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
+        """A prompt with its completion: the policy's tokens with the end that answers have in the reward model's training, since
+        a template may write more than the token at which sampling stops, and a completion that was cut has no end. Or the row as
+        it is written, where the policy's tokens are others, or the template would begin the answer otherwise.
         """
         plain = isinstance(row.prompt, str)
         if plain not in self._ends:
-            self._ends[plain] = answer_end(self.model.tokenizer, plain)
-        return [*(ids[:-1] if ids and ids[-1] in self._special else ids), *self._ends[plain]]
+            self._ends[plain] = answer_end(self.model.tokenizer, plain) if self.same_tokens and own else None
+        end = self._ends[plain]
+        if end is None or own is None:
+            return [], judged_ids(self.model, row)
+        if not end:
+            return own
+        prompt, ids = own[0], list(own[1])
+        other = int(bool(ids) and ids[-1] in self._special)  # of a sampler that stops elsewhere
+        written = next((k for k in range(len(end), 0, -1) if ids[-k:] == end[:k]), other)
+        return prompt, [*ids[: len(ids) - written], *end]
 
     @cached_property
-    def _ends(self) -> dict[bool, list[int]]:
+    def _ends(self) -> dict[bool, list[int] | None]:
         return {}
 
     @cached_property
-    def _special(self) -> set[int]:
-        return {i for i, token in self.model.tokenizer.added_tokens_decoder.items() if token.special}
+    def _special(self) -> dict[int, str]:
+        return {i: str(token) for i, token in self.model.tokenizer.added_tokens_decoder.items() if token.special}
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
@@ -113,16 +122,30 @@ class ModelScorer:
         return Scored(value, {self.name: value})
 
 
+def _user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
 def judged_ids(model: ScalarModel, row: Row) -> Ids:
     """The tokens of a prompt with its answer as this reward model was trained to read them; the score stands behind the last."""
     return example(model.tokenizer, as_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 
-def answer_end(tokenizer: Any, plain: bool) -> list[int]:
-    """The tokens with which every answer ends: EOS, or the end of a turn and what the chat template writes behind it."""
-    talk = ("a", "b") if plain else ([{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}])
-    built = example(tokenizer, Row("a test conversation", *talk))
-    return built.ids[max(i for i, trained in enumerate(built.mask) if trained) :]
+def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
+    """The tokens with which every answer ends: EOS, or the end of a turn and what the chat template writes behind it. None where
+    the template writes something between the generation prompt and an answer, as Qwen3's empty thinking; empty where it can't
+    render a conversation, so that only the policy's own tokens can be read.
+    """
+    rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
+    rows = rows if plain else [as_turns(tokenizer, row) for row in rows]
+    try:
+        head, (one, other) = list(prompt_ids(tokenizer, rows[0])), (example(tokenizer, row).ids for row in rows)
+    except UserError:
+        return []
+    if one[: len(head)] != head or one[len(head)] == other[len(head)]:
+        return None
+    same = itertools.takewhile(lambda both: both[0] == both[1], zip(reversed(one), reversed(other), strict=False))
+    return [token for token, _ in same][::-1]
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:

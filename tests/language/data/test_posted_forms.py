@@ -204,7 +204,7 @@ def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_prompt_says_how_to_map_one() -> None:
-    with pytest.raises(UserError, match="found: question, answer.*--columns question=prompt"):
+    with pytest.raises(UserError, match=r"found: question, answer.*--columns question=prompt"):
         from_rows([{"question": "a", "answer": "b"}], "prompt-only")
 
 
