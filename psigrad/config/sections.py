@@ -85,7 +85,7 @@ class Data:
     dataset: Annotated[str | Any, SEVERAL, MAIN] = ""
     """JSONL, JSON, Parquet or CSV file, folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
-    columns: Annotated[str | Mapping[str, str], AfterValidator(columns_of)] = ""
+    columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: columns_of(given) or "")] = ""
     """Columns of the rows under other names: question=prompt,answer=answer renames two, prompt={question} Think first. makes one
     of others. In YAML and Python also a mapping."""
     plain_prompts: bool = False
