@@ -165,7 +165,7 @@ def _kind(hint: Any) -> str:
         return "text or mapping"
     if hasattr(hint, "__metadata__"):
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        ranges = [one for one in hint.__metadata__ if is_dataclass(one)]
+        ranges = [one for one in hint.__metadata__ if is_dataclass(one) and not hasattr(one, "func")]
         bounds = [(signs[k], v) for one in ranges for k, v in asdict(one).items() if v != float("inf")]
         return " ".join(filter(None, [_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)]))
     if get_origin(hint) is tuple:

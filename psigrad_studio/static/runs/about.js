@@ -86,7 +86,7 @@ export class About {
   rows(run) {
     if (!run.first_rows.length) return "";
     const kinds = ["prompt", "trained", "masked", "sampled"];
-    const legend = el("p", { class: "row soft small" }, ...kinds.map((kind) => el("span", { class: `piece ${kind}` }, kind)));
+    const legend = el("p", { class: "row small" }, ...kinds.map((kind) => el("span", { class: `piece ${kind}` }, kind)));
     const shown = run.first_rows.map(({ title, pieces }) =>
       el(
         "div",
