@@ -120,12 +120,13 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
     lists = [row[name] for name in names if isinstance(row[name], list)]
     if isinstance(prompt, list) and prompt:
-        for name in names:
-            if isinstance(row[name], str) and row[name]:
-                row[name] = [_turn("assistant", row[name])]
-            elif isinstance(row[name], list) and len(row[name]) > len(prompt) and row[name][: len(prompt)] == prompt:
-                row[name] = row[name][len(prompt) :]
-        return ""
+        begin = {name: turns for name in names if isinstance(turns := row[name], list) and turns[: len(prompt)] == prompt}
+        row |= {name: turns[len(prompt) :] for name, turns in begin.items()}
+        texts = {name: [_turn("assistant", row[name])] for name in names if isinstance(row[name], str) and row[name]}
+        row |= texts
+        return (
+            "the answers are text and the prompt is messages" if texts else "the answers begin with the prompt" if begin else ""
+        )
     if not isinstance(prompt, str) or not lists or len(lists) < len(names):
         return ""
     lead = _common_lead(lists)
@@ -142,7 +143,8 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
     name, text = system_of(row)
     if not text or form == "stepwise":
         return ""
-    places = ["prompt"] if row.get("prompt") is not None else ["messages"] if form in ("sft", "messages") else _answers(row, form)
+    talks = form == "messages" or (form == "sft" and row.get("completion") is None and row.get("messages") is not None)
+    places = ["messages"] if talks else ["prompt"] if row.get("prompt") is not None else _answers(row, form)
     lists = [place for place in places if isinstance(row.get(place), list) and row[place] and isinstance(row[place][0], Mapping)]
     for place in lists:
         first = row[place][0]
@@ -150,7 +152,7 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
             row[place] = [_turn("system", text), *row[place]]
         elif _said(first) != text.strip():
             _fail(source, name, f"and the first turn of {place} are two system turns that differ; keep one of them")
-    return f"{name} is the system turn" if lists or isinstance(row.get("prompt"), str) else ""
+    return f"{name} is the system turn" if lists or (places == ["prompt"] and isinstance(row["prompt"], str)) else ""
 
 
 def system_of(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -111,6 +111,7 @@ POSTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {"system": "s", "chosen": [user("a"), bot("b")], "rejected": [user("a"), bot("c")]},
         {"prompt": [system("s"), user("a")], "completion": [bot("b")], "rejected": [bot("c")]},
     ),
+    ("system beside both", "sft", {"system": "s", "prompt": "1?", "messages": OURS}, {"messages": [system("s"), *OURS]}),
     ("system is empty", "sft", {"system": "", "messages": OURS}, {"messages": OURS}),
     (
         "content parts",
