@@ -135,9 +135,14 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
+def prompt_for_reward(row: Row) -> str | list[Message] | None:
+    """The prompt as the dataset has it, which reward functions, environments and people are shown."""
+    return row.prompt if row.plain_prompt is None else row.plain_prompt
+
+
 def completion_for_reward(row: Row, text: str) -> str | list[Message]:
     """A completion as reward functions get it from TRL: text, or one assistant message where the prompt is conversational."""
-    return text if isinstance(row.shown_prompt, str) else [{"role": "assistant", "content": text}]
+    return text if isinstance(prompt_for_reward(row), str) else [{"role": "assistant", "content": text}]
 
 
 def _encodable(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import decode, observation_ids, prompt_ids
+from psigrad.language.data.templates import decode, observation_ids, prompt_for_reward, prompt_ids
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams, Trajectory
 
@@ -108,7 +108,7 @@ def _begin(
     tokenizer: Any,
 ) -> list[_Episode]:
     """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
-    shown = [{"prompt": row.shown_prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
+    shown = [{"prompt": prompt_for_reward(row), **row.columns} for _, _, row in prompts for _ in range(count)]
     said = playing.begin(shown)
     made: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):
