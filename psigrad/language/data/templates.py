@@ -135,7 +135,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
-def prompt_for_reward(row: Row) -> str | list[Message] | None:
+def prompt_for_reward(row: Row) -> Any:
     """The prompt as the dataset has it, which reward functions, environments and people are shown."""
     return row.prompt if row.plain_prompt is None else row.plain_prompt
 
