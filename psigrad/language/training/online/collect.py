@@ -18,7 +18,7 @@ from typing import Any
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.batches import order
-from psigrad.language.data.templates import completion_for_reward, decode
+from psigrad.language.data.templates import completion_for_reward, decode, prompt_for_reward
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
@@ -291,7 +291,7 @@ class _Rewards:
             return
         sources = [self._rows[t.row] for t in group]
         samples = Samples(
-            prompts=[row.prompt for row in sources],
+            prompts=[prompt_for_reward(row) for row in sources],
             completions=[list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)],
             completion_ids=[list(t.completion.ids) for t in group],
             columns={name: [row.columns.get(name) for row in sources] for name in self._names},

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
+from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Trajectory
 from psigrad.objective import Batch, Loss, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World, sum_figures
@@ -238,7 +239,7 @@ def rollout_rows(
     tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
     return [
         {
-            **rollout_row(t, step, "train", rows[t.row].prompt, advantage.get(id(t))),
+            **rollout_row(t, step, "train", prompt_for_reward(rows[t.row]), advantage.get(id(t))),
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }
