@@ -87,7 +87,7 @@ class Family:
                 yield from read
             except CallError as error:
                 yield Malformed(f"{error}; write a call as {self.example}")
-                at = text.find(self.closes, begin)
+                at = text.find(self.closes, begin) if self.closes else -1
             at = text.find(self.opens, at) if at >= 0 else at
 
 

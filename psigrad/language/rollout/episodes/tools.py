@@ -139,7 +139,8 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
         written = after[shared:]
         seen = decode(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"])
-        return before, seen if PROBE.name in seen else ""
+        if PROBE.name in seen:
+            return before, seen
     return "", ""
 
 
