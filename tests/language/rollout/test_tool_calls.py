@@ -32,7 +32,7 @@ WRITES = {
     "LFM2": ["lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"],
     "Llama": ["llama3_1", "llama3_2"],
     "Muse": ["muse_glimmer"],
-    "DeepSeek": ["deepseekv3", "deepseek_r1_distill"],
+    "DeepSeek": ["deepseekv3"],
 }
 CASES = [(name, family) for family, names in WRITES.items() for name in names]
 ENDS = ("<|im_end|>", "<|eot_id|>", "<turn|>", "<|return|>", "<|eot|>", "<｜end▁of▁sentence｜>")
@@ -62,13 +62,9 @@ def from_trl(name: str, special: bool = True) -> PreTrainedTokenizerFast:
 
 def turn_of(tokenizer, *calls: ToolCall) -> str:
     """What the template writes for a turn with these calls, as tools see it."""
-    texts = "tool['function']['arguments']" in tokenizer.chat_template  # DeepSeek's take JSON text, beside no content
+    texts = "tool['function']['arguments']" in tokenizer.chat_template  # DeepSeek's takes JSON text
     own = [{"name": c.name, "arguments": json.dumps(c.arguments) if texts else c.arguments} for c in calls]
-    turn = {
-        "role": "assistant",
-        "content": None if texts else "",
-        "tool_calls": [{"type": "function", "function": c} for c in own],
-    }
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in own]}
     before, after = (
         tokenizer.apply_chat_template(talk, tools=[OFFERED], tokenize=False, add_generation_prompt=len(talk) == 1)
         for talk in ([QUESTION], [QUESTION, turn])
@@ -100,13 +96,14 @@ def test_these_are_all_templates_with_tools_but_one_that_writes_no_calls():
         with_tools |= {path.stem} if "f_offered" in shown else set()
     assert len(with_tools) == 28
     assert with_tools - {name for name, _ in CASES} == {"lfm2"}
-    assert {name for name, _ in CASES} - with_tools == {"deepseekv3", "deepseek_r1_distill"}, "these offer none and write calls"
+    assert {name for name, _ in CASES} - with_tools == {"deepseekv3"}, "it offers none and writes calls"
 
 
 def test_a_template_that_writes_no_calls_is_told_by_the_vocabulary():
     template = (TEMPLATES / "lfm2.jinja").read_text()
     assert form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>")).family == "LFM2"
     assert form_of(tokenizer_for(template)) == CallForm()
+    assert form_of(from_trl("deepseek_r1_distill")).family == "DeepSeek"
 
 
 @pytest.mark.parametrize("name", [name for name, family in CASES if family not in ("Llama", "Harmony")])
