@@ -43,32 +43,32 @@ class ServerTool:
         return properties
 
     def connect(self) -> tuple[Any, Any]:
-        """The connection of this process, made where there is none yet."""
-        try:
-            return _connection(self.server)
-        except UserError as error:
-            raise ServerLost(str(error)) from error
+        """The connection of this process, made where there is none yet. Raises `UserError`."""
+        if self.server not in _connections:
+            stack = contextlib.ExitStack()
+            _connections[self.server] = stack, *stack.enter_context(_connect(self.server, os.environ))
+        return _connections[self.server][1:]
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         """What the server answers. Raises `ServerLost`."""
         from mcp import MCPError
 
-        portal, client = self.connect()
         try:
+            portal, client = self.connect()
             result = portal.call(client.call_tool, self.name, dict(arguments))
         except Exception as error:
             if isinstance(error, MCPError) and error.error.code == INVALID_PARAMETERS:
                 return f"error: {error}"
-            _connection.cache_clear()
+            if self.server in _connections:
+                with contextlib.suppress(Exception):  # of a connection that is broken already
+                    _connections.pop(self.server)[0].close()
             raise ServerLost(f"the MCP server {self.server!r} gave no answer ({reason_of(error)})") from error
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         text = "\n".join(parts) or ("" if result.structured_content is None else json.dumps(result.structured_content))
         return f"error: {text}" if result.is_error else text
 
 
-@functools.cache
-def _connection(server: str) -> tuple[Any, Any]:
-    return contextlib.ExitStack().enter_context(_connect(server, os.environ))
+_connections: dict[str, tuple[contextlib.ExitStack, Any, Any]] = {}
 
 
 @contextlib.contextmanager
