@@ -30,7 +30,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
-from psigrad.language.rollout.episodes.tool_calls import Malformed
+from psigrad.language.rollout.episodes.tool_calls import BrokenCall
 from psigrad.language.rollout.episodes.tools import PROBE, form_of
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
@@ -262,7 +262,7 @@ def check_tools(subject: Subject) -> Finding:
     broken = form.probe(form.seen[: form.seen.find("colours")])
     seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
     note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
-    control = sum(isinstance(call, Malformed) for call in broken)
+    control = sum(isinstance(call, BrokenCall) for call in broken)
     return Finding("tool calls", "one that the chat template wrote, and its answer", len(found), 0.0, control, note=note)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.language.data.templates import decode
 from psigrad.language.rewards.builtin import NAMES
-from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, Malformed, ToolCall, read_calls
+from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
 from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, form_of
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -150,6 +150,13 @@ def test_a_call_as_its_authors_show_it_is_read(family, text):
     assert read_calls(text, types) == ONE, "without a family too"
 
 
+def test_the_page_of_tools_has_every_form():
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
+    shown = [f.shown if f.name == "Llama" else f.example for f in FAMILIES]
+    rows = [f"| {f.name} | {f.models} | `{call}` |" for f, call in zip(FAMILIES, shown, strict=True)]
+    assert [line.replace("\\|", "|") for line in page.splitlines() if line.endswith("` |")][: len(FAMILIES)] == rows
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_example_that_an_error_shows_is_a_call(family):
     assert family.calls(family.example, {}) == ONE
@@ -267,7 +274,7 @@ def test_nesting_is_bounded_at_a_stated_depth():
         return '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
 
     assert isinstance(BY_NAME["Hermes"].calls(nested(64), {})[0], ToolCall)
-    assert BY_NAME["Hermes"].calls(nested(66), {})[0] == Malformed(
+    assert BY_NAME["Hermes"].calls(nested(66), {})[0] == BrokenCall(
         f"the arguments are nested more than 64 deep; write a call as {BY_NAME['Hermes'].example}"
     )
 

@@ -28,7 +28,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Malformed:
+class BrokenCall:
     """What is wrong with a call that could not be read, as the policy is told."""
 
     reason: str
@@ -45,7 +45,7 @@ class CallError(ValueError):
 
 
 @dataclass(frozen=True)
-class Family:
+class CallFamily:
     """One form of tool calls: the marks before and behind a call, and who reads what is between."""
 
     name: str
@@ -61,23 +61,25 @@ class Family:
     """A turn that is only a JSON object, without the marks, is a call too."""
     thought: str = "</think>"
     """What ends the thinking; what is called before it is not meant."""
+    lead: str = ""
+    """What stands before the mark in an example, and is not asked for."""
 
     @property
     def example(self) -> str:
         """A call with its marks."""
-        return f"{self.opens}{self.shown}{self.closes}"
+        return f"{self.lead}{self.opens}{self.shown}{self.closes}"
 
-    def calls(self, text: str, parameters: Parameters) -> list[ToolCall | Malformed]:
+    def calls(self, text: str, parameters: Parameters) -> list[ToolCall | BrokenCall]:
         """The calls of a turn, in order."""
         _, ended, behind = text.partition(self.thought)
         found = list(self._marked(behind if ended else text, parameters))
         if not found and self.bare:
             found = list(_bare((behind if ended else text).strip(), parameters, self.shown))
         if len(found) > MOST_CALLS:
-            found[MOST_CALLS:] = [Malformed(f"only the first {MOST_CALLS} calls of a turn are run")]
+            found[MOST_CALLS:] = [BrokenCall(f"only the first {MOST_CALLS} calls of a turn are run")]
         return found
 
-    def _marked(self, text: str, parameters: Parameters) -> Iterator[ToolCall | Malformed]:
+    def _marked(self, text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
         at, count = text.find(self.opens), 0
         while at >= 0 and count <= MOST_CALLS:
             begin, count = at + len(self.opens), count + 1
@@ -86,7 +88,7 @@ class Family:
                 at = _expect(text, end, self.closes)
                 yield from read
             except CallError as error:
-                yield Malformed(f"{error}; write a call as {self.example}")
+                yield BrokenCall(f"{error}; write a call as {self.example}")
                 at = text.find(self.closes, begin) if self.closes else -1
             at = text.find(self.opens, at) if at >= 0 else at
 
@@ -158,7 +160,7 @@ def _objects_or(other: Reader) -> Reader:
     return lambda text, at, parameters: (_objects if begin.match(text, at) else other)(text, at, parameters)
 
 
-def _bare(text: str, parameters: Parameters, example: str) -> Iterator[ToolCall | Malformed]:
+def _bare(text: str, parameters: Parameters, example: str) -> Iterator[ToolCall | BrokenCall]:
     """Objects with nothing around them, `;` between them."""
     at = 0 if '"name"' in text else len(text)
     while text.startswith(("{", "["), at):
@@ -167,7 +169,7 @@ def _bare(text: str, parameters: Parameters, example: str) -> Iterator[ToolCall 
             items = value if isinstance(value, list) else [value]
             yield from to_calls([item for item in items if not _is_answer(item, parameters)])
         except CallError as error:
-            yield Malformed(f"{error}; write a call as {example}")
+            yield BrokenCall(f"{error}; write a call as {example}")
             return
         at = _skip(text, at, _SEPARATOR)
 
@@ -292,12 +294,12 @@ _CHANNEL = 'add <|constrain|>json<|message|>{"a": 1}<|call|>'
 _INVOKE = '<{0}invoke name="add"><{0}parameter name="a">1</{0}parameter></{0}invoke>'
 _COMMAND = '[{"tool_name": "add", "parameters": {"a": 1}}]'
 FAMILIES = (
-    Family("Hermes", "Qwen2.5, Qwen3, Granite 4", "<tool_call>", _OBJECT, _TAG, _objects, bare=True),
-    Family("Qwen3-Coder", "Qwen3-Coder, Qwen3.5, Nemotron 3", "<tool_call>", _XML, _TAG, _QWEN),
-    Family("GLM", "GLM-4.5 to GLM-4.7", "<tool_call>", _KEYS, _TAG, _GLM),
-    Family("Gemma", "Gemma 4", "<|tool_call>", "call:add{a:1}", "<tool_call|>", _GEMMA, thought="<channel|>"),
-    Family("Harmony", "gpt-oss", "to=functions.", _CHANNEL, "", _HARMONY, thought="<|end|>"),
-    Family(
+    CallFamily("Hermes", "Qwen2.5, Qwen3, Granite 4", "<tool_call>", _OBJECT, _TAG, _objects, bare=True),
+    CallFamily("Qwen3-Coder", "Qwen3-Coder, Qwen3.5, Nemotron 3", "<tool_call>", _XML, _TAG, _QWEN),
+    CallFamily("GLM", "GLM-4.5 to GLM-4.7", "<tool_call>", _KEYS, _TAG, _GLM),
+    CallFamily("Gemma", "Gemma 4", "<|tool_call>", "call:add{a:1}", "<tool_call|>", _GEMMA, thought="<channel|>"),
+    CallFamily("Harmony", "gpt-oss", "to=functions.", _CHANNEL, "", _HARMONY, thought="<|end|>", lead="<|channel|>commentary "),
+    CallFamily(
         "LFM2",
         "LFM2, LFM2.5",
         "<|tool_call_start|>",
@@ -305,8 +307,8 @@ FAMILIES = (
         "<|tool_call_end|>",
         _objects_or(_python("<|tool_call_end|>")),
     ),
-    Family("Mistral", "Mistral, Magistral, Devstral", "[TOOL_CALLS]", 'add[ARGS]{"a": 1}', "", _MISTRAL, thought="[/THINK]"),
-    Family(
+    CallFamily("Mistral", "Mistral, Magistral, Devstral", "[TOOL_CALLS]", 'add[ARGS]{"a": 1}', "", _MISTRAL, thought="[/THINK]"),
+    CallFamily(
         "DeepSeek",
         "DeepSeek V3, R1, V3.1",
         "<｜tool▁call▁begin｜>",
@@ -314,7 +316,7 @@ FAMILIES = (
         "<｜tool▁call▁end｜>",
         _DEEPSEEK,
     ),
-    Family(
+    CallFamily(
         "Kimi",
         "Kimi K2",
         "<|tool_call_begin|>",
@@ -322,14 +324,14 @@ FAMILIES = (
         "<|tool_call_end|>",
         _KIMI,
     ),
-    Family("Muse", "Muse Glimmer", "<atem:function_calls>", _INVOKE.format("atem:"), "</atem:function_calls>", _MUSE),
-    Family("MiniMax", "MiniMax-M2", "<minimax:tool_call>", _INVOKE.format(""), "</minimax:tool_call>", _MINIMAX),
-    Family("Nemotron", "Nemotron Nano 2", "<TOOLCALL>", f"[{_OBJECT}]", "</TOOLCALL>", _objects),
-    Family("Phi", "Phi-4-mini, Granite 3", "<|tool_call|>", f"[{_OBJECT}]", "", _objects),
-    Family(
+    CallFamily("Muse", "Muse Glimmer", "<atem:function_calls>", _INVOKE.format("atem:"), "</atem:function_calls>", _MUSE),
+    CallFamily("MiniMax", "MiniMax-M2", "<minimax:tool_call>", _INVOKE.format(""), "</minimax:tool_call>", _MINIMAX),
+    CallFamily("Nemotron", "Nemotron Nano 2", "<TOOLCALL>", f"[{_OBJECT}]", "</TOOLCALL>", _objects),
+    CallFamily("Phi", "Phi-4-mini, Granite 3", "<|tool_call|>", f"[{_OBJECT}]", "", _objects),
+    CallFamily(
         "Command", "Command R7B, Command A", "<|START_ACTION|>", _COMMAND, "<|END_ACTION|>", _objects, thought="<|END_THINKING|>"
     ),
-    Family(
+    CallFamily(
         "Llama",
         "Llama 3.1 to 3.3",
         "<|python_tag|>",
@@ -342,13 +344,13 @@ FAMILIES = (
 """All forms; which is a model's, its chat template tells (`tools.form_of`)."""
 
 
-def find_families(text: str) -> list[Family]:
+def find_families(text: str) -> list[CallFamily]:
     """Those whose mark is in a text, and last the one that needs none."""
     return [family for family in FAMILIES if family.opens in text or family is FAMILIES[-1]]
 
 
-def read_calls(text: str, parameters: Parameters, families: Sequence[Family] = ()) -> list[ToolCall | Malformed]:
+def read_calls(text: str, parameters: Parameters, families: Sequence[CallFamily] = ()) -> list[ToolCall | BrokenCall]:
     """The calls of a turn: in the first of these forms that reads all of them. Without any, of those whose marks are there."""
     read = [family.calls(text, parameters) for family in families or find_families(text)]
-    whole = [calls for calls in read if calls and not any(isinstance(call, Malformed) for call in calls)]
+    whole = [calls for calls in read if calls and not any(isinstance(call, BrokenCall) for call in calls)]
     return next(iter([*whole, *filter(None, read)]), [])

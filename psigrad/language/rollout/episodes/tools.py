@@ -20,8 +20,8 @@ from psigrad.language.rollout.episodes.environments import Message, Step
 from psigrad.language.rollout.episodes.mcp_tools import PREFIX, ServerLost, ServerTool, list_tools
 from psigrad.language.rollout.episodes.tool_calls import (
     FAMILIES,
+    BrokenCall,
     CallError,
-    Malformed,
     ToolCall,
     find_families,
     read_calls,
@@ -89,11 +89,11 @@ class CallForm:
     seen: str = ""
     """The call that told it, as rewards and tools see it; empty where the template writes none."""
 
-    def probe(self, text: str) -> list[ToolCall | Malformed]:
+    def probe(self, text: str) -> list[ToolCall | BrokenCall]:
         """What is read of a turn that calls the tool of `PROBE`."""
         return self.read(text, {PROBE.name: _KINDS})
 
-    def read(self, text: str, parameters: Mapping[str, Mapping[str, Any]]) -> list[ToolCall | Malformed]:
+    def read(self, text: str, parameters: Mapping[str, Mapping[str, Any]]) -> list[ToolCall | BrokenCall]:
         """The calls of a turn."""
         if self.response_template is None:
             return read_calls(text, parameters, [family for family in FAMILIES if family.name == self.family])
@@ -104,9 +104,9 @@ class CallForm:
             said = parse_response(text, dict(self.response_template), prefix=self.prefix, tools=offered)
             return list(to_calls(said.get("tool_calls") or []))
         except CallError as error:
-            return [Malformed(f"{error}; write a call as {self.seen}")]
+            return [BrokenCall(f"{error}; write a call as {self.seen}")]
         except Exception as error:  # a response template is a program
-            return [Malformed(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
+            return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
 
 
 def form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
@@ -181,8 +181,8 @@ class ToolBox:
         found = self.form.read(completion, self.parameters)
         return Step([self._answer(call) for call in found], 0.0, False) if found else Step("", 0.0, True)
 
-    def _answer(self, call: ToolCall | Malformed) -> Message:
-        if isinstance(call, Malformed):
+    def _answer(self, call: ToolCall | BrokenCall) -> Message:
+        if isinstance(call, BrokenCall):
             return {"role": "tool", "name": "error", "content": f"error: {call.reason}"}
         if call.name in self.tools:
             content = self._run_tool(call.name, call.arguments)
