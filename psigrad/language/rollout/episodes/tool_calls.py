@@ -203,7 +203,8 @@ def _tagged(header: str, parameter: str, ends: str, closes: str = "") -> Reader:
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         calls: list[ToolCall] = []
         while len(calls) <= MOST_CALLS and (called := head.match(text, at)):
-            name, arguments, at = called[1], {}, called.end()
+            name, at = called[1], called.end()
+            arguments: dict[str, Any] = {}
             while found := key.match(text, at):
                 if (end := text.find(ends, found.end())) < 0:
                     raise CallError(f"the argument {_show(found[1])} does not end with {ends}")

@@ -99,7 +99,9 @@ class CallForm:
             return read_calls(text, parameters, [family for family in FAMILIES if family.name == self.family])
         from transformers.utils.chat_parsing import parse_response
 
-        offered = [{"type": "function", "function": {"name": n, "parameters": {"properties": p}}} for n, p in parameters.items()]
+        offered: list[Any] = [
+            {"type": "function", "function": {"name": n, "parameters": {"properties": p}}} for n, p in parameters.items()
+        ]
         try:
             said = parse_response(text, dict(self.response_template), prefix=self.prefix, tools=offered)
             return list(to_calls(said.get("tool_calls") or []))
@@ -126,7 +128,7 @@ def form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
 
 def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str]:
     """The prompt of a question, and behind it the turn that calls a tool, as `decode` gives it."""
-    question = {"role": "user", "content": "What is the price?"}
+    question: Any = {"role": "user", "content": "What is the price?"}
     offered: Any = {**arguments, "tools": [{"type": "function", "function": _PROBE_SCHEMA}], "tokenize": False}
     for given in (PROBE.arguments, json.dumps(PROBE.arguments)):  # some templates take an object, others text
         call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": given}}
@@ -207,6 +209,7 @@ def _parameters_of(tool: Tool) -> Mapping[str, Any]:
     if isinstance(tool, ServerTool):
         return tool.parameters
     try:
-        return dict(TypeAdapter(tool).json_schema().get("properties", {}))
+        function: Any = tool
+        return dict(TypeAdapter(function).json_schema().get("properties", {}))
     except Exception:  # types that JSON schemas have no words for: what is not in quotes is read as JSON
         return {}
