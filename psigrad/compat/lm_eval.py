@@ -167,7 +167,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             prompts = [tuple(self.tok_encode(requests[i].args[0])[-room:]) for i in places]
             asked = [Request(ids, (seeds.derive(self.seed, "lm-eval", i),)) for i, ids in zip(places, prompts, strict=True)]
             for i, (completion,) in zip(places, self.sampler.sample(asked, params), strict=True):
-                written = self.tokenizer.decode(list(completion.ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                ids = list(completion.ids)
+                written = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 texts[i] = _cut(str(written), until)  # as lm-eval decodes
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
