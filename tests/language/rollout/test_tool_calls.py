@@ -16,6 +16,8 @@ from psigrad.language.data.templates import decode
 from psigrad.language.rewards.builtin import NAMES
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
 from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, form_of
+from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.online.figures import collection_metrics
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -219,6 +221,18 @@ def add(a: int, b: int = 0) -> int:
         b: two
     """
     return a + b
+
+
+def test_calls_and_failures_are_counted_under_trls_names():
+    good, bad = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "<tool_call>{</tool_call>"
+    box, nothing = ToolBox([add], CallForm("Hermes")), Completion((1,), (0.0,), (0.0,), "stop", 0)
+    episodes = [
+        Trajectory(0, k, (1,), nothing, 0, mask=(True,), messages=tuple(box.step(turn).observation) if turn else ())
+        for k, turn in enumerate((good + bad, good + good, "", ""))
+    ]
+    figures = collection_metrics(episodes, 4)
+    assert figures["tools/call_frequency"] == 4 / 4 and figures["tools/failure_frequency"] == 1 / 4
+    assert "tools/call_frequency" not in collection_metrics(episodes[2:], 2)
 
 
 def test_a_broken_call_between_two_good_ones_takes_neither_along():
