@@ -149,10 +149,17 @@ def to_calls(value: Any) -> Iterator[ToolCall]:
         yield ToolCall(name, arguments)
 
 
-def _objects(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
+def _listed(value: Value = _json) -> Reader:
     """{"name": …, "arguments": {…}}, or a list of such objects."""
-    value, at = _json(text, at)
-    return list(to_calls(value)), at
+
+    def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
+        found, end = value(text, at)
+        return list(to_calls(found)), end
+
+    return read
+
+
+_objects = _listed()
 
 
 def _objects_or(other: Reader) -> Reader:
@@ -263,25 +270,17 @@ def _loose(closes: str) -> Value:
             raise CallError(f"it does not end with {closes}")
         written = _LOOSE.sub(_as_json, text[at:end])
         value, stop = _json(written, 0)
-        _expect(written, stop, "" if not written[stop:].strip() else closes)
+        if written[stop:].strip():
+            raise CallError(f"expected {closes or 'the end'} and found {_show(written, stop)}")
         return value, end
 
     return read
 
 
-def _python(closes: str) -> Reader:
-    read = _loose(closes)
-
-    def calls(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
-        value, end = read(text, at)
-        return list(to_calls(value)), end
-
-    return calls
-
-
 _OBJECT, _TAG = '{"name": "add", "arguments": {"a": 1}}', "</tool_call>"
 _GEMMA = _named(r"call:([\w.-]+)", _loose("<tool_call|>"))
 _HARMONY = _named(r"([\w.-]+)[^<{]*(?:<\|(?:constrain|channel)\|>[^<{]*){0,2}<\|message\|>")
+_LFM2, _LLAMA = _objects_or(_listed(_loose("<|tool_call_end|>"))), _objects_or(_listed(_loose("")))
 _MISTRAL = _objects_or(_named(r"([^\s\[\]{}]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?"))
 _DEEPSEEK = _named(r"(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)", footer=r"\s*```")
 _KIMI = _named(r"(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
@@ -293,54 +292,26 @@ _XML = "<function=add><parameter=a>1</parameter></function>"
 _KEYS = "add<arg_key>a</arg_key><arg_value>1</arg_value>"
 _CHANNEL = 'add <|constrain|>json<|message|>{"a": 1}<|call|>'
 _INVOKE = '<{0}invoke name="add"><{0}parameter name="a">1</{0}parameter></{0}invoke>'
-_COMMAND = '[{"tool_name": "add", "parameters": {"a": 1}}]'
+_ACTION = '[{"tool_name": "add", "parameters": {"a": 1}}]'
+_SEPARATED = 'add<｜tool▁sep｜>{"a": 1}'
+_NUMBERED = 'functions.add:0<|tool_call_argument_begin|>{"a": 1}'
+_PARAMETERS = '{"name": "add", "parameters": {"a": 1}}'
 FAMILIES = (
     CallFamily("Hermes", "Qwen2.5, Qwen3, Granite 4", "<tool_call>", _OBJECT, _TAG, _objects, bare=True),
     CallFamily("Qwen3-Coder", "Qwen3-Coder, Qwen3.5, Nemotron 3", "<tool_call>", _XML, _TAG, _QWEN),
     CallFamily("GLM", "GLM-4.5 to GLM-4.7", "<tool_call>", _KEYS, _TAG, _GLM),
     CallFamily("Gemma", "Gemma 4", "<|tool_call>", "call:add{a:1}", "<tool_call|>", _GEMMA, thought="<channel|>"),
     CallFamily("Harmony", "gpt-oss", "to=functions.", _CHANNEL, "", _HARMONY, thought="<|end|>", lead="<|channel|>commentary "),
-    CallFamily(
-        "LFM2",
-        "LFM2, LFM2.5",
-        "<|tool_call_start|>",
-        "[add(a=1)]",
-        "<|tool_call_end|>",
-        _objects_or(_python("<|tool_call_end|>")),
-    ),
+    CallFamily("LFM2", "LFM2, LFM2.5", "<|tool_call_start|>", "[add(a=1)]", "<|tool_call_end|>", _LFM2),
     CallFamily("Mistral", "Mistral, Magistral, Devstral", "[TOOL_CALLS]", 'add[ARGS]{"a": 1}', "", _MISTRAL, thought="[/THINK]"),
-    CallFamily(
-        "DeepSeek",
-        "DeepSeek V3, R1, V3.1",
-        "<｜tool▁call▁begin｜>",
-        'add<｜tool▁sep｜>{"a": 1}',
-        "<｜tool▁call▁end｜>",
-        _DEEPSEEK,
-    ),
-    CallFamily(
-        "Kimi",
-        "Kimi K2",
-        "<|tool_call_begin|>",
-        'functions.add:0<|tool_call_argument_begin|>{"a": 1}',
-        "<|tool_call_end|>",
-        _KIMI,
-    ),
+    CallFamily("DeepSeek", "DeepSeek V3, R1, V3.1", "<｜tool▁call▁begin｜>", _SEPARATED, "<｜tool▁call▁end｜>", _DEEPSEEK),
+    CallFamily("Kimi", "Kimi K2", "<|tool_call_begin|>", _NUMBERED, "<|tool_call_end|>", _KIMI),
     CallFamily("Muse", "Muse Glimmer", "<atem:function_calls>", _INVOKE.format("atem:"), "</atem:function_calls>", _MUSE),
     CallFamily("MiniMax", "MiniMax-M2", "<minimax:tool_call>", _INVOKE.format(""), "</minimax:tool_call>", _MINIMAX),
     CallFamily("Nemotron", "Nemotron Nano 2", "<TOOLCALL>", f"[{_OBJECT}]", "</TOOLCALL>", _objects),
     CallFamily("Phi", "Phi-4-mini, Granite 3", "<|tool_call|>", f"[{_OBJECT}]", "", _objects),
-    CallFamily(
-        "Command", "Command R7B, Command A", "<|START_ACTION|>", _COMMAND, "<|END_ACTION|>", _objects, thought="<|END_THINKING|>"
-    ),
-    CallFamily(
-        "Llama",
-        "Llama 3.1 to 3.3",
-        "<|python_tag|>",
-        '{"name": "add", "parameters": {"a": 1}}',
-        "",
-        _objects_or(_python("")),
-        bare=True,
-    ),
+    CallFamily("Command", "Command R7B, A", "<|START_ACTION|>", _ACTION, "<|END_ACTION|>", _objects, thought="<|END_THINKING|>"),
+    CallFamily("Llama", "Llama 3.1 to 3.3", "<|python_tag|>", _PARAMETERS, "", _LLAMA, bare=True),
 )
 """All forms; which is a model's, its chat template tells (`tools.form_of`)."""
 
