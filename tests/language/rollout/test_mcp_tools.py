@@ -110,6 +110,7 @@ def test_a_server_that_dies_leaves_its_episode_unscored_and_the_next_has_a_new_o
     assert after != before and runs(int(after[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.needs("mcp")
 def test_the_server_ends_with_the_pool_even_one_that_does_not_want_to(tools):
     with EnvironmentPool(ToolBoxes([replace(tools[2], server=f"{tools[2].server} stubborn")]), timeout=60.0) as made:
@@ -119,6 +120,7 @@ def test_the_server_ends_with_the_pool_even_one_that_does_not_want_to(tools):
     assert gone(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.needs("mcp")
 def test_a_server_gets_the_variables_that_workers_get_and_no_others(tools, monkeypatch):
     monkeypatch.setenv("SHOP_KEY", "1234")
@@ -129,6 +131,7 @@ def test_a_server_gets_the_variables_that_workers_get_and_no_others(tools, monke
         assert said(made.step({0: turn})[0]) == ["1234", "unset"]
 
 
+@pytest.mark.slow
 @pytest.mark.needs("mcp")
 def test_a_server_that_does_not_start_in_a_worker_stops_the_run_by_name(tools):
     lost = [replace(tools[1], server="no-such-program")]
@@ -139,6 +142,7 @@ def test_a_server_that_does_not_start_in_a_worker_stops_the_run_by_name(tools):
         made.begin([{}])
 
 
+@pytest.mark.slow
 @pytest.mark.needs("mcp")
 def test_a_server_by_http():
     with contextlib.closing(socket.socket()) as free:
