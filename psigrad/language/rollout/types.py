@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,13 +203,21 @@ class Trajectory:
     turns: int = 1
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation behind the prompt, in episodes of several turns."""
+    policy_turns: tuple[str, ...] = ()
+    """What the policy wrote, turn by turn, in such episodes; empty: `text` is its only turn."""
     teacher_prompt_ids: tuple[int, ...] = ()
     """What the reference reads in place of the prompt; empty: the prompt."""
 
     @property
     def chosen(self) -> int:
-        """Tokens that the policy chose."""
+        """How many tokens the policy chose."""
         return sum(self.mask) if self.mask else len(self.completion.ids)
+
+    @property
+    def policy_ids(self) -> tuple[int, ...]:
+        """The tokens that the policy chose."""
+        ids = self.completion.ids
+        return tuple(itertools.compress(ids, self.mask)) if self.mask else ids
 
 
 @dataclass(frozen=True)

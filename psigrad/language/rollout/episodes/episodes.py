@@ -38,6 +38,7 @@ class _Episode:
     sampling_logprobs: list[float] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    policy_turns: list[str] = field(default_factory=list)
     finish_reason: str = "length"
     over: bool = False
     reason: str = ""
@@ -141,6 +142,7 @@ def _seed_of(episode: _Episode, turn: int) -> int:
 
 def _hear(episode: _Episode, completion: Completion, text: str, answer: Step | Fault, tokenizer: Any, row: Row) -> None:
     """Enter what the environment answered to a turn."""
+    episode.policy_turns.append(text)
     episode.messages.append({"role": "assistant", "content": text})
     if isinstance(answer, Fault):
         episode.over, episode.reason = True, answer.reason
@@ -176,6 +178,7 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         step_rewards=tuple(episode.rewards),
         turns=episode.turns,
         messages=tuple(episode.messages) if episode.conversation else (),
+        policy_turns=tuple(episode.policy_turns),
     )
 
 
