@@ -43,7 +43,7 @@ def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Epi
     placement: Placement | None = getattr(config, "placement", None)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield Episodes(stack.enter_context(_playing(config)), config.max_turns)
+            yield _episodes(config, stack.enter_context(_playing(config)))
             return
         pool = None
         if journal.world.rank == 0:
@@ -51,7 +51,13 @@ def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Epi
             make = partial(_playing, config)
             actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
             pool = stack.enter_context(actors)
-        yield Episodes(RayEnvironments(pool, journal.world), config.max_turns)
+        yield _episodes(config, RayEnvironments(pool, journal.world))
+
+
+def _episodes(config: Played, playing: Playing) -> Episodes:
+    return Episodes(
+        playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
+    )
 
 
 def _playing(config: Played) -> Playing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.embedded import check_room
+from psigrad.language.rollout.samplers.embedded import check_room, log_probs_of
 from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 
@@ -55,6 +55,12 @@ class TransformersSampler(Sampler):
             [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
         )
         yield [(place, [next(done) for _ in request.seeds]) for place, request in enumerate(requests)]
+
+    def log_probs(
+        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[float]] | None:
+        """See `Sampler`."""
+        return log_probs_of(self.model, prompt, completions, params)
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
