@@ -86,7 +86,7 @@ def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
     begun: set[int] = set()
     for turn in range(9):
         longest = 40 if turn % 4 == 3 else 5
-        some = [i for i in range(len(PROMPTS)) if turn == 0 and seed % 2 or rng.random() < 0.5] or [0]
+        some = [i for i in range(len(PROMPTS)) if (turn == 0 and seed % 2) or rng.random() < 0.5] or [0]
         heard = {
             i: (tuple(rng.randrange(5, 190) for _ in range(rng.randint(1, longest))) if i in begun else (), 1000 * turn + i)
             for i in some

@@ -21,7 +21,10 @@ from psigrad.language.rollout.samplers.transformers_backend import TransformersS
 from psigrad.language.rollout.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(140, 280)))
-ROWS = [Row("a", prompt="say a:", columns={"name": "a"}), Row("b", prompt=[{"role": "user", "content": "b"}], columns={"name": "b"})]
+ROWS = [
+    Row("a", prompt="say a:", columns={"name": "a"}),
+    Row("b", prompt=[{"role": "user", "content": "b"}], columns={"name": "b"}),
+]
 
 
 class Paced(InProcess):
@@ -82,7 +85,9 @@ def go(model, playing, *, sampler=EmbeddedSampler, count=6, **rules):
     )
 
 
-@pytest.mark.parametrize(("name", "sampler"), [("qwen3", EmbeddedSampler), ("gpt2", EmbeddedSampler), ("gpt2", TransformersSampler)])
+@pytest.mark.parametrize(
+    ("name", "sampler"), [("qwen3", EmbeddedSampler), ("gpt2", EmbeddedSampler), ("gpt2", TransformersSampler)]
+)
 def test_the_same_seeds_give_the_same_episodes_whatever_the_pace(name, sampler, models):
     model = models[name]
     expected = go(model, InProcess(Counted), sampler=sampler)
@@ -109,7 +114,9 @@ def test_control_the_log_probs_of_sampling_depend_on_the_company_in_their_last_b
     monkeypatch.setattr(played_episodes, "_settle", lambda sampler, made, params: made)
     found = [go(models["qwen3"], Paced(Counted, seed)) for seed in range(4)]
     assert [t.completion.ids for t in found[0]] == [t.completion.ids for t in found[1]]
-    assert any(a.completion.logprobs != b.completion.logprobs for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert any(
+        a.completion.logprobs != b.completion.logprobs for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 def test_log_probs_that_are_no_rounding_apart_stay_for_training_to_see(models, monkeypatch):
