@@ -9,6 +9,7 @@ Source: https://github.com/PrimeIntellect-ai/verifiers.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import json
 import queue
@@ -122,8 +123,10 @@ class _House:
         for work in (self.loop.run_forever, self.server.serve_forever):
             threading.Thread(target=work, name="an environment of verifiers", daemon=True).start()
         self.address = f"http://127.0.0.1:{self.server.server_port}"
-        self._serving = self.environment.serving()
-        self.run(self._serving.__aenter__()).result()
+        serving = self.environment.serving()
+        self.run(serving.__aenter__()).result()
+        # it serves for as long as this process is there; one that is killed takes all that it started along
+        atexit.register(lambda: self.run(serving.__aexit__(None, None, None)).result(30.0))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Begin this in the thread of the environment."""
