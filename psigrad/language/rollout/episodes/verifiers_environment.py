@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import itertools
 import json
+import os
 import queue
 import sys
 import threading
@@ -123,6 +124,8 @@ class _House:
         for work in (self.loop.run_forever, self.server.serve_forever):
             threading.Thread(target=work, name="an environment of verifiers", daemon=True).start()
         self.address = f"http://127.0.0.1:{self.server.server_port}"
+        for name in ("no_proxy", "NO_PROXY"):  # a proxy does not know this machine
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         serving = self.environment.serving()
         self.run(serving.__aenter__()).result()
         # it serves for as long as this process is there; one that is killed takes all that it started along
