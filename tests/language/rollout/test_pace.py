@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 from hostile_environments import Counting, Sleepy
+from tiny_jobs import online_config
 
 from psigrad import seeds
+from psigrad.config import Evaluation
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
+from psigrad.language.recipes import online
 from psigrad.language.rollout.episodes import episodes as played_episodes
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess
@@ -144,3 +149,16 @@ def test_real_processes_and_sleeps_give_what_this_process_gives(models):
     assert [(t.completion.ids, t.step_rewards, t.text) for t in found[0]] == [
         (t.completion.ids, t.step_rewards, t.text) for t in expected
     ]
+
+
+def test_a_run_is_the_same_to_the_last_bit_however_long_answers_take(job, tmp_path):
+    def run(name, **settings):
+        config = replace(online_config(job, tmp_path / name, max_steps=3), environment=Sleepy, reward=(), max_turns=3)
+        config = replace(config, environment_workers=2, evaluation=Evaluation(eval_prompts=0), **settings)
+        folder = online.run(config).folder
+        return [(folder / file).read_bytes() for file in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors")]
+
+    first = run("first")
+    assert run("second") == first
+    assert json.loads(first[0].splitlines()[-1])["turns/mean"] > 1
+    assert run("other", max_turn_length=4) != first, "negative control: what is sampled differently is told from it"
