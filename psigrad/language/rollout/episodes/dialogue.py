@@ -67,7 +67,7 @@ class CachedDialogue(Dialogue):
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
         waiting = np.setdiff1d(np.flatnonzero(self.held), live)
-        self.cache.clear(self.prompt[waiting], self.slots[waiting])
+        self.cache.keep_waiting(self.prompt[waiting], self.slots[waiting])
         inputs = pack(Groups(prompts, [[] for _ in prompts]), self.model.device)
         assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
         prefill = self.cache.prefill(inputs.layout, copies)
