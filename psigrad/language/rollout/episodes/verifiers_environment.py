@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
 from typing import Any
@@ -44,66 +44,69 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any]) -> type:
     conversation and rewrites nothing of it. Its rows are the taskset's. The reward is the trace's, on the last turn;
     `max_turns` must not be below the environment's own.
     """
+    given = staticmethod(environment) if callable(environment) else environment
+    return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given})
 
-    @cache
-    def house() -> _House:
-        return _House(environment)
 
-    class VerifiersEpisode:
-        """One episode of the environment."""
+class VerifiersEpisode:
+    """One episode of an environment; `adapt` makes a class of it, whose environment serves all episodes of a process."""
 
-        def reset(self, row: Mapping[str, Any]) -> Observation | None:
-            """Begin its task; what the harness asks behind the row's prompt."""
-            if not isinstance(row.get(TASK), int):
-                raise ValueError(
-                    f"the row has no {TASK}; the rows of an environment of verifiers are its own, so give no dataset"
-                )
-            self._talk = _Talk(house(), row[TASK])
-            prompt = [_plain(message) for message in row["prompt"]]
-            self._said, tools = self._talk.asked()
-            if self._said[: len(prompt)] != prompt or tools != (row.get("tools") or []):
-                raise ValueError("the harness asks with another prompt, or other tools, than for the first task of the taskset")
-            return self._said[len(prompt) :] or None
+    environment: Any = None
+    _house: _House | None = None
 
-        def step(self, completion: str) -> tuple[Observation, float, bool]:
-            """What the harness asks next; at the end the reward."""
-            self._talk.answer(completion)
-            before = [*self._said, {"role": "assistant", "content": completion}]
-            try:
-                self._said, _ = self._talk.asked()
-            except _EndedError as end:
-                return "", end.reward(), True
-            # what the policy wrote counts as it wrote it, in whatever form the harness hands it back
-            for said, now in itertools.zip_longest(before, self._said[: len(before)]):
-                if now is None or said["role"] != now["role"] or (said != now and said["role"] != "assistant"):
-                    raise ValueError("the harness rewrote its conversation; take one that only adds to it, such as psigrad-chat")
-            return self._said[len(before) :], 0.0, False
+    @classmethod
+    def house(cls) -> _House:
+        """The environment at work."""
+        if cls._house is None:
+            cls._house = _House(cls.environment)
+        return cls._house
 
-        def __del__(self) -> None:
-            if hasattr(self, "_talk"):
-                self._talk.close()
+    def reset(self, row: Mapping[str, Any]) -> Observation | None:
+        """Begin its task; what the harness asks behind the row's prompt."""
+        if not isinstance(row.get(TASK), int):
+            raise ValueError(f"the row has no {TASK}; the rows of an environment of verifiers are its own, so give no dataset")
+        self._talk = _Talk(self.house(), row[TASK])
+        prompt = [_plain(message) for message in row["prompt"]]
+        self._said, tools = self._talk.asked()
+        if self._said[: len(prompt)] != prompt or tools != (row.get("tools") or []):
+            raise ValueError("the harness asks with another prompt, or other tools, than for the first task of the taskset")
+        return self._said[len(prompt) :] or None
 
-        @staticmethod
-        def rows(count: int, seed: int) -> list[Mapping[str, Any]]:
-            """The first tasks of the taskset, with what the harness adds to the first: a system prompt, and tools."""
-            own = house()
-            tasks = [own.task(number) for number in range(count) if own.task(number) is not None]
-            talk = _Talk(own, 0)
-            try:
-                asked, tools = talk.asked()
-            except _EndedError as end:
-                raise UserError(
-                    f"The environment asked the policy nothing ({end.why()}); look at its taskset and harness."
-                ) from end
-            finally:
-                talk.close()
-            head = asked[: max(0, len(asked) - len(_prompt(tasks[0])))]
-            if not asked or asked != [*head, *_prompt(tasks[0])]:
-                raise UserError("The harness asks something else than its task's prompt; take another, such as psigrad-chat.")
-            more = {"tools": tools} if tools else {}
-            return [{"prompt": [*head, *_prompt(task)], TASK: number, **more} for number, task in enumerate(tasks)]
+    def step(self, completion: str) -> tuple[Observation, float, bool]:
+        """What the harness asks next; at the end the reward."""
+        self._talk.answer(completion)
+        before = [*self._said, {"role": "assistant", "content": completion}]
+        try:
+            self._said, _ = self._talk.asked()
+        except _EndedError as end:
+            return "", end.reward(), True
+        # what the policy wrote counts as it wrote it, in whatever form the harness hands it back
+        for said, now in itertools.zip_longest(before, self._said[: len(before)]):
+            if now is None or said["role"] != now["role"] or (said != now and said["role"] != "assistant"):
+                raise ValueError("the harness rewrote its conversation; take one that only adds to it, such as psigrad-chat")
+        return self._said[len(before) :], 0.0, False
 
-    return VerifiersEpisode
+    def __del__(self) -> None:
+        if hasattr(self, "_talk"):
+            self._talk.close()
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
+        """The first tasks of the taskset, with what the harness adds to the first: a system prompt, and tools."""
+        own = cls.house()
+        tasks = [own.task(number) for number in range(count) if own.task(number) is not None]
+        talk = _Talk(own, 0)
+        try:
+            asked, tools = talk.asked()
+        except _EndedError as end:
+            raise UserError(f"The environment asked the policy nothing ({end.why()}); look at its taskset and harness.") from end
+        finally:
+            talk.close()
+        head = asked[: max(0, len(asked) - len(_prompt(tasks[0])))]
+        if not asked or asked != [*head, *_prompt(tasks[0])]:
+            raise UserError("The harness asks something else than its task's prompt; take another, such as psigrad-chat.")
+        more = {"tools": tools} if tools else {}
+        return [{"prompt": [*head, *_prompt(task)], TASK: number, **more} for number, task in enumerate(tasks)]
 
 
 class _House:
