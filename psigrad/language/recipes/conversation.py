@@ -50,7 +50,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield Episodes(stack.enter_context(_playing(config, form)), config.max_turns)
+            yield _episodes(config, stack.enter_context(_playing(config, form)))
             return
         pool = None
         if journal.world.rank == 0:
@@ -58,7 +58,13 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
             make = partial(_playing, config, form)
             actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
             pool = stack.enter_context(actors)
-        yield Episodes(RayEnvironments(pool, journal.world), config.max_turns)
+        yield _episodes(config, RayEnvironments(pool, journal.world))
+
+
+def _episodes(config: Played, playing: Playing) -> Episodes:
+    return Episodes(
+        playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
+    )
 
 
 def _playing(config: Played, form: CallForm) -> Playing:

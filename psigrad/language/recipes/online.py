@@ -52,7 +52,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if held_out:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             evaluator = evaluator_for(config, model, metric or rewards, judge, held_out, reference, episodes, world=journal.world)
-        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config, episodes), journal)
+        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), journal)
         prompts = row_limits.add_teacher_prompts(prompts, config, model, reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal))
