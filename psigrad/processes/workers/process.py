@@ -159,6 +159,7 @@ class Worker:
         """End the process and everything that it started, for good, and say how it ended."""
         if self._kept:
             self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # the user's code may have stopped it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(KEEPER_LIMIT)
         with contextlib.suppress(ProcessLookupError):
