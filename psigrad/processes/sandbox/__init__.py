@@ -1,4 +1,4 @@
-"""What is not ours to trust, run where it can do no harm: one enclosure, the executor of programs, and what a machine can guarantee."""
+"""What is not ours to trust, run where it can do no harm: one enclosure, an executor of programs, what a machine guarantees."""
 
 from __future__ import annotations
 

@@ -23,7 +23,14 @@ _FIRST_USER, USERS, _PROCESSES = 1_500_000_000, 64, 1 << 22
 _PLACES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "sandbox", "LOGNAME": "sandbox"}
 _NUMBERS = itertools.count()
 # Of the machine's settings, what programs look up.
-_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/etc/fonts", "/sys/devices/system/cpu")
+_SETTINGS = (
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/mime.types",
+    "/etc/fonts",
+    "/sys/devices/system/cpu",
+)
 
 
 def users_here() -> tuple[int, int]:
@@ -64,7 +71,8 @@ def command(
     """bwrap's part of the command line, with what drops to `user` behind it in the tier root.
 
     `shown` are files and folders that are seen where they are, read-only, and `folder` the working folder. `variables` replace
-    the environment. Of `files` each is (file descriptor to read it from, its place). `rules` is the file descriptor of the seccomp filter. To `info` goes the number of the first process inside.
+    the environment. Of `files` each is (file descriptor to read it from, its place). `rules` is the file descriptor of the
+    seccomp filter. To `info` goes the number of the first process inside.
     """
     space = ["--size", str(files_mb << 20), "--perms", "1777", "--tmpfs"]
     own = ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"] if tier == "user" else []

@@ -135,6 +135,14 @@ def _decimal(text: str) -> Decimal:
     return found
 
 
+def _range(bounds: list[int]) -> range:
+    """A range whose list fits in memory."""
+    found = range(*bounds)
+    if len(found) > 1_000_000:
+        raise ValueError("a range too long to be read")
+    return found
+
+
 # What a tagged value is made of: of a text, or of a list of values.
 _OF_TEXT: dict[str, Callable[[str], Any]] = {
     "int": lambda digits: int(digits, 16),
@@ -152,7 +160,7 @@ _OF_VALUES: dict[str, Callable[[list[Any]], Any]] = {
     "deque": deque,
     "iterator": lambda values: Items(tuple(values)),
     "Fraction": lambda values: Fraction(*values),
-    "range": lambda values: range(*values),
+    "range": _range,
     "date": lambda values: datetime.date(*values),
     "time": lambda values: datetime.time(*values),
     "datetime": lambda values: datetime.datetime(*values),

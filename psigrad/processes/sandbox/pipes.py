@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
+
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, Status, decode_value, decode_values
 
 _PIECE = 1 << 16
