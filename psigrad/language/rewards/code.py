@@ -11,7 +11,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.rewards.code_asserts import Evaluated
-from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, Tests, tests_of
+from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, RowTests, read_tests
 from psigrad.language.rewards.code_values import same
 from psigrad.language.rewards.outcomes import text_of
 from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
@@ -44,7 +44,7 @@ class Wrong(float):
 class Code:
     """1 where the completion's Python program passes every test of its row, else 0: it is `Wrong`, and its `reason` says how.
 
-    The program is the last fenced block (of Python, where one says so), or the whole completion without one. Tests stand in one
+    The program is the last fenced block (of Python, where one says so), or the whole completion without one. RowTests stand in one
     of `code_rows.COLUMNS`; see there for their forms. The first test that fails ends it. With `partial` the reward is the share
     of tests that pass. Trouble of the sandbox itself leaves a completion unscored.
     """
@@ -79,7 +79,7 @@ class Code:
             row = {name: columns[name][i] for name in (*COLUMNS, *BESIDE) if name in columns}
             prompt = columns["prompts"][i] if "prompts" in columns else ""
             source = whole_program(text_of(completion), prompt, str(row.get("entry_point") or ""))
-            judged.append(_Judged(source, tests_of(row), self))
+            judged.append(_Judged(source, read_tests(row), self))
         # all that are still right have their next run together: what is wrong runs no more
         while left := [one for one in judged if one.runs]:
             room = max(self.output_kb, *(2 * one.runs[0].expected >> 10 for one in left))
@@ -90,7 +90,7 @@ class Code:
 
     def check_row(self, row: dict[str, Any]) -> None:
         """Raises `UserError` for a row whose tests cannot be judged."""
-        tests_of(row)
+        read_tests(row)
 
 
 @cache
@@ -143,7 +143,7 @@ class _Run:
 class _Judged:
     """A program on its way through its tests."""
 
-    def __init__(self, source: str, tests: Tests, settings: Code) -> None:
+    def __init__(self, source: str, tests: RowTests, settings: Code) -> None:
         self._settings, self._count = settings, len(tests.checks)
         self._faults = list[str]()  # of each test, in the order of the runs; empty: it passed
         printed = [check for check in tests.checks if isinstance(check, Printed)]

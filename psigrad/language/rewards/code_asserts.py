@@ -8,6 +8,7 @@ taken apart so that no expected value enters is refused.
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import itertools
 import math
@@ -36,6 +37,8 @@ _COMPARED = {
     ast.In: "in",
     ast.NotIn: "not in",
 }
+# What a test calls the program where it imports from it.
+_THE_PROGRAM = ("solution", "main", "program", "your_module")
 _WORD = re.compile(r"[^\W\d]\w*")
 # Where constants that are written with a name come from inside.
 _HOMES = {
@@ -89,7 +92,11 @@ def _names() -> dict[str, Any]:
         "collections": SimpleNamespace(Counter=Counter, OrderedDict=OrderedDict, defaultdict=defaultdict, deque=deque),
         **dict.fromkeys(("np", "numpy"), SimpleNamespace(**arrays)),
     }
-    plain = {f.__name__: f for f in _FUNCTIONS} | {"range": values.short_range, "type": lambda value: type(value)}
+    plain = (
+        dict.fromkeys(dir(builtins))
+        | {f.__name__: f for f in _FUNCTIONS}
+        | {"range": values.short_range, "type": lambda value: type(value)}
+    )
     own = {"_arithmetic": values.arithmetic, "_compare": values.compare}
     return {**plain, **own, **drawn, **modules, "deepcopy": copy.deepcopy, "pi": math.pi, "inf": math.inf, "nan": math.nan}
 
@@ -108,27 +115,47 @@ def taken_apart(source: str, entry: str = "") -> tuple[list[Evaluated], str]:
 
     Raises `ValueError` for a test that cannot be taken apart, with its line.
     """
-    reader = _Reader(entry)
     tree = ast.parse(source)
+    reader = _Reader({entry, *_own_names(tree)})
     reader.read(tree.body)
     if "check" in reader.functions and not reader.checked:
         if not entry:
             raise ValueError("check(candidate) needs the column entry_point, the name of the function that it checks")
         reader.call_check(_name(entry))
+    for name, function in reader.functions.items():
+        if name.startswith("test") and not function.args.args:  # as pytest finds them
+            reader.read(function.body)
     used = {word for check in reader.checks for one in check.expressions for word in _WORD.findall(one)}
-    needed = [ast.unparse(i) for i in reader.imports if used & {a.asname or a.name.partition(".")[0] for a in i.names}]
+    needed = [ast.unparse(i) for i in reader.imports if used & _bound_by(i)]
     needed += [f"from {module} import {name}" for name, module in _HOMES.items() if name in used]
     return reader.checks, "\n".join(needed)
+
+
+def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
+    return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+
+
+def _own_names(tree: ast.Module) -> set[str]:
+    """Functions of the program that have the name of one of Python's: those of a test that calls nothing else."""
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    if called - _names().keys():
+        return set()
+    own = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(ast.Compare(ast.Call(ast.Name(name), given))) | ast.Assert(ast.Call(ast.Name(name), given)):
+                own |= {name} if not any(isinstance(n, ast.Call) for part in given for n in ast.walk(part)) else set()
+    return own
 
 
 class _Reader:
     """Reads the statements of a test: assignments, loops over what is known, functions such as `check`, and asserts."""
 
-    def __init__(self, entry: str) -> None:
-        self.names, self.known = _names(), dict[str, ast.expr]()
-        self.names.pop(entry, None)
+    def __init__(self, own: set[str]) -> None:
+        self.names = {name: value for name, value in _names().items() if name not in own}
+        self.known = dict[str, ast.expr]()
         self.checks, self.imports = list[Evaluated](), list[ast.Import | ast.ImportFrom]()
-        self.functions = dict[str, ast.FunctionDef]()
+        self.functions, self.foreign = dict[str, ast.FunctionDef](), set[str]()
         self.checked, self._rounds = False, 0
 
     def read(self, statements: Sequence[ast.stmt]) -> None:
@@ -140,8 +167,11 @@ class _Reader:
 
     def _one(self, statement: ast.stmt) -> None:
         match statement:
+            case ast.ImportFrom() if statement.module in _THE_PROGRAM:
+                pass
             case ast.Import() | ast.ImportFrom():
                 self.imports.append(statement)
+                self.foreign |= _bound_by(statement)
             case ast.Pass() | ast.Expr(ast.Constant() | ast.Name() | ast.Call(ast.Name("print"))):
                 pass
             case ast.FunctionDef():
@@ -212,10 +242,6 @@ class _Reader:
         apart = _Apart(self)
         outer = apart.truth(test)
         if not apart.inside:
-            match test:
-                case ast.Compare(ast.Call(ast.Name(name))) if name in self.names:  # the program's own `sum`
-                    del self.names[name]
-                    return self._check(test, line)
             if not self._constant(test):
                 raise ValueError(f"line {line} fails by itself: {ast.unparse(test)[:200]}")
             return
@@ -248,6 +274,8 @@ class _Apart:
         """What stays outside of it."""
         calls = self._reader._calls
         if not calls(node):
+            if not isinstance(node, ast.Starred):
+                self._reader._constant(node)  # what can't be evaluated is the row's fault, and no program's
             return node
         if self._is_the_programs(node):
             return self._send(node)
@@ -263,6 +291,11 @@ class _Apart:
             case ast.Compare(left, kinds, others):
                 if any(isinstance(kind, ast.In | ast.NotIn) and calls(part) for kind, part in zip(kinds, others, strict=True)):
                     raise ValueError(f"a container of the program's can hold everything: {ast.unparse(node)[:200]}")
+                if any(
+                    isinstance(side, ast.Call) and self._is_the_programs(side) and not self._result(side)
+                    for side in (left, *others)
+                ):
+                    raise ValueError(f"it compares with an object of the program's: {ast.unparse(node)[:200]}")
                 self._yes_or_no = any(isinstance(p, ast.Constant) and p.value in (True, False, None) for p in (left, *others))
                 made: ast.expr = ast.Compare(self.visit(left), kinds, [self.visit(part) for part in others])
                 self._yes_or_no = False
@@ -295,7 +328,7 @@ class _Apart:
         """Whether it is a call of the program, or of a method of what the program made."""
         while isinstance(node, ast.Call | ast.Attribute):
             node = node.func if isinstance(node, ast.Call) else node.value
-        return isinstance(node, ast.Name) and node.id not in self._reader.names
+        return isinstance(node, ast.Name) and node.id not in {*self._reader.names, *self._reader.foreign}
 
     def _send(self, node: ast.expr) -> ast.expr:
         """Have it evaluated inside. Where a result and something else go into one call, that could be what is expected."""
@@ -332,6 +365,10 @@ class _Outside(ast.NodeTransformer):
 
     def code(self, node: ast.expr, given: Sequence[str]) -> Callable[..., Any]:
         """A function of the values of `given`."""
+        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} | set(given)
+        for name in (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id not in bound):
+            if self._names.get(name) is None:
+                raise ValueError(f"{name} can't be evaluated outside: {ast.unparse(node)[:200]}")
         body = self.visit(copy.deepcopy(node))
         arguments = ast.arguments([], [ast.arg(name) for name in given], None, [], [], None, [])
         tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))

@@ -48,14 +48,14 @@ Check = Printed | Evaluated
 
 
 @dataclass(frozen=True)
-class Tests:
+class RowTests:
     """The checks of a row, and lines of Python that run behind the program and before them."""
 
     checks: tuple[Check, ...]
     setup: str = ""
 
 
-def tests_of(row: Mapping[str, Any]) -> Tests:
+def read_tests(row: Mapping[str, Any]) -> RowTests:
     """The tests of a dataset row, from the first of `COLUMNS` that has any that can be judged outside the sandbox.
 
     Raises `UserError` for a form that is not known, and for tests whose expected values would have to enter the sandbox.
@@ -117,10 +117,10 @@ class _Reader:
         given = [row.get("test_imports"), row.get("test_setup_code")]
         self._setup = [line for lines in given if lines for line in ([lines] if isinstance(lines, str) else list(lines))]
 
-    def read(self, tests: Any) -> Tests:
+    def read(self, tests: Any) -> RowTests:
         """All of them."""
         checks = tuple(self._checks(tests))
-        return Tests(checks, "\n".join(self._setup) if any(isinstance(check, Evaluated) for check in checks) else "")
+        return RowTests(checks, "\n".join(self._setup) if any(isinstance(check, Evaluated) for check in checks) else "")
 
     def _checks(self, tests: Any) -> Iterable[Check]:
         match tests:

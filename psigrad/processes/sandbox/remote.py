@@ -3,8 +3,8 @@
 `POST URL` with {"programs": [{"source", "stdin", "expressions"}], "limits": {"seconds", "wall_seconds", "memory_mb", "processes",
 "output_kb", "files_mb", "packages"}}; the answer is {"outcomes": [{"status", "code", "stdout", "stderr", "seconds", "answers"}]},
 one for each program in order. `answers` holds for each expression {"value": V} or {"error": TEXT}, where V is tagged JSON: null,
-booleans, strings and finite floats as they are, {"int": "0x2a"}, {"float": "nan"}, {"list": [V, …]}, {"tuple": […]}, {"set": […]},
-{"dict": [[V, V], …]}, and the other tags of `executor`.
+booleans, strings and finite floats as they are, {"int": "0x2a"}, {"float": "nan"}, {"list": [V, …]}, {"tuple": […]},
+{"set": […]}, {"dict": [[V, V], …]}, and the other tags of `executor`.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def test_in_a_sandbox_there_is_no_network_and_nothing_to_write_to(pool, tmp_path
     playing = pool(NoWay, enclosure=enclosure_of_workers())
     playing.begin(ROWS[:3])
     found = say(playing, "network", f"write {tmp_path / 'file'}", "temporary")
-    assert "OSError" in found[0].reason or "refused" in found[0].reason or "unreachable" in found[0].reason
+    assert "Operation not permitted" in found[0].reason
     assert "Read-only file system" in found[1].reason and not (tmp_path / "file").exists()
     assert isinstance(found[2], Step)
     outside = pool(NoWay)
