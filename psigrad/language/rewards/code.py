@@ -42,9 +42,9 @@ class Wrong(float):
 
 @dataclass(frozen=True)
 class Code:
-    """1 where the completion's Python program passes every test of its row, else 0: it is `Wrong`, and its `reason` says how.
+    """1 where the completion's Python program passes every test of its row, else 0: a `Wrong`, whose `reason` says how.
 
-    The program is the last fenced block (of Python, where one says so), or the whole completion without one. RowTests stand in one
+    The program is the last fenced block (of Python, where one says so), or the whole completion without one. Tests stand in one
     of `code_rows.COLUMNS`; see there for their forms. The first test that fails ends it. With `partial` the reward is the share
     of tests that pass. Trouble of the sandbox itself leaves a completion unscored.
     """

@@ -24,58 +24,22 @@ from typing import Any
 from psigrad.language.rewards import code_values as values
 
 _MOST = 10_000  # tests of a row, and rounds of its loops
-_ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"}
-_COMPARED = {
-    ast.Eq: "==",
-    ast.NotEq: "!=",
-    ast.Lt: "<",
-    ast.LtE: "<=",
-    ast.Gt: ">",
-    ast.GtE: ">=",
-    ast.Is: "is",
-    ast.IsNot: "is not",
-    ast.In: "in",
-    ast.NotIn: "not in",
-}
+_SIGNS = {"Add": "+", "Sub": "-", "Mult": "*", "Div": "/", "FloorDiv": "//", "Mod": "%", "Pow": "**"}
+_SIGNS |= {"Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">="}
+_SIGNS |= {"Is": "is", "IsNot": "is not", "In": "in", "NotIn": "not in"}
 # What a test calls the program where it imports from it.
 _THE_PROGRAM = ("solution", "main", "program", "your_module")
 _WORD = re.compile(r"[^\W\d]\w*")
 # Where constants that are written with a name come from inside.
-_HOMES = {
-    "inf": "math",
-    "nan": "math",
-    "Counter": "collections",
-    "deque": "collections",
-    "Fraction": "fractions",
-    "Decimal": "decimal",
-}
+_HOMES = dict.fromkeys(("inf", "nan"), "math") | {"Counter": "collections", "deque": "collections", "Fraction": "fractions"}
 # Functions of one argument that read an object as it is: they go in with the call, and hold nothing that is expected.
 _INSIDE = ("str", "repr", "len", "bool")
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(
-        abs,
-        all,
-        any,
-        bin,
-        bool,
-        chr,
-        complex,
-        dict,
-        divmod,
-        enumerate,
-        float,
-        frozenset,
-        hex,
-        int,
-        isinstance,
-        len,
-        list,
-        max,
-        min,
-    ),
-    *(ord, reversed, round, set, sorted, str, sum, tuple, zip, Counter, OrderedDict, defaultdict, deque, values.Fraction),
-    *(values.Decimal, values.isclose, values.allclose),
-)
+_PYTHONS = """abs all any bin bool chr complex dict divmod enumerate float frozenset hex int isinstance len list max min ord
+    reversed round set sorted str sum tuple zip"""
+_OURS = (Counter, OrderedDict, defaultdict, deque, values.Fraction, values.Decimal, values.isclose, values.allclose)
+# What an expression outside the sandbox is made of.
+_PARTS = """Constant Name Load Store Tuple List Set Dict BoolOp And Or UnaryOp Not USub UAdd Call keyword Starred Subscript Slice
+    IfExp ListComp GeneratorExp SetComp DictComp comprehension"""
 
 
 def _names() -> dict[str, Any]:
@@ -92,11 +56,8 @@ def _names() -> dict[str, Any]:
         "collections": SimpleNamespace(Counter=Counter, OrderedDict=OrderedDict, defaultdict=defaultdict, deque=deque),
         **dict.fromkeys(("np", "numpy"), SimpleNamespace(**arrays)),
     }
-    plain = (
-        dict.fromkeys(dir(builtins))
-        | {f.__name__: f for f in _FUNCTIONS}
-        | {"range": values.short_range, "type": lambda value: type(value)}
-    )
+    plain = dict.fromkeys(dir(builtins)) | {name: getattr(builtins, name) for name in _PYTHONS.split()}
+    plain |= {one.__name__: one for one in _OURS} | {"range": values.short_range, "type": lambda value: type(value)}
     own = {"_arithmetic": values.arithmetic, "_compare": values.compare}
     return {**plain, **own, **drawn, **modules, "deepcopy": copy.deepcopy, "pi": math.pi, "inf": math.inf, "nan": math.nan}
 
@@ -377,7 +338,7 @@ class _Outside(ast.NodeTransformer):
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Every part that is in the list; raises `ValueError` for others."""
-        if not isinstance(node, _PARTS):
+        if type(node).__name__ not in _PARTS.split():
             raise ValueError(f"it can't be evaluated outside: {ast.unparse(node)[:200]}")
         return super().generic_visit(node)
 
@@ -393,36 +354,16 @@ class _Outside(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         """Arithmetic with bounds."""
-        sign = ast.Constant(_ARITHMETIC[type(node.op)])
+        sign = ast.Constant(_SIGNS[type(node.op).__name__])
         return ast.Call(_name("_arithmetic"), [sign, self.visit(node.left), self.visit(node.right)], [])
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """Each pair of a chain, by `values.compare`."""
         sides = [self.visit(side) for side in (node.left, *node.comparators)]
-        signs = [ast.Constant(_COMPARED[type(kind)]) for kind in node.ops]
+        signs = [ast.Constant(_SIGNS[type(kind).__name__]) for kind in node.ops]
         pairs = zip(signs, sides, sides[1:], strict=False)
         calls: list[ast.expr] = [ast.Call(_name("_compare"), list(pair), []) for pair in pairs]
         return calls[0] if len(calls) == 1 else ast.BoolOp(ast.And(), calls)
-
-
-_PARTS = (
-    *(
-        ast.Constant,
-        ast.Name,
-        ast.Load,
-        ast.Store,
-        ast.Tuple,
-        ast.List,
-        ast.Set,
-        ast.Dict,
-        ast.BoolOp,
-        ast.And,
-        ast.Or,
-        ast.UnaryOp,
-    ),
-    *(ast.Not, ast.USub, ast.UAdd, ast.Call, ast.keyword, ast.Starred, ast.Subscript, ast.Slice, ast.IfExp, ast.ListComp),
-    *(ast.GeneratorExp, ast.SetComp, ast.DictComp, ast.comprehension),
-)
 
 
 def _name(text: str) -> ast.Name:

@@ -18,7 +18,7 @@ from hostile_programs import groups, programs
 from psigrad.language.rewards.code import Code
 from psigrad.processes.sandbox import Limits, Program, cgroup, tier_of_this_machine
 from psigrad.processes.sandbox.bubblewrap import Bubblewrap
-from psigrad.processes.sandbox.enclosure import USERS, Enclosure, user_of
+from psigrad.processes.sandbox.enclosure import USERS, Enclosure, user_of, users_here
 
 SECRET, EXPECTED = "the-host-keeps-this-5b1c", "nobody-can-guess-this-77fa"
 NAMES = list(programs(Path("/s"), Path("/m"), 1))
@@ -55,10 +55,10 @@ def sandbox():
 
 def left_over(process: int | None = None) -> list[str]:
     """Processes of the sandboxes of a process of ours, by their command; as root they have users of their own."""
-    first, left = user_of(process or os.getpid(), 0), []
+    first, left, by_user = user_of(process or os.getpid(), 0), [], os.geteuid() == 0 and users_here()[1] > 0
     for found in psutil.process_iter(["uids", "cmdline"]):
         command = " ".join(found.info["cmdline"] or ())
-        if first <= found.info["uids"].effective < first + USERS or (os.geteuid() and "/driver.py" in command):
+        if first <= found.info["uids"].effective < first + USERS if by_user else "/driver.py" in command:
             left.append(f"{found.pid} {command}")
     return left
 
@@ -95,11 +95,12 @@ def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
 
 # Each source in a process of its own: it says whether the source ended without an error.
 ALL = """if True:
-    import json, os, sys
+    import json, os, signal, sys
     for name, source in json.load(sys.stdin).items():
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
+            signal.alarm(2)
             try:
                 exec(source, {"__name__": "__main__"})
                 print("DONE", name, flush=True)
@@ -113,7 +114,9 @@ ALL = """if True:
 # What harms nobody where it works.
 HARMLESS = {
     *("read every descriptor", "read every descriptor of init", "the environment", "every environment", "every command line"),
-    *("walk everything", "home", "every setting of the kernel"),
+    *("home", "every setting of the kernel"),
+    # a file of its own under that name, in a temporary folder of its own
+    *("overwrite the secret", "delete the secret"),
 }
 
 
@@ -123,7 +126,8 @@ def test_a_worker_of_environments_gets_nowhere_either(host):
     secret = host.with_name("secret")
     secret.write_text(SECRET)
     found = groups(secret, host / "marker", os.getpid())
-    tried = {name: source for kind in ("read", "write", "kernel", "network") for name, source in found[kind].items()}
+    kinds = ("read", "write", "kernel", "network")
+    tried = {name: source for kind in kinds for name, source in found[kind].items() if name != "walk everything"}
     before = Path("/proc/sys/kernel/core_pattern").read_text()
     enclosure = Enclosure.of_worker(tier_of_this_machine().name, [str(host)])
     line, given = enclosure.line()

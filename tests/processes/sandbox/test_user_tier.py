@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.needs("bubblewrap", "nobody")
 # One or two of each kind; all of them with `make test-faults`.
-SOME = "environment or daemon or fork or background or secret or network or success or equals or checker or worker or host"
+SOME = "environment or daemon or fork or background or secret or network or success or equals or worker or FIFO or Unix"
 WITHIN = [pytest.param((), id="user"), pytest.param(machine.ROOTLESS, id="rootless", marks=pytest.mark.needs("rootless"))]
 
 
