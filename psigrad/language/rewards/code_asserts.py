@@ -252,10 +252,8 @@ class _Apart:
             case ast.Compare(left, kinds, others):
                 if any(isinstance(kind, ast.In | ast.NotIn) and calls(part) for kind, part in zip(kinds, others, strict=True)):
                     raise ValueError(f"a container of the program's can hold everything: {ast.unparse(node)[:200]}")
-                if any(
-                    isinstance(side, ast.Call) and self._is_the_programs(side) and not self._result(side)
-                    for side in (left, *others)
-                ):
+                theirs = [side for side in (left, *others) if calls(side)]
+                if len(theirs) > 1 and any(self._is_the_programs(side) and not self._result(side) for side in theirs):
                     raise ValueError(f"it compares with an object of the program's: {ast.unparse(node)[:200]}")
                 self._yes_or_no = any(isinstance(p, ast.Constant) and p.value in (True, False, None) for p in (left, *others))
                 made: ast.expr = ast.Compare(self.visit(left), kinds, [self.visit(part) for part in others])

@@ -48,6 +48,7 @@ FORMS = [
     ("assert f(3)['a'] == {'b': [0.3, 77]}", ["f(3)"], [{"a": {"b": [0.1 + 0.2, 77]}}], [{}, {"a": {"b": [0.31, 77]}}]),
     ("assert Solution().f([1], k=2) == 77", ["Solution().f([1], k=2)"], [77], [1]),
     ("assert longest([Pair(5, 24), Pair(1, 2)], 4) == 77", ["longest([Pair(5, 24), Pair(1, 2)], 4)"], [77], [1]),
+    ("assert Find_Max([1, 2]) == 77", ["Find_Max([1, 2])"], [77], [1]),
     ("assert decode(encode('abc')) == 'abc'", ["decode(encode('abc'))"], ["abc"], ["ab"]),
     ("from solution import f\ndef test_f():\n    wanted = 77\n    assert f(3) == wanted", ["f(3)"], [77], [1]),
     ("import torch\nassert f(torch.ones(2)) == 77", ["f(torch.ones(2))"], [77], [1]),
