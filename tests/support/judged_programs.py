@@ -17,6 +17,8 @@ FORMS = [
     ("assert math.fabs(f(3) - 77) <= 0.5", ["f(3)"], [77.5], [78]),
     ("assert abs(77 - f(3)) < 1e-6", ["f(3)"], [77], [-77]),
     ("import math\nassert math.isclose(f(3), 77, rel_tol=1e-6)", ["f(3)"], [77.00001], [77.1, "77"]),
+    ("import numpy as np\nassert np.isclose(f(3), 77)", ["f(3)"], [77.0001], [77.1, [77]]),
+    ("from math import isclose\nassert isclose(f(3), 77, abs_tol=0.1)", ["f(3)"], [77.05], [77.2]),
     ("import numpy as np\nassert np.allclose(f(3), [77, 1])", ["f(3)"], [[77, 1], (77.0, 1)], [[], [77], 77, [[77, 1]], [77, 2]]),
     ("assert f(3) - 77 == 0", ["f(3)"], [77], [0, "x"]),
     ("assert f(3) in (77, 78)", ["f(3)"], [77, 78], [79, (77,)]),

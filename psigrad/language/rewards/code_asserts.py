@@ -46,7 +46,7 @@ def _names() -> dict[str, Any]:
     """What a test may use outside the sandbox; random numbers are the same in every run."""
     dice = random.Random(0)
     drawn = {"randint": dice.randint, "choice": dice.choice, "random": dice.random, "uniform": dice.uniform}
-    arrays = {"allclose": values.allclose, "isclose": values.isclose, "inf": math.inf, "nan": math.nan, "array": list}
+    arrays = {"allclose": values.allclose, "isclose": values.allclose, "inf": math.inf, "nan": math.nan, "array": list}
     slow = dict.fromkeys(("factorial", "comb", "perm"))  # no such names
     modules = {
         "math": SimpleNamespace(**{**vars(math), **slow, "isclose": values.isclose, "pow": values.power}),

@@ -81,11 +81,10 @@ def short_range(*bounds: int) -> range:
     return found
 
 
-def isclose(a: Any, b: Any, *args: float, **tolerances: float) -> bool:
-    """`math.isclose` or `numpy.isclose`, whichever names these tolerances; its default is `math.isclose`'s."""
-    names = ("rtol", "atol")
-    if args or tolerances.keys() & set(names):
-        return allclose(a, b, *args, **tolerances)
+def isclose(a: Any, b: Any, **tolerances: float) -> bool:
+    """`math.isclose`, or numpy's where its tolerances are named."""
+    if tolerances.keys() & {"rtol", "atol"}:
+        return allclose(a, b, tolerances.get("rtol", 1e-5), tolerances.get("atol", 1e-8))
     return math.isclose(a, b, **tolerances)
 
 

@@ -12,10 +12,11 @@ import os
 import resource
 import sys
 import types
+from typing import Any
 
 # Of standard types, what they are made of: a text, or a list of values. A subclass goes out as the plain type it extends.
-AS_TEXT = {"bytes": lambda v: v.hex(), "bytearray": lambda v: v.hex(), "complex": str, "Decimal": str}
-AS_VALUES = {
+AS_TEXT: dict[str, Any] = {"bytes": lambda v: v.hex(), "bytearray": lambda v: v.hex(), "complex": str, "Decimal": str}
+AS_VALUES: dict[str, Any] = {
     "list": list.__iter__,
     "tuple": tuple.__iter__,
     "set": set.__iter__,
