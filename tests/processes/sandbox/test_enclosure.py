@@ -1,4 +1,4 @@
-"""Parts of the enclosure by themselves: control groups that are limits or an error, user ids, what is hidden, what may be called."""
+"""Parts of the enclosure: control groups that are limits or an error, user ids, what is hidden, and what may be called."""
 
 from __future__ import annotations
 
