@@ -159,22 +159,22 @@ def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[
 def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part], failure_value: float) -> Result:
     """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
 
-    A sample that no function with a weight applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
+    A function that says `Failure` gave `failure_value`; the others keep what they gave. A sample that no function with a weight
+    applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
     """
     for part in given:
         if isinstance(part, Unscored):
             return part
-    parts = {name: part if isinstance(part, float) else None for name, part in zip(names, given, strict=True)}
-    for name, part in zip(names, given, strict=True):
-        if isinstance(part, Failure):
-            return Failed(failure_value, f"{name}: {part}", parts)
-    terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
-    if not terms:
+    parts = {n: failure_value if isinstance(part, Failure) else part for n, part in zip(names, given, strict=True)}
+    weighed = [(w, n) for w, n in zip(weights, names, strict=True) if w != 0 and parts[n] is not None]
+    if not weighed:
         return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
-    total = sum(terms)
+    total = sum(w * (parts[n] or 0.0) for w, n in weighed)
     if not math.isfinite(total):
         return Unscored("the weighted sum of its rewards is beyond floating point")
-    return Scored(total, parts)
+    said = dict(zip(names, given, strict=True))
+    faults = [f"{n}: {said[n]}" for _, n in weighed if isinstance(said[n], Failure)]
+    return Failed(total, faults[0], parts) if faults else Scored(total, parts)
 
 
 def name_apart(specs: Sequence[RewardSpec]) -> list[RewardSpec]:

@@ -143,7 +143,7 @@ def test_a_failure_is_the_policys_and_only_that_samples(scorer_of, zoo, score, h
     results = score(scorer, ["ok", how, "none", "half"], size=size)
     assert results[0] == Scored(1.0, {"act": 1.0}) and results[3].value == 0.5
     reason = "act: no answer" if "fussy" in how else "act: no answer tag"
-    assert results[1] == Failed(-1.0, reason, {"act": None})
+    assert results[1] == Failed(-1.0, reason, {"act": -1.0})
     assert isinstance(results[2], Unscored)
 
 
@@ -160,9 +160,14 @@ def test_a_weight_of_zero_only_measures(scorer_of, zoo, score):
     assert isinstance(results[1], Unscored), "0 would be a reward that nobody gave"
 
 
-def test_one_failure_among_several_functions_decides(scorer_of, zoo, score):
+def test_a_failure_leaves_what_the_other_functions_gave(scorer_of, zoo, score):
+    """By hand: 0.5·7 + 2·(−1) = 1.5; the audit's A14: a wrong program beside `format` is worth what `format` gave."""
     (result,) = score(scorer_of(zoo("length"), zoo("act")), ["failure"])
-    assert result == Failed(0.0, "act: no answer tag", {"length": 7.0, "act": None})
+    assert result == Failed(7.0, "act: no answer tag", {"length": 7.0, "act": 0.0})
+    (result,) = score(scorer_of(zoo("length"), zoo("act"), weights=(0.5, 2.0), failure_value=-1.0), ["failure"])
+    assert result == Failed(1.5, "act: no answer tag", {"length": 7.0, "act": -1.0})
+    (result,) = score(scorer_of(zoo("length"), zoo("act"), weights=(1.0, 0.0)), ["failure"])
+    assert result == Scored(7.0, {"length": 7.0, "act": 0.0}), "a function that only measures fails nothing"
 
 
 def test_functions_of_one_name_are_told_apart(scorer_of, zoo, score):
