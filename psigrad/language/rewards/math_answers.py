@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from psigrad.errors import UserError
 from psigrad.language.rewards.numbers import Number, blank, equal, marked, read_number, unwrap
 from psigrad.language.rewards.outcomes import text_of
 
@@ -64,14 +65,10 @@ class Math:
         """1.0, 0.0 or None for each completion."""
         return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
 
-    def row_faults(self, answer: Sequence[Any], **columns: Any) -> list[str]:
-        """Why an answer cannot be compared; empty where it can, or there is none."""
-        return [
-            ""
-            if blank(a) or gold_answer(str(a)) is not None
-            else f"the answer {str(a)[:80]!r} cannot be read whole as a number, as LaTeX or as words; write it as LaTeX"
-            for a in answer
-        ]
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises `UserError` for an answer that cannot be compared."""
+        if not blank(answer := row.get("answer")) and gold_answer(str(answer)) is None:
+            raise UserError(f"the answer {str(answer)[:80]!r} can't be read whole, as a number, as LaTeX or as words")
 
     def _one(self, text: str, answer: Any) -> float | None:
         gold = None if blank(answer) else gold_answer(str(answer))

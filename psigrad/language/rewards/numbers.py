@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -180,14 +180,10 @@ class Numeric:
         """1.0, 0.0 or None for each completion."""
         return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
 
-    def row_faults(self, answer: Sequence[Any], **columns: Any) -> list[str]:
-        """Why an answer cannot be compared; empty where it can, or there is none."""
-        return [
-            ""
-            if blank(a) or gold_number(a) is not None
-            else f"the answer {str(a)[:80]!r} is more than a number, which `numeric` compares; take `math` for expressions"
-            for a in answer
-        ]
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises `UserError` for an answer that cannot be compared."""
+        if not blank(answer := row.get("answer")) and gold_number(answer) is None:
+            raise UserError(f"the answer {str(answer)[:80]!r} is more than a number; take the reward math for expressions")
 
     def _one(self, text: str, answer: Any) -> float | None:
         wanted = gold_number(answer)

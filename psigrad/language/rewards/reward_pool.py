@@ -117,10 +117,23 @@ class PoolScoring(Scoring):
 
     def results(self) -> list[Result]:
         """See `Scoring`."""
-        while self._pending():
-            self._advance(wait=True)
+        self._wait()
         pool, names = self._pool, [spec.name for spec in self._pool.specs]
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
+
+    def faults(self) -> list[str]:
+        """Why a function gave no number to a sample, with its name; empty where each gave one, or None."""
+        self._wait()
+        named = list(zip(self._pool.specs, self._parts, strict=True))
+        said = [[(spec.name, part[i]) for spec, part in named] for i in range(self._count)]
+        return [
+            next((p.reason if isinstance(p, Unscored) else f"{n}: {p}" for n, p in one if isinstance(p, Unscored | Failure)), "")
+            for one in said
+        ]
+
+    def _wait(self) -> None:
+        while self._pending():
+            self._advance(wait=True)
 
     def _pending(self) -> bool:
         return bool(self._jobs) or self._pool.workers.at_work
@@ -143,6 +156,40 @@ class PoolScoring(Scoring):
                 calls = self._jobs.popleft()
                 functions, shown = [call.function for call in calls], pick(self._shown, calls[0].samples)
                 self._pool.workers.ask(worker, (functions, shown), calls)
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """A function's `check_row` in the shape of a reward: None for a row that it can judge, a `Failure` for another."""
+
+    function: Any
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Failure | None]:
+        """What is wrong with each row."""
+        return [self._one({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
+
+    def _one(self, row: dict[str, Any]) -> Failure | None:
+        try:
+            self.function.check_row(row)
+        except UserError as error:
+            return Failure(str(error))
+        return None
+
+
+def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings: Any) -> list[str]:
+    """Why a row cannot be judged, for each row of the samples; empty where it can.
+
+    Asked are the functions that have a method `check_row(row)`, which is given the columns and raises `UserError`. They are
+    asked in the processes of a `RewardPool` with these settings, so that no row can hang the caller.
+    """
+    asked = [RewardSpec(spec.name, RowCheck(spec.function)) for spec in specs if hasattr(spec.function, "check_row")]
+    if not asked or not rows:
+        return [""] * sum(map(len, rows))
+    with RewardPool(asked, **settings) as pool:
+        scoring = pool.begin()
+        for some in rows:
+            scoring.add(some)
+        return scoring.faults()
 
 
 def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:

@@ -41,7 +41,9 @@ def test_the_metric_is_the_reward_without_the_penalty_on_length():
 
 
 def test_a_failed_completion_keeps_its_parts_and_is_worth_its_reward_to_those_that_nobody_named():
-    groups = [[trajectory(a=1.0, b=None), trajectory("failed", -2.0), trajectory("failed", None), trajectory("failed", 1.0, a=0.0)]]
+    groups = [
+        [trajectory(a=1.0, b=None), trajectory("failed", -2.0), trajectory("failed", None), trajectory("failed", 1.0, a=0.0)]
+    ]
     parts = to_batch(groups).parts
     assert parts[0, 0] == 1.0 and math.isnan(parts[0, 1])
     assert parts[1].tolist() == [-2.0, -2.0] and parts[2].tolist() == [0.0, 0.0]
