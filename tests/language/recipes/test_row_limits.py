@@ -64,24 +64,19 @@ def test_such_rows_are_left_out_and_counted_when_asked(job, tmp_path, narrow, ca
     assert all(row["prompt"] != LONG for row in rows_of(done.folder / "rollouts.jsonl"))
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-def test_an_answer_that_its_reward_reads_only_in_part_is_refused_by_line(job, tmp_path, held_out):
+def test_an_answer_that_its_reward_reads_only_in_part_is_refused_by_line(job, tmp_path):
     rows = [{**row, "answer": str(i)} for i, row in enumerate(rows_of(job / "train.jsonl"))]
     right = written(tmp_path / "right.jsonl", rows)
-    rows[20] |= {"answer": "2\\sqrt{3}"}
-    rows[21] |= {"answer": None}
+    rows[1] |= {"answer": "2\\sqrt{3}"}
+    rows[2] |= {"answer": None}
     odd = written(tmp_path / "odd.jsonl", rows)
-    base = replace(online_config(job, tmp_path / "run"), reward=("numeric", early_letters))
-    config = with_rows(base, right if held_out else odd, eval_dataset=odd if held_out else right)
-    with pytest.raises(
-        UserError, match=r"odd\.jsonl:21: numeric: the answer '2\\\\sqrt\{3\}' is more than a number.*bad_rows=skip\.$"
-    ):
-        online.run(config)
-    done = online.run(replace(config, data=replace(config.data, bad_rows="skip")))
-    assert (
-        events(done.folder, "rows_left_out")[0] | {"unjudged": 1, "kept": len(rows) - 1}
-        == events(done.folder, "rows_left_out")[0]
-    )
+    base = replace(online_config(job, tmp_path / "run", max_steps=1), reward=("numeric", early_letters))
+    for train, held_out in ((odd, right), (right, odd)):
+        with pytest.raises(UserError, match=r"odd\.jsonl:2: numeric: the answer '2\\\\sqrt\{3\}' is more .*bad_rows=skip\.$"):
+            online.run(with_rows(base, train, eval_dataset=held_out))
+    done = online.run(with_rows(base, odd, eval_dataset=right, bad_rows="skip"))
+    (told,) = events(done.folder, "rows_left_out")
+    assert (told["unjudged"], told["kept"]) == (1, len(rows) - 1)
 
 
 def test_supervised_rows_are_cut_at_the_models_positions_and_that_is_told(job, tmp_path, narrow, capsys):
