@@ -73,7 +73,7 @@ def score(
         raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
     read = load(str(rows), form=FORM, split=split) if named else from_rows(list(rows), FORM)
     ids_of = _ids(tokenizer)
-    samples = [replace(samples_of([row]), completion_ids=[ids_of(row)]) for row in read.rows]
+    samples = [replace(samples_of([row], read.rows), completion_ids=[ids_of(row)]) for row in read.rows]
     faults = row_faults(specs, samples, timeout=timeout)
     found = []
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:

@@ -146,9 +146,11 @@ class RewardSetup:
 _ROWS_AT_ONCE = 64
 
 
-def samples_of(rows: Sequence[Row]) -> Samples:
-    """Rows as reward functions are shown them, with the completions that they bring along."""
-    names = sorted({name for row in rows for name in row.columns})
+def samples_of(rows: Sequence[Row], of: Sequence[Row] = ()) -> Samples:
+    """Rows as reward functions are shown them, with the completions that they bring along and the columns of all rows that they
+    are of.
+    """
+    names = sorted({name for row in of or rows for name in row.columns})
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
 
