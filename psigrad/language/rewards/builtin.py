@@ -52,15 +52,16 @@ class Format:
 
 def reasoning_gym(
     completions: Sequence[Any], task: Sequence[str], answer: Sequence[Any], metadata: Sequence[Any], **columns: Any
-) -> list[float | Failure]:
-    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.language.data.tasks`.
+) -> list[float | Failure | None]:
+    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.language.data.tasks`; None where
+    a row has no task.
 
     Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text that they cannot read. One that reads
     its own answer is sound, so the completion is at fault: a `Failure`.
     """
     entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer, metadata, strict=True)]
     return [
-        _reasoning_gym(name, _scorer(name), text_of(c).strip(), entry)
+        None if name is None else _reasoning_gym(name, _scorer(name), text_of(c).strip(), entry)
         for c, name, entry in zip(completions, task, entries, strict=True)
     ]
 
@@ -92,12 +93,27 @@ def similarity(completions: Sequence[Any], answer: Sequence[Any], **columns: Any
 
 
 def _similarity(a: str, b: str) -> float:
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        before, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
-    return 1 - row[-1] / max(len(a), len(b), 1)
+    return 1 - _edits(a, b) / max(len(a), len(b), 1)
+
+
+def _edits(a: str, b: str) -> int:
+    """Levenshtein's distance, a column of his table in two whole numbers: bit i says that cell i is one more, or one less, than
+    the cell above. So two texts of a policy's greatest length take a part of a second. Source: Myers 1999, Hyyrö 2003.
+    """
+    places: dict[str, int] = {}
+    for i, letter in enumerate(b):
+        places[letter] = places.get(letter, 0) | 1 << i
+    whole = (1 << len(b)) - 1
+    more, less, edits = whole, 0, len(b)
+    for letter in a:
+        here = places.get(letter, 0)
+        either = here | less
+        across = (((here & more) + more) ^ more) | here
+        up, down = less | ~(across | more) & whole, more & across
+        edits += (up >> len(b) - 1 & 1) - (down >> len(b) - 1 & 1) if b else 1
+        up, down = up << 1 | 1, down << 1
+        more, less = (down | ~(either | up)) & whole, up & either & whole
+    return edits
 
 
 @dataclass(frozen=True)

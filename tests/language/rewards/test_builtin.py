@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -346,3 +347,35 @@ def test_length_is_a_share_of_the_longest():
 def test_soft_overlong_in_its_three_regions(tokens, reward):
     """L = 20, C = 4: free up to 16 tokens, then 1/4 for each, -1 from 20 on (DAPO, eq. 13)."""
     assert builtin.SoftOverlong(20, 4)(completion_ids=[[1] * tokens]) == [reward]
+
+
+def levenshtein(a, b):
+    """His table, row by row (1966)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]
+
+
+def test_similarity_counts_levenshteins_edits():
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("ab c", k=draw.randint(0, 9))).strip() for _ in range(400)]
+    pairs = list(zip(texts, texts[1:], strict=False))
+    expected = [1 - levenshtein(a, b) / max(len(a), len(b), 1) for a, b in pairs]
+    assert builtin.similarity([a for a, _ in pairs], [b for _, b in pairs]) == expected
+    assert builtin.similarity(["sitting", "x", ""], ["kitten", None, ""]) == [1 - 3 / 7, None, 1.0]
+
+
+def test_similarity_of_long_texts_takes_no_run_along():
+    """The table of two texts of 20,000 characters has 400 million cells, minutes of Python: longer than a reward's time."""
+    begin = time.process_time()
+    (found,) = builtin.similarity(["ab" * 10_000], ["ba" * 10_000])
+    assert found == 1 - 2 / 20_000 and time.process_time() - begin < 5.0
+
+
+def test_reasoning_gym_does_not_apply_to_rows_without_a_task():
+    (row,) = tasks.generate("chain_sum", 1, seed=3)
+    columns = {name: [row[name], None] for name in ("task", "answer", "metadata")}
+    assert builtin.reasoning_gym([str(row["answer"]), "5"], **columns) == [1.0, None]
