@@ -49,9 +49,9 @@ COMPARED = {
     ),
     "math": (
         r"The completion's answer is its last `\boxed{…}`, what stands behind `####`, in its last `<answer>`, behind “the "
-        "answer is”, its last LaTeX between marks, or its last line. Numbers are compared as by `numeric`, words as words, all else "
-        "by math-verify: two expressions are equal where their difference is 0, decimals to six places. The order of a list or set "
-        "does not count, that of a pair does. A unit may be left out, and counts where both name one.",
+        "answer is”, its last LaTeX between marks, or its last line. Numbers are compared as by `numeric`, words as words, all "
+        "else by math-verify: two expressions are equal where their difference is 0, decimals to six places. The order of a list "
+        "or set does not count, that of a pair does. A unit may be left out, and counts where both name one.",
         [
             (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"),
             ("1, 2, 3", "The roots are 3, 2 and 1."),

@@ -14,7 +14,7 @@ from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, Samples, Scored, Unscored, resolve
-from psigrad.language.rewards.numbers import blank, equal, gold_number, marked, unwrap
+from psigrad.language.rewards.numeric import blank, equal, gold_number, marked, unwrap
 from psigrad.language.rewards.reward_pool import row_faults
 from psigrad.records.read import prompt_text
 

@@ -143,6 +143,13 @@ class RewardSetup:
         return [row for row, fault in zip(rows, faults, strict=True) if not fault]
 
 
+def judged_rows(
+    rows: list[Row], held_out: list[Row], rewards: RewardSetup, metric: RewardSetup | None, journal: Journal
+) -> tuple[list[Row], list[Row]]:
+    """The rows that the rewards can judge, and those held out that the metric can, or without one the rewards."""
+    return rewards.judged(rows, journal), (metric or rewards).judged(held_out, journal)
+
+
 _ROWS_AT_ONCE = 64
 
 

@@ -13,7 +13,7 @@ from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.math_answers import Math
-from psigrad.language.rewards.numbers import Numeric
+from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of
 from psigrad.language.rewards.rubric import Rubric
 

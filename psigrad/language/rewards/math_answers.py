@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.numbers import Number, blank, equal, marked, read_number, unwrap
+from psigrad.language.rewards.numeric import Number, blank, equal, marked, read_number, unwrap
 from psigrad.language.rewards.outcomes import text_of
 
 _LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\pm |\in |^{2}|^{3}|^\circ|-| "
@@ -42,7 +42,7 @@ _LONGEST = 500
 
 
 @dataclass(frozen=True)
-class Answer:
+class MathAnswer:
     """What an answer is: a number, words, or LaTeX for math-verify; with the unit behind it."""
 
     latex: str
@@ -76,37 +76,37 @@ class Math:
 
 
 @lru_cache(1 << 16)
-def gold_answer(text: str) -> Answer | None:
+def gold_answer(text: str) -> MathAnswer | None:
     r"""What an answer is, read whole: the part that it marks with \boxed{…} or ####, or all of it. None where that fails."""
     own = marked(text)
     gold = _read(text if own is None else own)
     return None if gold is None or not (gold.number or gold.words or _parsed(gold.latex) is not None) else gold
 
 
-def _read(text: str) -> Answer | None:
+def _read(text: str) -> MathAnswer | None:
     """A text as an answer, by its form alone: LaTeX is not parsed yet. None for what is certainly no answer."""
     inner = unwrap(text)
     if number := read_number(inner):
-        return Answer(inner, number)
+        return MathAnswer(inner, number)
     text = _clean(_FENCED.sub(lambda found: next(part for part in found.groups() if part is not None), inner))
     if number := read_number(text):
-        return Answer(text, number)
+        return MathAnswer(text, number)
     if re.fullmatch(r"[\dA-Z]+_\{?\d+\}?", text):  # of another base: the digits as they are
-        return Answer(text, words=re.sub(r"[{}]", "", text).casefold())
+        return MathAnswer(text, words=re.sub(r"[{}]", "", text).casefold())
     bare = _TEXT.sub(r" \1 ", text)
     if not re.search(r"[\d\\=<>^+*/]", bare) and (_WORD.search(bare) or bare.strip("( )").isalpha()):
-        return Answer(text, words=_fold(bare))
+        return MathAnswer(text, words=_fold(bare))
     unit = ""
     if behind := _UNIT.search(text):
         text, unit = text[: behind.start()].strip(), _unit(behind[1])
         if number := read_number(text):
-            return Answer(text, number, unit=unit)
+            return MathAnswer(text, number, unit=unit)
     spoiled = (_PROSE, _TWO_NUMBERS, _HUGE)
     if not text or len(text) > _LONGEST or any(pattern.search(text) for pattern in spoiled):
         return None
     if _WORD.search(_ENVIRONMENT.sub("", _TEXT.sub(r" \1 ", text))):
         return None
-    return Answer(text, unit=unit)
+    return MathAnswer(text, unit=unit)
 
 
 def _clean(text: str) -> str:
@@ -167,7 +167,7 @@ def _last_words(text: str) -> tuple[str, bool]:
     return next((part for part in reversed(sentences) if re.search(r"[\d\\]", part)), sentences[-1]), False
 
 
-def _matches(gold: Answer, text: str) -> bool:
+def _matches(gold: MathAnswer, text: str) -> bool:
     said, announced = _last_words(text)
     if gold.words:
         last = re.split(r"(?i)\b(?:is|are|was|be)\b|[:=]", said)[-1]
@@ -199,7 +199,7 @@ def _matches(gold: Answer, text: str) -> bool:
     return read is not None and bool(verify([wanted], [read], timeout_seconds=None))
 
 
-def _trimmed(said: str, announced: bool) -> Answer | None:
+def _trimmed(said: str, announced: bool) -> MathAnswer | None:
     """An answer without the words before it, and those behind it that are no unit: of several the last, or the first where "the
     answer is" stands before it.
     """
@@ -219,7 +219,7 @@ def _trimmed(said: str, announced: bool) -> Answer | None:
     return None
 
 
-def _latex(answer: Answer) -> str:
+def _latex(answer: MathAnswer) -> str:
     """LaTeX that math-verify cannot misread: thousands and mixed numbers are one number."""
     number = answer.number
     if number is None:

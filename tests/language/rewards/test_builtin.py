@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -362,7 +363,7 @@ def levenshtein(a, b):
 def test_similarity_counts_levenshteins_edits():
     draw = random.Random(0)
     texts = ["".join(draw.choices("ab c", k=draw.randint(0, 9))).strip() for _ in range(400)]
-    pairs = list(zip(texts, texts[1:], strict=False))
+    pairs = list(itertools.pairwise(texts))
     expected = [1 - levenshtein(a, b) / max(len(a), len(b), 1) for a, b in pairs]
     assert builtin.similarity([a for a, _ in pairs], [b for _, b in pairs]) == expected
     assert builtin.similarity(["sitting", "x", ""], ["kitten", None, ""]) == [1 - 3 / 7, None, 1.0]
