@@ -109,9 +109,10 @@ def attack(
     if max_rows < 1:
         raise UserError(f"max_rows is {max_rows}; at least one row was expected.")
     specs = [resolve(reward) for reward in rewards]
-    named = isinstance(dataset, str)
-    read = load(dataset, form=FORM, split=split, max_rows=max_rows) if named else from_rows([*dataset][:max_rows], FORM)
-    rows = read.rows
+    if isinstance(dataset, str):
+        rows = load(dataset, form=FORM, split=split, max_rows=max_rows).rows
+    else:
+        rows = from_rows([*dataset][:max_rows], FORM).rows
     golds = [next((str(row.columns[name]) for name in GOLDS if not blank(row.columns.get(name))), "") for row in rows]
     found = []
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:
@@ -160,13 +161,7 @@ def report(attempts: Sequence[Attempt]) -> str:
     if unscored:
         source, reason = next(iter(unscored.items()))
         lines.append(f"{len(unscored)} rows have answers that stayed unscored, such as {source}: {reason}")
-    wrong = sum(one.misjudged and not one.right for one in attempts)
-    missed = sum(one.misjudged and one.right for one in attempts)
-    lines.append(
-        f"{wrong} wrong answers are rewarded, {missed} right ones are not, of {len(attempts)} on {_rows(attempts)} rows."
-    )
+    holes = sum(one.misjudged and not one.right for one in attempts)
+    missed, rows = sum(one.misjudged and one.right for one in attempts), len({one.source for one in attempts})
+    lines.append(f"{holes} wrong answers are rewarded, {missed} right ones are not, of {len(attempts)} on {rows} rows.")
     return "\n".join(lines)
-
-
-def _rows(attempts: Sequence[Attempt]) -> int:
-    return len({one.source for one in attempts})

@@ -209,18 +209,20 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
     A function that says `Failure` gave `failure_value`; the others keep what they gave. A sample that no function with a weight
     applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
     """
-    for part in given:
+    parts: dict[str, float | None] = {}
+    faults = []
+    for name, weight, part in zip(names, weights, given, strict=True):
         if isinstance(part, Unscored):
             return part
-    parts = {n: failure_value if isinstance(part, Failure) else part for n, part in zip(names, given, strict=True)}
-    weighed = [(w, n) for w, n in zip(weights, names, strict=True) if w != 0 and parts[n] is not None]
-    if not weighed:
+        parts[name] = failure_value if isinstance(part, Failure) else part
+        if isinstance(part, Failure) and weight != 0:
+            faults.append(f"{name}: {part}")
+    terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
+    if not terms:
         return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
-    total = sum(w * (parts[n] or 0.0) for w, n in weighed)
+    total = sum(terms)
     if not math.isfinite(total):
         return Unscored("the weighted sum of its rewards is beyond floating point")
-    said = dict(zip(names, given, strict=True))
-    faults = [f"{n}: {said[n]}" for _, n in weighed if isinstance(said[n], Failure)]
     return Failed(total, faults[0], parts) if faults else Scored(total, parts)
 
 
