@@ -9,7 +9,10 @@ import pytest
 from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
-from psigrad.language.rewards import Failed, RewardError, RewardSpec, Scored, Unscored, check_unscored
+from psigrad.language.rewards import Failed, Failure, RewardError, RewardSpec, Scored, Unscored, check_unscored
+from psigrad.language.rewards.reward_pool import combine
+from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.online.figures import collection_metrics
 
 ONES = ("list", "tuple", "ints", "bools", "fraction", "array", "array int", "array bool", "numpy scalars")
 ONES = (*ONES, "tensor", "tensor on graph", "tensor scalars")
@@ -255,3 +258,13 @@ def test_what_only_trls_trainer_passes_is_named_as_such(scorer_of, zoo, score):
     assert isinstance(result, Unscored) and result.reason.startswith(
         "knows_the_step needs 'trainer_state', which TRL's trainer gives"
     )
+
+
+def test_the_figure_of_a_function_counts_what_it_faulted():
+    """By hand: one right program of eight is a mean of 1/8, and the sum has format's 1/2 besides: 5/8."""
+    given = [[Failure("wrong"), 0.5]] * 7 + [[1.0, 0.5]]
+    results = [combine(["code", "format"], [1.0, 1.0], parts, 0.0) for parts in given]
+    written = Completion((2,), (0.0,), (0.0,), "stop", 0)
+    rows = [Trajectory(0, k, (1,), written, 0, reward=r.value, parts=r.parts, status="failed") for k, r in enumerate(results)]
+    figures = collection_metrics(rows, 8)
+    assert figures["rewards/code/mean"] == 1 / 8 and figures["rewards/format/mean"] == 0.5 and figures["reward"] == 5 / 8
