@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad.config import Reward
+from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import from_rows, load
@@ -100,6 +101,7 @@ def attack(
     split: str = "test",
     timeout: float = 10.0,
     max_rows: int = 50,
+    columns: str | Mapping[str, str] = "",
 ) -> list[Attempt]:
     """Every answer to each of the first `max_rows` rows, judged by the rewards in a worker process.
 
@@ -110,9 +112,9 @@ def attack(
         raise UserError(f"max_rows is {max_rows}; at least one row was expected.")
     specs = [resolve(reward) for reward in rewards]
     if isinstance(dataset, str):
-        rows = load(dataset, form=FORM, split=split, max_rows=max_rows).rows
+        rows = load(dataset, form=FORM, split=split, max_rows=max_rows, columns=columns_of(columns)).rows
     else:
-        rows = from_rows([*dataset][:max_rows], FORM).rows
+        rows = from_rows([*dataset][:max_rows], FORM, columns=columns_of(columns)).rows
     golds = [next((str(row.columns[name]) for name in GOLDS if not blank(row.columns.get(name))), "") for row in rows]
     found = []
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:
