@@ -16,7 +16,7 @@ from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
 from psigrad.language.recipes.pinned import collect_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
-from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
+from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for, judged_rows
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.learners import Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
@@ -44,8 +44,12 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
+<<<<<<< HEAD
         rows, held_out = rows_for(config, episodes, model.tokenizer, journal.tell)
         rows = rewards.judgeable(rows, journal)
+=======
+        rows, held_out = judged_rows(*rows_for(config, episodes, model.tokenizer, journal.tell), rewards, metric, journal)
+>>>>>>> h4
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))

@@ -222,7 +222,7 @@ class MixedScoring(Scoring):
             total += weight * result.value
             steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
-        return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)
+        return Scored(total, parts, tuple(steps)) if fault is None else Failed(total, fault.reason, parts)
 
 
 class RewardWorker:

@@ -80,8 +80,10 @@ def to_batch(
 
 
 def _part(trajectory: Trajectory, name: str) -> float:
-    """What one reward function gave; NaN where it does not apply. A failed completion is worth the same to each of them."""
-    if trajectory.status == "failed":
+    """What one reward function gave; NaN where it does not apply. A scorer that names no parts of a failed completion gave each
+    the whole.
+    """
+    if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
     part = trajectory.parts.get(name)
     return math.nan if part is None else float(part)
