@@ -29,6 +29,7 @@ from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import api, demo, sample, sft
 from psigrad.records.report.plots import COLOURS
+from psigrad.records.row_files import read_steps
 from psigrad.records.rows import figures
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Watch
@@ -245,7 +246,7 @@ def _quiet(log: Path) -> None:
 
 
 def _rows(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return list(read_steps(place / "metrics.jsonl"))
 
 
 def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "train") -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records import rows
+from psigrad.records.row_files import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import BY_NAME, Alert, Watch
@@ -106,9 +107,8 @@ class Announcer:
         """Take in one row of metrics. Before the first, those of the run so far are taken in without a word."""
         if not self._begun:
             self._begun = True
-            for line in (self._folder.path / "metrics.jsonl").read_bytes().splitlines():
-                if (before := rows.parse_step(line)) is not None:
-                    self._judge(before["step"], before)
+            for before in read_steps(self._folder.path / "metrics.jsonl"):
+                self._judge(before["step"], before)
         for alert in self._judge(step, row):
             rule = BY_NAME[alert.rule]
             self._folder.event("warning", rule=rule.name, step=alert.step, value=alert.value, says=f"{rule.title}. {rule.says}")

@@ -25,6 +25,7 @@ from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
 from psigrad.language.recipes import api, evaluate, online_settings
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
+from psigrad.records.row_files import read_steps
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 
@@ -146,8 +147,8 @@ def work(job: Path, result: Path) -> None:
     task = json.loads(job.read_text())
     finished = api.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
-    rows = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
-    timings = [json.loads(line) for line in (finished.folder / "timings.jsonl").read_text().splitlines()]
+    rows = list(read_steps(finished.folder / "metrics.jsonl"))
+    timings = list(read_steps(finished.folder / "timings.jsonl"))
     curve = [_point(row, config) for row in rows if f"eval/{_metric(config)}/mean" in row]
     last = measured(finished.model, config)
     seconds = sum(row["step_time"] for row in timings if "time/update" in row or "time/sample" in row)

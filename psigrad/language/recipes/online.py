@@ -14,7 +14,7 @@ from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, rows_for
 from psigrad.language.recipes.finish import finish, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
-from psigrad.language.recipes.pinned import collect_pins
+from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.samplers.samplers import sampling_params
@@ -37,7 +37,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     check(config, algorithm)
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         value_head = algorithm.needs_critic and config.critic_shared
