@@ -21,6 +21,7 @@ from psigrad.language.models.native.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
 from psigrad.runs.cycle import cycle
+from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.result import Result
@@ -49,8 +50,9 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
-    trainer = builder.build(config)
-    envs = evaluation_environments(config) if config.eval_episodes else None
+    with no_way_out():
+        trainer = builder.build(config)
+        envs = evaluation_environments(config) if config.eval_episodes else None
     try:
         if config.video:
             from psigrad.control.environments import video

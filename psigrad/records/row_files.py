@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,14 +111,23 @@ def _set_aside(file: Path, spans: list[tuple[int, int]]) -> None:
 
 
 def _keep(file: Path, spans: list[tuple[int, int]]) -> None:
-    """The file with these spans alone, which is the old or the new one at every moment."""
+    with file.open("rb") as stream:
+
+        def pieces() -> Iterator[bytes]:
+            for begin, end in spans:
+                stream.seek(begin)
+                yield stream.read(end - begin)
+
+        replace_file(file, pieces())
+
+
+def replace_file(file: Path, content: Iterable[bytes]) -> None:
+    """The file with another content: it is the old or the new one at every moment, and the new one is on the disk in the end."""
     beside = file.with_name(f".{file.name}.tmp")
-    with file.open("rb") as stream, beside.open("wb") as new:
-        for begin, end in spans:
-            stream.seek(begin)
-            new.write(stream.read(end - begin))
-        new.flush()
-        os.fsync(new.fileno())
+    with beside.open("wb") as stream:
+        stream.writelines(content)
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(beside, file)
 
 

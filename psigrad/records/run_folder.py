@@ -123,7 +123,7 @@ class RunFolder:
         damaged = file.exists() and parse_row(file.read_bytes()) is None
         if damaged:
             os.replace(file, file.with_name("config.json.damaged"))
-        _replace(file, (json.dumps(now, indent=1) + "\n").encode())
+        row_files.replace_file(file, [(json.dumps(now, indent=1) + "\n").encode()])
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
         row_files.end_last_line(self.path / "events.jsonl")
@@ -230,10 +230,10 @@ class RunFolder:
                 left, damaged = row_files.take_back(file, step, expected)
                 self._files[name], self.rows[name] = file.open("ab", buffering=0), left
                 if damaged:
-                    said = f"{damaged} damaged lines of {file.name} are kept in {file.name}.damaged."
+                    said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
                     self._warn("rows_damaged", said, file=file.name, lines=damaged)
                 if expected is not None and left < expected:
-                    said = f"{expected - left} of {expected} rows of {file.name} are missing; the run goes on without them."
+                    said = f"{file.name} lacks {expected - left} of its {expected} rows; the run goes on without them."
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
 
     def disk_low(self) -> str:
@@ -292,15 +292,6 @@ class NullRunFolder(RunFolder):
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """Rank 0 writes it."""
         return self.path / "model"
-
-
-def _replace(file: Path, content: bytes) -> None:
-    beside = file.with_name(f".{file.name}.tmp")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, file)
 
 
 def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> None:

@@ -22,6 +22,7 @@ from psigrad.records.row_files import read_steps
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.callbacks import Callbacks
+from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
 from psigrad.runs.machine import device, prepare_torch
 from psigrad.runs.result import Result
@@ -49,7 +50,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
 def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
     if world.rank:
-        with StopSignal() as stop:
+        with StopSignal() as stop, no_way_out():
             null_folder = NullRunFolder(path, world.broadcast(False))
             yield Journal(null_folder, signal=stop, world=world, callbacks=_callbacks(config, null_folder, world))
         return
@@ -60,7 +61,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )
         try:
-            with watchdog.watching():
+            with watchdog.watching(), no_way_out(lambda reason: folder.event("failed", reason=reason)):
                 callbacks = _callbacks(config, folder, world)
                 yield Journal(folder, trackers, stop, Announcer(folder), watchdog, world, callbacks)
         except Stopped:

@@ -298,7 +298,8 @@ def test_a_damaged_line_costs_no_row_behind_it(tmp_path):
     with RunFolder.open(path, CONFIG) as folder:
         folder.rewind(30)
     kept = file.read_bytes().splitlines(keepends=True)
-    assert kept == lines[:30], "the rows behind it stay, as it does itself"
+    assert kept == [*lines[:4], *lines[5:30]], "the rows behind it stay"
+    assert (path / "metrics.jsonl.damaged").read_bytes() == lines[4]
     assert [(e["file"], e["lines"]) for e in rows(path, "events") if e["kind"] == "rows_damaged"] == [("metrics.jsonl", 1)]
 
 

@@ -25,7 +25,9 @@ from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
 from psigrad.language.recipes import api, evaluate, online_settings
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
-from psigrad.records.row_files import read_steps
+from psigrad.processes.workers.child import die_with_parent
+from psigrad.records.row_files import read_steps, replace_file
+from psigrad.records.rows import parse_row
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 
@@ -121,7 +123,7 @@ def _record(folder: Path, method: str, seed: int) -> Path:
 def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
     """Run one job in a process of its own, unless its result is there."""
     result = _record(folder, method, seed)
-    if result.exists():
+    if result.exists() and "process_seconds" in (parse_row(result.read_bytes()) or {}):
         return
     job = folder / "settings" / f"{method}-{seed}.json"
     settings = to_dict(settings_of(comparison, folder, method, seed))
@@ -139,7 +141,8 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
         raise UserError(f"The run of {method}, seed {seed}, failed: {error.splitlines()[-1] if error else process.returncode}")
     measured = json.loads(result.read_text())
     peak = usage.ru_maxrss / 1024
-    result.write_text(json.dumps({**measured, "peak_mb": peak, "process_seconds": time.perf_counter() - started}))
+    whole = {**measured, "peak_mb": peak, "process_seconds": time.perf_counter() - started}
+    replace_file(result, [json.dumps(whole).encode()])
 
 
 def work(job: Path, result: Path) -> None:
@@ -213,6 +216,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     try:
         machine.prepare_torch(Run())
         work(Path(sys.argv[1]), Path(sys.argv[2]))

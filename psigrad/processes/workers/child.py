@@ -41,8 +41,7 @@ def main() -> None:
     """
     request, response, parent = map(int, sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent()
     if parent and os.getppid() != parent:
         os._exit(0)  # it died before prctl could tell
     for descriptor in (request, response):
@@ -50,6 +49,12 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         serve(os.fdopen(request, "rb"), os.fdopen(response, "wb"))
     os._exit(0)  # threads that the user's code left behind must not keep the process
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends. Only Linux knows such a thing."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
