@@ -34,12 +34,12 @@ def read_steps(file: Path) -> Iterator[dict[str, Any]]:
     return (row for line in read_lines(file) if (row := parse_step(line)) is not None)
 
 
-def last_event(events: Path) -> dict[str, Any]:
-    """The last event of a run; empty where there is none, or it is no row."""
+def last_event(events: Path, *kinds: str) -> dict[str, Any]:
+    """The last event of these kinds; empty where there is none."""
     with events.open("rb") as stream:
         stream.seek(max(0, events.stat().st_size - (1 << 20)))
         lines = stream.read().splitlines()
-    return (parse_row(lines[-1]) if lines else None) or {}
+    return next((row for line in reversed(lines) if (row := parse_row(line)) and row.get("kind") in kinds), {})
 
 
 def end_last_line(file: Path, *, cut: bool = True) -> None:

@@ -130,7 +130,7 @@ class RunFolder:
         for name in ROWS:
             self._files[name] = (self.path / f"{name}.jsonl").open("ab", buffering=0)
         longer = any(change.is_length for change in changes)
-        last = row_files.last_event(self.path / "events.jsonl")
+        last = row_files.last_event(self.path / "events.jsonl", "started", "resumed", "finished")
         self.finished = not longer and last.get("kind") == "finished" and self._holds_model(last.get("model") or {})
         self.lasting = last.get("pins") or {}
         if changes:
