@@ -10,14 +10,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from psigrad.errors import UserError, kind_of, nearest
 
-# The files that were opened while the module of that name was imported, and those that it imports.
+# The files that a module opened for reading while it was imported here, by its name.
 opened_by: dict[str, set[str]] = {}
-_watching: list[set[str]] = []
+_watching: list[int] = []
 # Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
 FILE_MODULE = "_psigrad_file_"
 
@@ -63,11 +63,11 @@ def _module(name: str, path: str, kind: str) -> ModuleType:
             if str(file.parent) not in sys.path:
                 sys.path.append(str(file.parent))  # its neighbours, as for a script; last, so that it hides nothing
             inner = FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12]
-            with _watched(inner):
+            with _watched():
                 return load_file(inner, str(file))
         if "" not in sys.path and "." not in sys.path:
             sys.path.insert(0, "")
-        with _watched(name):
+        with _watched():
             return importlib.import_module(name)
     except UserError:
         raise
@@ -76,23 +76,26 @@ def _module(name: str, path: str, kind: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _watched(name: str) -> Iterator[None]:
-    """Note in `opened_by` what is opened for reading in the block. An audit hook stays for good, so there is one."""
-    if not opened_by:
-        sys.addaudithook(_note_opened)
-    opened_by.setdefault(name, set())
-    _watching.append(set())
+def _watched() -> Iterator[None]:
+    """Note in `opened_by` what is opened for reading in the block."""
+    if not _watching:
+        sys.addaudithook(_note_opened)  # it stays for good
+        _watching.append(0)
+    _watching[0] += 1
     try:
         yield
     finally:
-        opened_by[name] |= _watching.pop()
+        _watching[0] -= 1
 
 
 def _note_opened(event: str, about: tuple[Any, ...]) -> None:
-    if event != "open" or not _watching or not isinstance(about[0], str):
+    if event != "open" or not _watching[0] or not isinstance(about[0], str) or about[0].endswith((".py", ".pyc", ".so")):
         return
-    if not about[2] & (os.O_WRONLY | os.O_RDWR) and not about[0].endswith((".py", ".pyc", ".so")):
-        _watching[-1].add(os.path.abspath(about[0]))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    if frame is not None and not about[2] & (os.O_WRONLY | os.O_RDWR):
+        opened_by.setdefault(frame.f_globals["__name__"], set()).add(os.path.abspath(about[0]))
 
 
 def checkout_folder(name: str) -> Path | None:

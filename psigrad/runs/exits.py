@@ -42,8 +42,8 @@ def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[No
     except SystemExit as error:
         code = "" if error.code is None else error.code
         raise UserError(
-            f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. Let "
-            "it return, or raise an exception that says why."
+            f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. "
+            "Let it return, or raise an exception that says why."
         ) from error
     finally:
         for name in _WAYS:
