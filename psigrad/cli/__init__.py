@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # UserError everywhere, ValueError from objective/, whose sentences are as good; a bug of ours must show its traceback
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
-        print(f"psigrad: {error}", file=sys.stderr)
+        from psigrad.records import secrets
+
+        print(f"psigrad: {secrets.hide(str(error))}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
 
 

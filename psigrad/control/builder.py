@@ -30,6 +30,7 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, nearest
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.parts.advantage import needs_of
+from psigrad.records import secrets
 
 MODEL_CONFIG = "config.json"
 
@@ -150,7 +151,8 @@ def save_policy(folder: Path, trainer: Trainer) -> None:
 def _plain(config: ControlConfig) -> dict[str, Any]:
     named = config.env if isinstance(config.env, str) else getattr(getattr(config.env, "spec", None), "id", None) or ""
     algorithm = config.algorithm.name if isinstance(config.algorithm, PolicyGradient) else config.algorithm
-    return to_dict(replace(config, env=named, algorithm=algorithm))
+    plain = secrets.hide(to_dict(replace(config, env=named, algorithm=algorithm)))
+    return dict(json.loads(secrets.without(json.dumps(plain).encode(), secrets.values())))
 
 
 def load_policy(folder: Path, env: Any = None) -> Trainer:

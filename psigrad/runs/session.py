@@ -56,7 +56,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
         return
     with RunFolder.open(path, settings, config.run.resume, type(config)) as folder, StopSignal() as stop:
         world.broadcast(folder.finished)
-        trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
+        trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, folder.settings)
         watchdog = Watchdog(
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )

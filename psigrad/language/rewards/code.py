@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Code:
     """Memory of one run."""
     service: str = ""
     """URL of a sandbox service to ask instead of this machine; see `psigrad.processes.sandbox.remote`."""
+    service_token_variable: str = ""
+    """Environment variable with the service's token, which `worker_env` must name too."""
     allow_unsafe_code: bool = False
     """Run programs without a sandbox where the machine has none: they can then do whatever you can."""
 
@@ -48,7 +51,8 @@ class Code:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | Failure]:
         """One reward per completion; `Failure` says what a wrong program did."""
-        executor = _executor(self.service, self.allow_unsafe_code)
+        token = os.environ[self.service_token_variable] if self.service_token_variable else ""
+        executor = _executor(self.service, token, self.allow_unsafe_code)
         limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb)
         known = [name for name in COLUMNS if name in columns]
         tasks = []
@@ -70,8 +74,8 @@ class Code:
 
 
 @cache
-def _executor(service: str, allow_unsafe_code: bool) -> Executor:
-    return executor_for(service, allow_unsafe_code=allow_unsafe_code)
+def _executor(service: str, token: str, allow_unsafe_code: bool) -> Executor:
+    return executor_for(service, token=token, allow_unsafe_code=allow_unsafe_code)
 
 
 def program_of(text: str) -> str:
