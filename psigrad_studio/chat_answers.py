@@ -11,7 +11,8 @@ from psigrad import seeds
 from psigrad.config import Sampling
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Message, Row
-from psigrad.language.data.templates import decode, prompt_ids
+from psigrad.language.data.templates import decode
+from psigrad_studio import template_worker
 from psigrad_studio.checkpoint_list import Checkpoint
 from psigrad_studio.model_cache import ModelCache, ModelTurn
 
@@ -130,8 +131,8 @@ class _Writer:
         from psigrad.language.rollout.samplers.samplers import sampling_params
         from psigrad.language.rollout.types import Request
 
-        row = question.row(model.tokenizer)
-        ids = tuple(prompt_ids(model.tokenizer, row))
+        prompt, tokens = template_worker.shared().prompt(answer.checkpoint, question)
+        row, ids = Row("the prompt", prompt=prompt), tuple(tokens)
         room = model.max_length - len(ids)
         if room < 1:
             raise UserError(
