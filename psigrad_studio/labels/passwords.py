@@ -36,7 +36,7 @@ def hash_password(password: str, cost: ScryptCost | None = None, *, name: str = 
     """
     if not SHORTEST <= len(password) <= LONGEST:
         raise Refusal(f"The password has {len(password)} characters; expected {SHORTEST} to {LONGEST}.")
-    judged = zxcvbn(password[:_JUDGED], user_inputs=[*name.split(), "".join(name.split()), "psigrad", "studio"])
+    judged = zxcvbn(password[:_JUDGED], user_inputs=[name, "".join(name.split()), *name.split(), "psigrad", "studio"])
     if judged["score"] < _SAFE:
         why = judged["feedback"]["warning"].rstrip(".") or "it is like many others"
         raise Refusal(
