@@ -78,6 +78,8 @@ class RunFolder:
         that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
         """
         path = Path(path)
+        if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models take no other name
+            raise RunFolderError(f"The name of {str(path)!r} is not UTF-8; choose another output_dir.")
         if path.is_file():
             raise RunFolderError(f"{path} is a file; choose a new or an empty folder as output_dir.")
         with _errors_of(path):

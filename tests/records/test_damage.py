@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from psigrad.records import checkpoint, read
+from psigrad.language.recipes.finish import write_card
+from psigrad.records import checkpoint, read, report
 from psigrad.records.run_folder import RunFolder, RunFolderError
 from psigrad.runs import session
 from psigrad.runs.result import Result
@@ -192,3 +193,14 @@ def test_a_damaged_config_leaves_good_checkpoints_in_use(damage, tmp_path):
     if damage is not None:
         assert (tmp_path / "run" / "config.json.damaged").read_text() == damage
         assert len(events(tmp_path / "run", "config_damaged")) == 1
+
+
+def test_a_page_and_a_card_are_written_where_a_file_is_named_by_no_text(tmp_path):
+    odd = os.fsdecode(b"rows\xff.jsonl")
+    with RunFolder.open(tmp_path / "run", {**CONFIG, "data": {"dataset": odd}, "model": {"path": "base"}}) as folder:
+        folder.event("started", step=0, command=f"psigrad sft --dataset {odd}")
+        folder.metrics({"step": 1, "loss": 0.5})
+        folder.save_model(lambda place: place.mkdir())
+    write_card(tmp_path / "run")
+    assert "rows\\udcff.jsonl" in (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
+    assert report.write([tmp_path / "run"]).read_text(encoding="utf-8")

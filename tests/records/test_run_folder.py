@@ -469,3 +469,10 @@ def test_flush_reaches_the_disk(tmp_path, monkeypatch):
         folder.metrics({"step": 1})
         folder.flush()
     assert {Path(name).name for name in synced} == {"metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "events.jsonl"}
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_trained(tmp_path):
+    odd = tmp_path / os.fsdecode(b"r\xff")
+    with pytest.raises(RunFolderError, match="is not UTF-8"), RunFolder.open(odd, CONFIG):
+        pass
+    assert not odd.exists()
