@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from psigrad.processes.workers.lifetime import limit_shared_memory
 from psigrad.processes.workers.shipping import load_homes
 
 HEADER = struct.Struct("<8sQQ")
@@ -41,7 +42,8 @@ def main() -> None:
     """
     request, response, parent = map(int, sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent and os.getppid() != parent:
         os._exit(0)  # it died before prctl could tell
     for descriptor in (request, response):
@@ -49,12 +51,6 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         serve(os.fdopen(request, "rb"), os.fdopen(response, "wb"))
     os._exit(0)  # threads that the user's code left behind must not keep the process
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends. Only Linux knows such a thing."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
@@ -74,6 +70,7 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     try:
         if setup["memory"]:
             resource.setrlimit(resource.RLIMIT_DATA, (setup["memory"], setup["memory"]))
+            limit_shared_memory(setup["memory"])
         load_homes(setup["homes"])
         module, _, name = setup["service"].partition(":")
         service: Service = getattr(importlib.import_module(module), name)(setup["payload"])
