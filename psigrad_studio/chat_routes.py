@@ -15,7 +15,8 @@ from pydantic import Field
 
 from psigrad.errors import UserError
 from psigrad_studio import template_worker
-from psigrad_studio.chat_answers import ChatAnswer, ChatQuestion, converse
+from psigrad_studio.chat_answers import ChatAnswer, converse
+from psigrad_studio.chat_question import ChatQuestion
 from psigrad_studio.checkpoint_list import Checkpoint, find
 from psigrad_studio.comparisons import ChatComparisons
 from psigrad_studio.json_api import RequestForm

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from psigrad.errors import UserError
 from psigrad.processes.workers.child import Service, text_of
 from psigrad.processes.workers.worker_pool import Lost, WorkerPool
+from psigrad_studio.chat_question import ChatQuestion, abilities
 
 if TYPE_CHECKING:
-    from psigrad_studio.chat_answers import ChatQuestion
     from psigrad_studio.checkpoint_list import Checkpoint
 
 SECONDS, MEMORY_GB = 20.0, 2.0
@@ -30,7 +30,7 @@ class TemplateWorker:
         self._known: dict[tuple[Checkpoint, bool], dict[str, Any]] = {}
 
     def abilities(self, checkpoint: Checkpoint) -> tuple[bool, bool]:
-        """As `chat_answers.abilities`, of a model's tokenizer. Raises `UserError` where it can't be loaded or takes too much."""
+        """As `chat_question.abilities`, of a model's tokenizer. Raises `UserError` where it can't be loaded or takes too much."""
         talks, follows = self._ask(checkpoint, None)
         return talks, follows
 
@@ -88,7 +88,6 @@ def service(payload: None) -> Service:
     from transformers import AutoTokenizer  # noqa: F401  # seconds, that no question is to be charged for
 
     from psigrad.language.data.templates import prompt_ids
-    from psigrad_studio.chat_answers import abilities
 
     tokenizer_of = lru_cache(maxsize=2)(lambda checkpoint: checkpoint.tokenizer())
 

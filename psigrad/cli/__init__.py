@@ -101,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # UserError everywhere, ValueError from objective/, whose sentences are as good; a bug of ours must show its traceback
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
-        from psigrad.records import secrets
+        from psigrad import redaction
 
-        print(f"psigrad: {secrets.hide(str(error))}", file=sys.stderr)
+        print(f"psigrad: {redaction.hide(str(error))}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.records.pins import check_format, name_preset_once
-from psigrad.records.row_files import read_lines, read_steps
+from psigrad.records.row_lines import read_lines, read_steps
 from psigrad.records.rows import number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600

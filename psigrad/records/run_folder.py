@@ -18,8 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
+from psigrad import redaction
 from psigrad.errors import UserError
-from psigrad.records import checkpoint, pins, row_files, secrets
+from psigrad.records import checkpoint, pins, row_lines
 from psigrad.records.rows import FORMAT, parse_row
 
 ROWS = ("metrics", "timings", "rollouts", "events")
@@ -54,7 +55,7 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, BinaryIO] = {}
-        self._secret = secrets.values()
+        self._secret = redaction.values()
         self.settings: dict[str, Any] = {}
         """The run's settings as they are written down."""
         self.rows: dict[str, int] = {}
@@ -115,7 +116,7 @@ class RunFolder:
                 f"{self.path} has no checkpoint that can be used and resume is must; check output_dir or set resume to auto."
             )
         file = self.path / "config.json"
-        now = self.settings = json.loads(secrets.without(to_line(secrets.hide(config)), self._secret))
+        now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), self._secret))
         changes: list[pins.Change] = []
         before = self._settings_before(file)
         if before is not None:
@@ -125,14 +126,14 @@ class RunFolder:
         damaged = file.exists() and parse_row(file.read_bytes()) is None
         if damaged:
             os.replace(file, file.with_name("config.json.damaged"))
-        row_files.replace_file(file, [(json.dumps(now, indent=1) + "\n").encode()])
+        row_lines.replace_file(file, [(json.dumps(now, indent=1) + "\n").encode()])
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
-        row_files.end_last_line(self.path / "events.jsonl")
+        row_lines.end_last_line(self.path / "events.jsonl")
         for name in ROWS:
             self._files[name] = (self.path / f"{name}.jsonl").open("ab", buffering=0)
         longer = any(change.is_length for change in changes)
-        last = row_files.last_event(self.path / "events.jsonl", "started", "resumed", "finished")
+        last = row_lines.last_event(self.path / "events.jsonl", "started", "resumed", "finished")
         self.finished = not longer and last.get("kind") == "finished" and self._holds_model(last.get("model") or {})
         self.lasting = last.get("pins") or {}
         if changes:
@@ -181,7 +182,7 @@ class RunFolder:
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _append(self, name: str, lines: bytes) -> None:
-        stream, rest = self._files[name], memoryview(secrets.without(lines, self._secret))
+        stream, rest = self._files[name], memoryview(redaction.without(lines, self._secret))
         if name != "events":
             self.rows[name] = self.rows.get(name, 0) + lines.count(b"\n")
         with _errors_of(self.path):
@@ -203,12 +204,12 @@ class RunFolder:
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows of rollouts.jsonl."""
-        told = ({**row, "reason": secrets.hide(row["reason"])} if row.get("reason") else row for row in rows)
+        told = ({**row, "reason": redaction.hide(row["reason"])} if row.get("reason") else row for row in rows)
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
         """One row of events.jsonl, with the time."""
-        self._append("events", to_line({"time": time.time(), "kind": kind, **secrets.hide(fields)}))
+        self._append("events", to_line({"time": time.time(), "kind": kind, **redaction.hide(fields)}))
 
     def _warn(self, kind: str, text: str, **fields: Any) -> None:
         self.event(kind, **fields)
@@ -229,7 +230,7 @@ class RunFolder:
             for name in ("metrics", "timings", "rollouts"):
                 file, expected = self.path / f"{name}.jsonl", written.get(name)
                 self._files[name].close()
-                left, damaged = row_files.take_back(file, step, expected)
+                left, damaged = row_lines.take_back(file, step, expected)
                 self._files[name], self.rows[name] = file.open("ab", buffering=0), left
                 if damaged:
                     said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."

@@ -23,7 +23,7 @@ from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.records.row_files import read_steps
+from psigrad.records.row_lines import read_steps
 from psigrad.records.rows import headline
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.state import RunState

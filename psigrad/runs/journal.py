@@ -15,10 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.records import rows, secrets
-from psigrad.records.row_files import read_steps
+from psigrad.records import rows
+from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import BY_NAME, Alert, Watch
@@ -144,7 +145,7 @@ class Journal:
         """An event, and a line for people on stderr."""
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
-            print(f"psigrad: {secrets.hide(text)}", file=sys.stderr, flush=True)
+            print(f"psigrad: {redaction.hide(text)}", file=sys.stderr, flush=True)
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
-from psigrad.records.row_files import read_steps
+from psigrad.records.row_lines import read_steps
 from psigrad.records.rows import first_and_last, headline
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, join_world
 from psigrad.records import checkpoint, pins
-from psigrad.records.row_files import read_steps
+from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.callbacks import Callbacks

@@ -13,7 +13,7 @@ from live_studio import live_studio
 
 from psigrad.errors import UserError
 from psigrad_studio import checkpoint_list
-from psigrad_studio.chat_answers import ChatQuestion
+from psigrad_studio.chat_question import ChatQuestion
 from psigrad_studio.checkpoint_list import find
 from psigrad_studio.template_worker import TemplateWorker
 

@@ -26,7 +26,7 @@ from psigrad.language.data import preferences
 from psigrad.language.recipes import api, evaluate, online_settings
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
 from psigrad.processes.workers.lifetime import die_with_parent
-from psigrad.records.row_files import read_steps, replace_file
+from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import parse_row
 from psigrad.runs import machine
 from psigrad.runs.progress import bar

@@ -21,7 +21,7 @@ from psigrad.language.data import tasks
 from psigrad.language.models import tiny
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.language.recipes.finish import write_report
-from psigrad.records.row_files import read_steps
+from psigrad.records.row_lines import read_steps
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.processes.workers import child
+from psigrad.redaction import SECRET_NAME
 
 # Seconds in which a worker must have imported the user's code.
 START_LIMIT = 120.0
@@ -37,8 +38,6 @@ _USUAL = re.compile(
     r"|(https?|no|all)_proxy",
     re.IGNORECASE,
 )
-# Names of variables that hold secrets.
-SECRET_NAME = re.compile(r"token|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth", re.IGNORECASE)
 _START = "from psigrad.processes.workers.child import main; main()"
 
 

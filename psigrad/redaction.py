@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from psigrad.processes.workers.process import SECRET_NAME
-
+# Names of environment variables that hold secrets.
+SECRET_NAME = re.compile(r"token|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth", re.IGNORECASE)
 HIDDEN = "***"
 _SHORTEST = 8  # a shorter value of a variable is a word that may stand anywhere
 _WORD = r"(?:api|access|private)_?-?key|secret|password|passwd|credentials?|authorization|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!stop_)(?<!image_)token"  # noqa: E501

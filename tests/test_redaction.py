@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from tiny_jobs import online_config
 
+from psigrad import redaction
 from psigrad.cli import main
 from psigrad.control import builder, run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.rewards import code
-from psigrad.records import secrets
 
 PLANTED = {
     "variable": "correct-horse-71",
@@ -106,24 +106,24 @@ def test_the_command_line_says_none(tmp_path, capsys):
     ],
 )
 def test_texts_lose_what_looks_like_a_secret_and_nothing_else(text, left):
-    assert secrets.hide(text) == (text if left is None else left)
+    assert redaction.hide(text) == (text if left is None else left)
 
 
 def test_settings_lose_values_under_secret_names_and_nothing_else():
     plain = {"model": {"pad_token": "<pad>", "path": "a"}, "max_tokens": 5, "worker_env": ["API_KEY"], "api_key_variable": "A"}
-    assert secrets.hide(plain) == plain
-    assert secrets.hide({"env_kwargs": {"api_key": "x", "token": "y", "hub_token": "", "n": [1]}}) == {
+    assert redaction.hide(plain) == plain
+    assert redaction.hide({"env_kwargs": {"api_key": "x", "token": "y", "hub_token": "", "n": [1]}}) == {
         "env_kwargs": {"api_key": "***", "token": "***", "hub_token": "", "n": [1]}
     }
 
 
 def test_short_values_and_paths_of_variables_are_left(monkeypatch, tmp_path):
-    for name in [n for n in list(secrets.os.environ) if secrets.SECRET_NAME.search(n)]:
+    for name in [n for n in list(redaction.os.environ) if redaction.SECRET_NAME.search(n)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("A_TOKEN", "false")
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path))
     monkeypatch.setenv("B_TOKEN", 'quoted"secret')
-    assert secrets.without(json.dumps({"a": 'false quoted"secret'}).encode(), secrets.values()) == b'{"a": "false ***"}'
+    assert redaction.without(json.dumps({"a": 'false quoted"secret'}).encode(), redaction.values()) == b'{"a": "false ***"}'
 
 
 def test_a_sandbox_services_token_is_read_from_the_variable_that_is_named(monkeypatch):
