@@ -75,7 +75,7 @@ class Checkpoint:
         if not self.adapter:
             kind = str(_json(self.folder / "config.json").get("dtype"))
             return load(str(self.folder), dtype=kind if kind in DTYPES else "float32", device=where)
-        settings = _model_of(_run_folder(self.folder))
+        settings = _model_of(self.folder)
         before = find_adapter(settings)
         base = locate(settings if before is None else before.base)
         return load(base, dtype=settings.dtype, device=where, lora=lora_of(settings), adapter=self.folder)
@@ -162,12 +162,13 @@ def _causal(folder: Path) -> bool:
 
 
 def _causal_adapter(folder: Path) -> bool:
-    return _json(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" and bool(_model_of(_run_folder(folder)).path)
+    return _json(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" and bool(_model_of(folder).path)
 
 
-def _model_of(run: Path) -> Model:
-    """The model in a run's settings, where they can be read."""
-    given = _json(run / "config.json").get("model")
+def _model_of(folder: Path) -> Model:
+    """The model in the settings of a folder's run, or, where those are damaged, in its checkpoint's manifest."""
+    settings = _json(_run_folder(folder) / "config.json") or _json(folder / "manifest.json").get("settings")
+    given = settings.get("model") if isinstance(settings, dict) else None
     known = given if isinstance(given, dict) else {}
     return Model(**{name: value for name, value in known.items() if name in Model.__dataclass_fields__})
 

@@ -63,6 +63,17 @@ def test_a_folder_of_many_folders_is_cut(runs, monkeypatch):
     assert set(by_run(runs)) == {"bad"}, "the runs folder, bad, bad/model"
 
 
+def test_a_damaged_config_of_a_run_leaves_its_adapters_in_use(made, tmp_path):
+    shutil.copytree(made, tmp_path / "runs")
+    run = tmp_path / "runs" / "chat" / "adapter"
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text("{")
+    assert "chat/adapter" not in by_run(tmp_path / "runs")
+    (run / "checkpoints" / "step-00000002" / "manifest.json").write_text(json.dumps({"settings": settings}))
+    found = by_run(tmp_path / "runs")["chat/adapter"]
+    assert checkpoint_list._model_of(found.folder).path == settings["model"]["path"]
+
+
 @pytest.fixture(scope="module")
 def worker():
     made = TemplateWorker(seconds=4.0, memory_gb=1.5)
