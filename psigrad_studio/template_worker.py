@@ -26,7 +26,8 @@ class TemplateWorker:
 
     def __init__(self, seconds: float = SECONDS, memory_gb: float = MEMORY_GB) -> None:
         self._limits: dict[str, Any] = {"timeout": seconds, "memory_gb": memory_gb}
-        self._lock, self._pool = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._pool: WorkerPool[Any] | None = None
         self._known: dict[tuple[Checkpoint, bool], dict[str, Any]] = {}
 
     def abilities(self, checkpoint: Checkpoint) -> tuple[bool, bool]:
@@ -64,12 +65,13 @@ class TemplateWorker:
     def _answer(self, checkpoint: Checkpoint, question: ChatQuestion | None) -> dict[str, Any]:
         if self._pool is None:
             code, what = f"{__name__}:service", "chat templates"
-            self._pool = WorkerPool(code, None, {}, lambda call, content: dict(content), what=what, **self._limits)
-        while not (free := self._pool.idle()):
-            list(self._pool.answers(wait=True))  # it loads
-        self._pool.ask(free[0], (checkpoint, question), [checkpoint])
+            self._pool = WorkerPool[Any](code, None, {}, lambda call, content: dict(content), what=what, **self._limits)
+        pool = self._pool
+        while not (free := pool.idle()):
+            list(pool.answers(wait=True))  # it loads
+        pool.ask(free[0], (checkpoint, question), [checkpoint])
         while True:
-            for _, _, answer in self._pool.answers(wait=True):
+            for _, _, answer in pool.answers(wait=True):
                 if not isinstance(answer, Lost):
                     return dict(answer)
                 most = f"{self._limits['timeout']:g} s or {self._limits['memory_gb']:g} GB"
