@@ -95,8 +95,8 @@ def _discard(path: Path) -> None:
 
 
 def seal(folder: Path) -> dict[str, Any]:
-    """The size and the SHA-256 of every file below a folder, which is on the disk then. A card is its reader's to change."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "README.md"]
+    """The size and the SHA-256 of every file below a folder, which is on the disk then."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in files:
         sync(path)
     return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}

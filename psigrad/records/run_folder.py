@@ -123,8 +123,8 @@ class RunFolder:
             pins.check_format(self.path, before)
             if self._has_begun():
                 changes = pins.check_settings(self.path, before, now, settings)
-        damaged = file.exists() and parse_row(file.read_bytes()) is None
-        if damaged:
+        damaged = self._has_begun() and not (file.exists() and parse_row(file.read_bytes()))
+        if damaged and file.exists():
             os.replace(file, file.with_name("config.json.damaged"))
         row_lines.replace_file(file, [(json.dumps(now, indent=1) + "\n").encode()])
         self.checkpoints.mkdir(exist_ok=True)
@@ -139,7 +139,8 @@ class RunFolder:
         if changes:
             self.event("settings_changed", changes={c.name: [c.before, c.now] for c in changes})
         if damaged:
-            self._warn("config_damaged", "config.json was damaged and is written anew; it is kept as config.json.damaged.")
+            known = "" if before is not None else " No checkpoint knows the settings of before; those of now are taken."
+            self._warn("config_damaged", f"config.json was damaged or gone and is written anew.{known}")
 
     def _settings_before(self, file: Path) -> dict[str, Any] | None:
         """The settings of the run so far: those of its newest checkpoint where config.json is damaged or gone; None where it has
@@ -167,8 +168,8 @@ class RunFolder:
                     "from again); restore it, or choose another output_dir."
                 ) from None
             aside = self.path / "model.damaged"
-            shutil.rmtree(aside, ignore_errors=True)
             if model.exists():
+                shutil.rmtree(aside, ignore_errors=True)
                 os.rename(model, aside)
             self._warn("model_damaged", f"{error} The model is written again from the newest checkpoint.", reason=str(error))
             return False

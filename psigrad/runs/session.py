@@ -142,7 +142,9 @@ def note_end(journal: Journal, **noted: Any) -> None:
     folder = journal.folder
     folder.flush()
     if journal.world.rank == 0:
-        folder.event("finished", model=checkpoint.seal(folder.path / "model"), pins=folder.lasting, **noted)
+        sums = checkpoint.seal(folder.path / "model")
+        sums = {name: sum for name, sum in sums.items() if not name.endswith("README.md")}  # a card is its reader's to change
+        folder.event("finished", model=sums, pins=folder.lasting, **noted)
 
 
 def note_start(run: Run, journal: Journal, found: Path | None, step: int, **noted: Any) -> None:

@@ -148,7 +148,19 @@ def test_a_finished_run_is_finished_only_while_its_model_is_what_was_written(dam
     assert len(events(tmp_path / "run", "model_damaged")) == (damage is not None)
     assert ("model/model.safetensors" in capsys.readouterr().err) is (damage is not None)
     if damage in ("cut", "flipped"):
-        assert (tmp_path / "run" / "model.damaged" / "model.safetensors").exists(), "what is there is kept aside"
+        aside = tmp_path / "run" / "model.damaged" / "model.safetensors"
+        assert aside.exists(), "what is there is kept aside"
+        with RunFolder.open(tmp_path / "run", CONFIG) as folder:  # as after a kill before the model was written again
+            assert not folder.finished and aside.exists()
+
+
+def test_a_card_is_its_readers_to_change_and_a_checkpoint_with_one_is_whole(tmp_path):
+    weights = with_model(tmp_path / "run")
+    (weights.parent / "README.md").write_text("mine")
+    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
+        assert folder.finished
+    place = checkpoint.save(tmp_path / "c", 1, lambda place: (place / "README.md").write_text("peft's") and None, meta={})
+    assert "README.md" in checkpoint.verify(place)["files"]
 
 
 def test_a_finished_run_without_weights_and_checkpoints_is_refused(tmp_path):
@@ -192,7 +204,7 @@ def test_a_damaged_config_leaves_good_checkpoints_in_use(damage, tmp_path):
     assert file.read_bytes() == before
     if damage is not None:
         assert (tmp_path / "run" / "config.json.damaged").read_text() == damage
-        assert len(events(tmp_path / "run", "config_damaged")) == 1
+    assert len(events(tmp_path / "run", "config_damaged")) == 1
 
 
 def test_a_page_and_a_card_are_written_where_a_file_is_named_by_no_text(tmp_path):
