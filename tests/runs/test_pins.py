@@ -16,6 +16,8 @@ from tiny_jobs import online_config, preference_config, sft_config
 from psigrad import importing
 from psigrad.config import OnlineConfig
 from psigrad.config.load import load, to_dict
+from psigrad.control import builder
+from psigrad.control import run as control_run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
 from psigrad.records import pins, read
@@ -239,6 +241,29 @@ def test_a_finished_run_says_so_and_does_nothing(job, tmp_path, capsys):
     assert "is finished; nothing was done" in capsys.readouterr().err
     assert (again.model, again.before, again.after) == (first.model, first.before, first.after)
     assert contents(first.folder) == before
+
+
+@pytest.mark.parametrize("what", ["sft", "online", "control"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_finished_run_without_its_weights_writes_them_again_bitwise(what, damage, job, tmp_path, capsys):
+    small = {"n_steps": 16, "n_envs": 1, "total_timesteps": 32, "batch_size": 16, "eval_episodes": 0, "progress": False}
+    run, config = {
+        "sft": (sft.run, sft_config(job, tmp_path / "run")),
+        "online": (online.run, online_config(job, tmp_path / "run")),
+        "control": (control_run.run, builder.settings("ppo", "CartPole-v1", {**small, "output_dir": str(tmp_path / "run")})),
+    }[what]
+    weights = run(config).model / "model.safetensors"
+    content, rows = weights.read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        if damage == "gone":
+            weights.unlink()
+        else:
+            weights.write_bytes(content[:-4])
+        assert run(config).model / "model.safetensors" == weights and weights.read_bytes() == content
+        assert "model is written again" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+    run(config)
+    assert "is finished; nothing was done" in capsys.readouterr().err
 
 
 def test_a_longer_run_is_asked_for_by_name(job, tmp_path):
