@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, PROBE, Pretrained, with_whole_weights
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.weights_only import WeightsOnly
@@ -243,7 +242,7 @@ def load(
             network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
         if isinstance(tokenizer, str):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
         raise UserError(
             f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
         ) from error

@@ -27,6 +27,7 @@ from psigrad.language.loading.load_model import load_frozen, load_model, load_re
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.row_limits import check_row_count, token_limit
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
@@ -51,7 +52,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     check_sampling(config.sampling)
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"

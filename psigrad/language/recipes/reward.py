@@ -16,6 +16,7 @@ from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
 from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.row_limits import check_row_count, token_limit
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
@@ -33,7 +34,7 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
     of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "reward") as journal:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_scalar_model(config.model, config.run, checkpoint, journal.world, given)

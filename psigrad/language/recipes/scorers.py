@@ -113,23 +113,6 @@ class RewardSetup:
         with self.pool() as pool:
             yield pool
 
-    def judgeable(self, rows: Sequence[Row], journal: Journal | None = None) -> list[Row]:
-        """The rows whose tests can be judged. Another is refused by its place in the file, or left out with `bad_rows: skip`."""
-        codes, bad = [function for function in self.functions if isinstance(function, Code)], dict[int, UserError]()
-        for i, row in enumerate(rows) if codes else ():
-            try:
-                codes[0].check_row(row.columns)
-            except UserError as error:
-                bad[i] = error
-        kept = [row for i, row in enumerate(rows) if i not in bad]
-        if bad and (self.config.data.bad_rows == "stop" or not kept):
-            first, more = next(iter(bad)), f" ({len(bad)} such rows.)" if len(bad) > 1 else ""
-            raise UserError(f"{rows[first].source}: {bad[first]} Mend it, or leave such rows out with bad_rows=skip.{more}")
-        if bad and journal is not None:
-            text = f"{len(bad)} of {len(rows)} rows have tests that cannot be judged and are left out."
-            journal.tell("rows_left_out", text, tests=len(bad), kept=len(kept))
-        return kept
-
     def pool(self) -> RewardPool:
         """The reward functions in processes of this machine."""
         return RewardPool(self.specs, weights=list(self.weights.values())[: len(self.specs)], **self._processes())
@@ -143,7 +126,7 @@ class RewardSetup:
             "variables": config.worker_env,
         }
 
-    def judged(self, rows: list[Row], journal: Journal | None = None) -> list[Row]:
+    def judgeable(self, rows: Sequence[Row], journal: Journal | None = None) -> list[Row]:
         """The rows that the functions can judge; one that they can't is refused by its place in the file, or left out and counted
         with `bad_rows: skip`. An answer that is read in part would reward wrong ones.
         """
@@ -160,11 +143,11 @@ class RewardSetup:
         return [row for row, fault in zip(rows, faults, strict=True) if not fault]
 
 
-def judged_rows(
+def judgeable_rows(
     rows: list[Row], held_out: list[Row], rewards: RewardSetup, metric: RewardSetup | None, journal: Journal
 ) -> tuple[list[Row], list[Row]]:
     """The rows that the rewards can judge, and those held out that the metric can, or without one the rewards."""
-    return rewards.judged(rows, journal), (metric or rewards).judged(held_out, journal)
+    return rewards.judgeable(rows, journal), (metric or rewards).judgeable(held_out, journal)
 
 
 _ROWS_AT_ONCE = 64

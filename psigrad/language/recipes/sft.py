@@ -12,6 +12,7 @@ from psigrad.language.data.templates import example
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.row_limits import name_limit, token_limit
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
@@ -29,7 +30,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
     """
     rewards, metric = RewardSetup.of(config, config.reward), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
