@@ -151,9 +151,9 @@ _ROWS = (
         "the reference follows the policy with ref_model_sync_steps=512"),
     _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
     # YAML reads no as False
-    _is("eval_strategy", {"steps": {}, "no": {"evaluation.eval_steps": 0}, False: {"evaluation.eval_steps": 0}},
+    _is("eval_strategy", {"steps": {}, **dict.fromkeys(("no", False), {"evaluation.eval_steps": 0, "evaluation.eval_prompts": 0})},
         "evaluation is asked for by eval_steps"),
-    _is("save_strategy", {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
+    _is("save_strategy", {"steps": {}, **dict.fromkeys(("no", False), {"run.save_steps": 0, "run.save_minutes": 0.0})},
         f"{_CHECKPOINTS}; the last step is always kept"),
     _is("optim", {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}}, "the optimiser is AdamW"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),

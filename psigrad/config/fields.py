@@ -36,6 +36,15 @@ FREE, RECORDED, LENGTH, LIVE = Mark.FREE, Mark.RECORDED, Mark.LENGTH, Mark.LIVE
 MACHINE, STEPS, SEVERAL, MAIN = Mark.MACHINE, Mark.STEPS, Mark.SEVERAL, Mark.MAIN
 
 
+class Unread:
+    """Settings of a section that a command does not read: `run: Annotated[Run, Unread("max_steps")]`. Where another one stands
+    for it, its dotted name: `Unread(temperature="evaluation.eval_temperature")`.
+    """
+
+    def __init__(self, *names: str, **instead: str) -> None:
+        self.settings = {**dict.fromkeys(names, ""), **instead}
+
+
 class Setting(NamedTuple):
     """One setting of a settings class."""
 
@@ -49,15 +58,29 @@ class Setting(NamedTuple):
 
 
 def settings_of(cls: Any) -> dict[str, Setting]:
-    """Every setting of a settings class by its dotted name, in the order of the fields. Sections have the defaults that `cls`
-    gives them.
+    """Every setting that a settings class is read for, by its dotted name, in the order of the fields. Sections have the defaults
+    that `cls` gives them.
     """
     return _settings_of(cls)
 
 
 @cache
 def _settings_of(cls: Any) -> dict[str, Setting]:
-    return _fields_of(cls())
+    return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_of(cls)}
+
+
+def unread_of(cls: Any) -> dict[str, str]:
+    """The settings of its sections that a class is not read for, each with the one that stands for it here, or nothing. They are
+    no settings of its command: its help leaves them out, and they are refused.
+    """
+    return _unread_of(cls)
+
+
+@cache
+def _unread_of(cls: Any) -> dict[str, str]:
+    sections = get_type_hints(cls, include_extras=True)
+    found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
+    return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
 
 
 def _fields_of(instance: Any, prefix: str = "") -> dict[str, Setting]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, RECORDED
+from psigrad.config.fields import LIVE, MAIN, RECORDED, Unread
 from psigrad.config.sections import (
     Count,
     CountOrZero,
@@ -46,6 +46,19 @@ else:
 
     Algorithm = Annotated[Any, _named("PolicyGradient", "OnlinePreference")]
     Loss = Annotated[Any, _named("Preference", "KahnemanTversky")]
+
+
+# What some commands do not read of the sections that they share with others.
+_NO_SAMPLERS = ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "environment_actors", "environment_cpus")
+_Placed = Annotated[Placement, Unread(*_NO_SAMPLERS)]
+_Rows = Annotated[Data, Unread("max_prompt_length")]
+_JudgedRows = Annotated[Data, Unread("eval_dataset", "eval_split")]
+# Where completions are drawn by evaluations alone, they have one temperature.
+_Evaluated = Annotated[Sampling, Unread(temperature="evaluation.eval_temperature")]
+_AsItIs = Annotated[
+    Model, Unread("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
+]
+_AtOnce = Annotated[Run, Unread(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
 
 
 @dataclass(frozen=True)
@@ -120,12 +133,12 @@ class SFTConfig(PackingSettings, RewardSettings):
     """
 
     model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=2e-5))
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: _Evaluated = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
-    placement: Placement = field(default_factory=Placement)
+    placement: _Placed = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
     batch_size: Annotated[Count, MAIN] = 16
     """Rows per optimiser step."""
@@ -203,11 +216,13 @@ class RewardConfig(PackingSettings):
     """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
 
     model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    evaluation: Annotated[Evaluation, Unread("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(
+        default_factory=lambda: Evaluation(eval_prompts=256)
+    )
     run: Run = field(default_factory=Run)
-    placement: Placement = field(default_factory=Placement)
+    placement: Annotated[Placement, Unread("cluster", "scorers", "scorer_cpus", *_NO_SAMPLERS)] = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
     process: Annotated[bool, MAIN] = False
     """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
@@ -231,12 +246,12 @@ class PreferenceConfig(PackingSettings, RewardSettings):
     """
 
     model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: _Evaluated = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
-    placement: Placement = field(default_factory=Placement)
+    placement: _Placed = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
@@ -254,11 +269,11 @@ class PreferenceConfig(PackingSettings, RewardSettings):
 class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
     """Sample held-out prompts from a model and score them."""
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=lambda: Data(split="test"))
-    sampling: Sampling = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0))
-    run: Run = field(default_factory=Run)
+    model: _AsItIs = field(default_factory=Model)
+    data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
+    sampling: _Evaluated = field(default_factory=Sampling)
+    evaluation: Annotated[Evaluation, Unread("eval_steps", "eval_kl")] = field(default_factory=lambda: Evaluation(eval_prompts=0))
+    run: _AtOnce = field(default_factory=Run)
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
 
@@ -267,11 +282,13 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
 class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
     """Sample completions from a model and write them as a dataset."""
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=lambda: Data())
-    sampling: Sampling = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8))
-    run: Run = field(default_factory=Run)
+    model: _AsItIs = field(default_factory=Model)
+    data: _JudgedRows = field(default_factory=lambda: Data())
+    sampling: _Evaluated = field(default_factory=Sampling)
+    evaluation: Annotated[Evaluation, Unread("eval_steps", "eval_kl", "metric")] = field(
+        default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8)
+    )
+    run: _AtOnce = field(default_factory=Run)
     keep: Annotated[Literal["all", "best", "pairs"], MAIN] = "all"
     """What is written: every completion, the best of each prompt, or the best against the worst."""
     bradley_terry: PositiveOrZero = 0.0

@@ -79,7 +79,9 @@ def run(s: AlarmSettings) -> AlarmResult:
             config = trials.at_rate(config, s.learning_rate * factor)
             jobs.setdefault((name, factor), []).append(Trial(name, FIRST_SEED + k, method, config))
     for name, function in FLAWS.items():
-        config = trials.online(s, where, {"preset": "rloo", "kl": None}, reward=(f"studies.rewards:{function}",), evaluation=often)
+        config = trials.online(
+            s, where, {"preset": "rloo", "kl": None}, reward=(f"studies.rewards:{function}",), evaluation=often
+        )
         config = trials.at_rate(config, s.learning_rate * FACTORS[-1])
         jobs[name, FACTORS[-1]] = [Trial(name, FIRST_SEED + k, "rloo", config) for k in range(s.hacks)]
     jobs = {key: own for key, own in jobs.items() if own}

@@ -93,7 +93,11 @@ def _change(
     if any(map(math.isnan, halves)):
         return "Trained", "plain", said
     if rows < LEAST_ROWS:
-        return "Too few to judge", "plain", [*said, f"of {show_number(int(rows))} held-out rows, and a verdict takes {LEAST_ROWS}"]
+        return (
+            "Too few to judge",
+            "plain",
+            [*said, f"of {show_number(int(rows))} held-out rows, and a verdict takes {LEAST_ROWS}"],
+        )
     if not any(halves):
         return "No verdict", "plain", [*said, "within each evaluation all rows have the same figure"]
     # one without a width, as of ties alone, is as uncertain as the other: a coin's would have one

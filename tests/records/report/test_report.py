@@ -137,7 +137,9 @@ def test_four_pairs_that_were_ties_are_no_verdict(tmp_path):
     assert still.word == "No verdict"
 
 
-@pytest.mark.parametrize(("prompts", "unscored", "word"), [(9, 0, "Too few to judge"), (10, 0, "Learned"), (12, 3, "Too few to judge")])
+@pytest.mark.parametrize(
+    ("prompts", "unscored", "word"), [(9, 0, "Too few to judge"), (10, 0, "Learned"), (12, 3, "Too few to judge")]
+)
 def test_a_verdict_takes_ten_scored_prompts(tmp_path, prompts, unscored, word):
     beside = {"eval/prompts": prompts, "eval/unscored": unscored}
     assert judged(tmp_path, (0.1, 0.0, 0.2), (0.9, 0.8, 1.0), **beside).word == word
