@@ -167,8 +167,8 @@ class _Translator:
             self.shares.append(one)
         elif meaning is not None:
             found = [Given(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
-            if meaning and not found and one.source != DEFAULT:
-                self._refuse(one, f"{one.name} is {value!r} and stands for {' and '.join(meaning)}, which nothing here reads.")
+            if len(found) < len(meaning) and one.source != DEFAULT:
+                self._refuse(one, f"{one.name} is {value!r} and stands for {' and '.join(meaning)}, which this command does not read.")
             place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
             place.extend(found)
         elif names_ours:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import textwrap
+from collections.abc import Collection
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple, get_type_hints
@@ -43,6 +45,22 @@ class Unread:
 
     def __init__(self, *names: str, **instead: str) -> None:
         self.settings = {**dict.fromkeys(names, ""), **instead}
+
+
+class ReadBy:
+    """The algorithms that read a setting, or all settings of a section: `Annotated[Dqn, ReadBy("dqn")]`, or all but these."""
+
+    def __init__(self, *algorithms: str, but: Collection[str] = ()) -> None:
+        self.algorithms, self.but = algorithms, but
+
+
+class Needs:
+    """What a setting, or those of a section, has no effect without: one of these settings, each by its dotted name or with a
+    value. `Annotated[float, Needs("sampling.sampler=vllm")]`.
+    """
+
+    def __init__(self, *settings: str) -> None:
+        self.settings = settings
 
 
 class Setting(NamedTuple):
@@ -81,6 +99,40 @@ def _unread_of(cls: Any) -> dict[str, str]:
     sections = get_type_hints(cls, include_extras=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
     return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
+
+
+def unread_by(cls: Any, algorithm: str) -> set[str]:
+    """The settings, by dotted name, that this algorithm does not read; none where no algorithm is named."""
+    marked = [*get_type_hints(cls, include_extras=True).items(), *((name, s.annotated) for name, s in settings_of(cls).items())]
+    reads = {name: mark for name, annotated in marked for mark in _extras(annotated) if isinstance(mark, ReadBy)}
+    others = {name for name, mark in reads.items() if algorithm in mark.but or algorithm not in (mark.algorithms or (algorithm,))}
+    return {name for name in settings_of(cls) if algorithm and others & {name, name.partition(".")[0]}}
+
+
+def idle(config: Any) -> dict[str, str]:
+    """A sentence for each setting of `config` away from its default that has no effect for want of another (`Needs`)."""
+    cls = type(config)
+    marked = [*get_type_hints(cls, include_extras=True).items(), *((name, s.annotated) for name, s in settings_of(cls).items())]
+    wants = [(name, mark.settings) for name, annotated in marked for mark in _extras(annotated) if isinstance(mark, Needs)]
+    found = {}
+    for name, setting in settings_of(cls).items():
+        value = _value(config, name)
+        for needs in (needs for of, needs in wants if of in (name, name.partition(".")[0]) and value != setting.default):
+            if not any(_is_set(config, one) for one in needs):
+                known = [one for one in needs if _value(config, one.partition("=")[0]) is not None]
+                found[name] = f"{name} is {value!r} and has no effect without {' or '.join(known)}."
+    return found
+
+
+def _is_set(config: Any, need: str) -> bool:
+    name, _, wanted = need.partition("=")
+    value = _value(config, name)
+    return str(value) == wanted if wanted else bool(value)
+
+
+def _value(config: Any, name: str) -> Any:
+    """A setting by its dotted name; None where the class has no such setting."""
+    return functools.reduce(lambda inner, part: getattr(inner, part, None), name.split("."), config)
 
 
 def _fields_of(instance: Any, prefix: str = "") -> dict[str, Setting]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, RECORDED, Unread
+from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, Unread
 from psigrad.config.sections import (
+    DRAWS,
     Count,
     CountOrZero,
     Data,
@@ -48,13 +49,16 @@ else:
     Loss = Annotated[Any, _named("Preference", "KahnemanTversky")]
 
 
+# Without these some settings have no effect.
+_SCORED, _PLAYED, _SERVED = Needs("reward", "evaluation.metric"), Needs("environment", "tools"), Needs("server")
+_WORKERS = Needs(*_SCORED.settings, *_PLAYED.settings)
 # What some commands do not read of the sections that they share with others.
 _NO_SAMPLERS = ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "environment_actors", "environment_cpus")
 _Placed = Annotated[Placement, Unread(*_NO_SAMPLERS)]
 _Rows = Annotated[Data, Unread("max_prompt_length")]
 _JudgedRows = Annotated[Data, Unread("eval_dataset", "eval_split")]
 # Where completions are drawn by evaluations alone, they have one temperature.
-_Evaluated = Annotated[Sampling, Unread(temperature="evaluation.eval_temperature")]
+_Evaluated = Annotated[Sampling, Unread(temperature="evaluation.eval_temperature"), DRAWS]
 _AsItIs = Annotated[
     Model, Unread("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
 ]
@@ -80,13 +84,13 @@ class RewardSettings:
     """Folders or hub names of reward models, whose scores are added to the reward functions'."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function, then one per reward model; empty: all 1."""
-    reward_timeout: Annotated[Positive, RECORDED] = 10.0
+    reward_timeout: Annotated[Positive, RECORDED, _SCORED] = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: Annotated[Count, RECORDED] = 1
+    reward_workers: Annotated[Count, RECORDED, _SCORED] = 1
     """Processes that score."""
-    worker_memory_gb: Annotated[PositiveOrZero, RECORDED] = 16.0
+    worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory that each process with your rewards, environments or tools may take, in 1e9 bytes; 0: no limit."""
-    worker_env: Annotated[tuple[str, ...], RECORDED] = ()
+    worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
     """Environment variables that these processes get besides the usual ones, as API keys. They get no secrets by default."""
 
 
@@ -98,13 +102,13 @@ class EpisodeSettings:
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
-    environment_timeout: Annotated[Positive, RECORDED] = 10.0
+    environment_timeout: Annotated[Positive, RECORDED, _PLAYED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
-    environment_workers: Annotated[Count, RECORDED] = 1
+    environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
     """Processes that environments and tools run in."""
-    environment_sandbox: Annotated[bool, RECORDED] = False
+    environment_sandbox: Annotated[bool, RECORDED, _PLAYED] = False
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
-    max_turns: Count = 8
+    max_turns: Annotated[Count, _PLAYED] = 8
     """Turns of the policy after which an episode is cut."""
 
 
@@ -115,13 +119,13 @@ class ServerSettings:
     server: Annotated[str, MAIN] = ""
     """Address of an OpenAI-compatible server that samples, such as http://localhost:8000/v1; `model` is then the name of the
     model there, which may be left out where it serves only one."""
-    server_key_variable: str = "OPENAI_API_KEY"
+    server_key_variable: Annotated[str, _SERVED] = "OPENAI_API_KEY"
     """Environment variable with the server's key; it may be unset."""
-    server_timeout: Positive = 600.0
+    server_timeout: Annotated[Positive, _SERVED] = 600.0
     """Seconds that one request to the server may take."""
-    server_attempts: Count = 5
+    server_attempts: Annotated[Count, _SERVED] = 5
     """Requests for one completion before the command ends, while the server is busy, down or broken."""
-    server_concurrency: Count = 16
+    server_concurrency: Annotated[Count, _SERVED] = 16
     """Requests at a time."""
 
 
@@ -167,7 +171,7 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """Precision of the reference; empty: the model's."""
     ref_model_sync_steps: CountOrZero = 0
     """Move the reference towards the policy after every so many steps; 0: it stays as it is."""
-    ref_model_mixup_alpha: Share = 0.6
+    ref_model_mixup_alpha: Annotated[Share, Needs("ref_model_sync_steps")] = 0.6
     """How far: the reference becomes this · policy + (1 - this) · reference. 1 copies the policy; a small share after every step
     is an exponential moving average."""
     teacher_prompt: str = ""
@@ -226,7 +230,7 @@ class RewardConfig(PackingSettings):
     hub: Hub = field(default_factory=Hub)
     process: Annotated[bool, MAIN] = False
     """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
-    step_separator: str = "\n"
+    step_separator: Annotated[str, Needs("process")] = "\n"
     """What ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
     """Weight of (r_w + r_l)², which pulls the mean reward to 0."""
@@ -291,7 +295,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     run: _AtOnce = field(default_factory=Run)
     keep: Annotated[Literal["all", "best", "pairs"], MAIN] = "all"
     """What is written: every completion, the best of each prompt, or the best against the worst."""
-    bradley_terry: PositiveOrZero = 0.0
+    bradley_terry: Annotated[PositiveOrZero, Needs("keep=pairs")] = 0.0
     """With keep=pairs: compare two completions of each prompt and draw the winner with probability σ(this · difference of
     rewards), like a noisy human judge; 0: the best against the worst, without noise."""
     output: Annotated[str, MAIN] = ""

@@ -33,9 +33,10 @@ class Written:
 def run(config: SampleConfig) -> Written:
     """Sample `num_generations_eval` completions of each prompt, score them, and write rows to `output`.
 
-    keep=all writes every completion with its reward, null without one; best the one with the highest reward of each prompt (rejection sampling:
-    train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and `psigrad reward`). Those two leave
-    out empty completions, on which nothing can be trained. Raises `UserError` on mistakes of the user.
+    keep=all writes every completion with its reward, null without one; best the one with the highest reward of each prompt
+    (rejection sampling: train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and
+    `psigrad reward`). Those two leave out empty completions, on which nothing can be trained. Raises `UserError` on mistakes of
+    the user.
     """
     if not config.output:
         raise UserError("No output was given; name a JSONL file with --output (output).")
