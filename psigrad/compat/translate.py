@@ -168,7 +168,9 @@ class _Translator:
         elif meaning is not None:
             found = [Given(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
             if len(found) < len(meaning) and one.source != DEFAULT:
-                self._refuse(one, f"{one.name} is {value!r} and stands for {' and '.join(meaning)}, which this command does not read.")
+                self._refuse(
+                    one, f"{one.name} is {value!r} and stands for {' and '.join(meaning)}, which this command does not read."
+                )
             place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
             place.extend(found)
         elif names_ours:

@@ -86,7 +86,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
     """
     refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))
-    dotted = set(leaves.values()) | {f.name for f in dataclasses.fields(cls)}
+    dotted = {*leaves.values(), *unread_of(cls), *(f.name for f in dataclasses.fields(cls))}
     named, wrong = {}, []
     for name, value in settings.items():
         mine = our_name(cls, name)
