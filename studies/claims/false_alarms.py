@@ -1,8 +1,8 @@
 """How often the warnings are right, on seeds that no rule was set on: honest runs, and rewards that are exploited at once.
 
 The runs are those of `loopholes`, honest and with a flawed reward. The latter have a learning rate so large that the truth falls
-with the first steps and is never again what it was at the start. The bounds were stated before: at most 5 % of the honest runs
-raise an alarm, and 90 % of the exploiting ones do, by the far ends of Wilson's 95 % intervals.
+within the first steps, and evaluations so rare that the first one after the start sees it fallen. The bounds were stated before:
+at most 5 % of the honest runs raise an alarm, and 90 % of the exploiting ones do, by the far ends of Wilson's 95 % intervals.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def exploits_at_once(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def label(name: str, rate: float) -> str:
     """A row's method and learning rate."""
-    return f"{name.removeprefix('honest ')} at {rate:.1g}"
+    return f"{name.removeprefix('honest ')} {rate:.1g}"
 
 
 def share_of(part: int, whole: int) -> Interval:
@@ -144,7 +144,7 @@ def _verdict(claim: str, counts: Sequence[tuple[int, int]], bound: float, above:
 
 def tables(result: AlarmResult) -> Iterator[Table | Text]:
     """One row for each method and learning rate, then the bound."""
-    table = drawing.new_table("Alarms of honest runs and of hacks", "", "runs", "truth", "by rule", "hacked", "alarms", "share")
+    table = drawing.new_table("Alarms of honest runs and of hacks", "", "runs", "truth", "by rule", "hacks", "alarms", "share")
     for r in result.rows:
         share = f"{r.share.mean:.2f} [{r.share.low:.2f}, {r.share.high:.2f}]"
         counts = ", ".join(str(r.by_rule[rule]) for rule in RULES)
@@ -155,9 +155,9 @@ def tables(result: AlarmResult) -> Iterator[Table | Text]:
     yield table
     yield drawing.note(
         "truth: held-out accuracy at the start and at the end; of honest runs the reward is the same",
-        f"by rule: runs with the warning {', '.join(RULES)}; alarms: with any of them, of those hacked",
-        f"hacked: the truth is never again what it was at the start and ends {LOST:g} below, while the proxy rose",
-        "share: of the runs, or of those hacked, with Wilson's 95 % interval",
+        f"by rule: runs with the warning {', '.join(RULES)}; alarms: with any of them; of hacks alone",
+        f"hacks: the truth is never again what it was at the start and ends {LOST:g} below, while the proxy rose",
+        "share: of the runs, or of the hacks, with Wilson's 95 % interval",
     )
     yield trials.findings_text(result.findings)
 
