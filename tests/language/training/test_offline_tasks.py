@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -284,5 +285,5 @@ def test_three_steps_of_two_rows_are_an_epoch_of_six():
     for _ in range(6):
         state, _ = offline.step(run, state)
     first, second = task.asked[:3], task.asked[3:]
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == [*range(6)] and first != second
+    assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == [*range(6)] and first != second
     assert [row["epoch"] for row in run.journal.rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
