@@ -9,14 +9,15 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-verifiers bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make demo-real  teach SmolLM2-135M sums by GRPO: a download of 90 MB, then a quarter of an hour"
-	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite (meant: at most 10 minutes on two cores)"
+	@echo "make test       install, then lint, type-check, build the documentation and run the test suite (meant: at most 10 minutes on two cores)"
 	@echo "make quick      lint, and the tests of objective, tabular, config and surface: for the loop of a developer"
 	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
+	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds (CI runs it too)"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
@@ -24,6 +25,7 @@ help:
 	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
+	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
@@ -110,6 +112,10 @@ $(MUTANTS_VENV)/.installed: $(INSTALLED)
 test-mutants: $(MUTANTS_VENV)/.installed
 	$(MUTANTS_VENV)/bin/python tools/mutants.py
 
+# What takes seconds each, and whose heart a shorter test of `make test` holds: browsers, several ranks, more seeds.
+test-slow: test-machine
+	$(RUN) -m pytest -m "slow and not long" --durations 5 --numprocesses auto --maxprocesses 8 --dist loadfile
+
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
 
@@ -145,6 +151,17 @@ $(LM_EVAL_VENV)/.installed: $(INSTALLED)
 test-lm-eval: $(LM_EVAL_VENV)/.installed
 	PYTHONPATH=. $(LM_EVAL_VENV)/bin/python -m pytest -m lm_eval tests/lm_eval
 
+# verifiers pins mcp, and brings fifty packages along.
+VERIFIERS_VENV ?= .venv-verifiers
+$(VERIFIERS_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(VERIFIERS_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv
+	@touch $(VERIFIERS_VENV)/.installed
+
+test-verifiers: $(VERIFIERS_VENV)/.installed
+	PATH="$$PWD/$(VERIFIERS_VENV)/bin:$$PATH" PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/verifiers
+
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py
 	$(RUN) benchmarks/tabular.py
@@ -159,7 +176,7 @@ bench-cluster: $(INSTALLED)
 GPU_PYTHON ?= python3
 bench-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
-	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --cuda-graphs --json benchmarks/results/language_gpu_graphs.jsonl
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --json benchmarks/results/language_gpu_graphs.jsonl
 
 test-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5

@@ -101,7 +101,8 @@ class EpisodeSettings:
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
-    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    """What the policy may call, offered through the chat template: typed Python functions, as module:function, and all tools of
+    an MCP server, as "mcp:COMMAND" or mcp:http://…"""
     environment_timeout: Annotated[Positive, RECORDED, _PLAYED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
     environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
@@ -110,6 +111,12 @@ class EpisodeSettings:
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
     max_turns: Annotated[Count, _PLAYED] = 8
     """Turns of the policy after which an episode is cut."""
+    max_turn_length: Annotated[CountOrZero, _PLAYED] = 0
+    """Tokens of one turn of the policy; all its turns together then have max_completion_length. 0: each turn may have that."""
+    max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
+    """Tokens of one answer of an environment or tool, which is cut behind them; 0: as many as leave room for another turn."""
+    turns_together: Annotated[bool, RECORDED, _PLAYED] = False
+    """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,7 @@ class RewardConfig(PackingSettings):
     data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
     evaluation: Annotated[Evaluation, Unread("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(
-        default_factory=lambda: Evaluation(eval_prompts=256)
+        default_factory=Evaluation
     )
     run: Run = field(default_factory=Run)
     placement: Annotated[Placement, Unread("cluster", "scorers", "scorer_cpus", *_NO_SAMPLERS)] = field(default_factory=Placement)
@@ -253,7 +260,7 @@ class PreferenceConfig(PackingSettings, RewardSettings):
     data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
     placement: _Placed = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)

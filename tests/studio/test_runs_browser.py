@@ -29,6 +29,8 @@ def root(tmp_path_factory):
         bad / "rollouts.jsonl",
         *(rollout(13, 13, k, reward=0.5, advantage=0.0, finish_reason="length", completion=EVIL) for k in range(4)),
     )
+    pieces = [["prompt", f"<|im_start|>user\n{EVIL}"], ["trained", "Hello."], ["masked", "\n" + "wide" * 200]]
+    append(bad / "events.jsonl", {"time": 1.0, "kind": "first_rows", "rows": [["my.jsonl:1", pieces]]})
     control = make_run(root / "cartpole", rollouts=0, recipe="control", algorithm="ppo", env="CartPole-v1")
     (control / "episode.gif").write_bytes(GIF)
     append(
@@ -323,6 +325,7 @@ def test_50_000_points_in_12_charts_are_drawn_within_300_ms(opened, tmp_path):
 # ---- completions
 
 
+@pytest.mark.quick
 def test_a_group_side_by_side_with_why_its_advantage_is_zero(opened, ids):
     page = opened(f"runs={ids['rloo']}&tab=rollouts&step=13")
     expect(page.locator(".member")).to_have_count(4)
@@ -392,6 +395,15 @@ def test_a_run_with_a_video_offers_it_where_one_looks_first(opened, ids):
     expect(page.locator("#about .episode")).not_to_have_attribute("open", "")
 
 
+def test_the_first_rows_stand_as_the_model_reads_them(opened, ids):
+    page = opened(f"runs={ids['rloo']}&tab=about")
+    card = page.locator("#about .card", has_text="First rows")
+    expect(card.locator(".said .prompt")).to_have_text(f"<|im_start|>user\n{EVIL}")
+    expect(card.locator(".said .trained")).to_have_text("Hello.")
+    expect(card.locator(".row .piece")).to_have_text(["prompt", "trained", "masked", "sampled"])
+    expect(page.locator("#about .card", has_text="What happened")).not_to_contain_text("first_rows")
+
+
 def test_alerts_lead_to_their_completions(opened, ids):
     page = opened(f"runs={ids['rloo']}")
     page.get_by_role("button", name="Which completions").click()
@@ -403,6 +415,7 @@ def test_alerts_lead_to_their_completions(opened, ids):
 # ---- without a mouse
 
 
+@pytest.mark.quick
 def test_the_whole_flow_by_keyboard_alone(opened):
     """Find a run, lay another over it, read a curve, open a step, read a token, send two completions to be labelled."""
     page = opened()

@@ -20,6 +20,8 @@ CHUNK_ELEMENTS = 1 << 24
 # Logits of one tile of the closed form, and the most states in it.
 TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
+# How many times as much a GPU takes at once: there is no cache to stay in, and a hundred processors want work.
+CHUNK_ON_GPU, TILE_ON_GPU = 4, 64
 
 
 @dataclass(frozen=True)
@@ -101,19 +103,28 @@ class TokenStatsRequest:
 
 
 class _Logits(torch.autograd.Function):
-    """h·Wᵀ, with products in both directions that need no code compiled for every number of tokens."""
+    """h·Wᵀ, with products in both directions that need no code compiled for every number of tokens. With `sums` the weight's
+    gradient goes to their float32 sum: autograd's own, of many chunks in half precision, would lose what is small.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: gradients.Sums | None) -> Tensor:
+        ctx.head, ctx.sums = weight, sums
         ctx.save_for_backward(hidden, weight)
         return multiply(hidden, weight.t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return multiply(dlogits, weight) if wanted[0] else None, multiply(dlogits.t(), hidden) if wanted[1] else None
+        dhidden = multiply(dlogits, weight) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dhidden, None, None
+        dweight = multiply(dlogits.t(), hidden)
+        if ctx.sums is None:
+            return dhidden, dweight, None
+        ctx.sums.add_wide(ctx.head, dweight)
+        return dhidden, None, None
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -212,6 +223,8 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
     """Logits of some states and some tokens at a time, in at least float32, and as they are stored; the next overwrite them."""
     height = min(len(hidden), TILE_ROWS)
     width = min(len(weight), max(1, TILE_ELEMENTS // height))
+    if hidden.is_cuda:  # products whose width is no multiple of 64 miss the fast kernels
+        width = min(len(weight), max(1, TILE_ELEMENTS * TILE_ON_GPU // height // 64) * 64)
     room = hidden.new_empty(height * width)
     wide = room if room.dtype == upcast(room[:0]).dtype else torch.empty_like(room, dtype=torch.float32)
     for top in range(0, len(hidden), height):
@@ -269,12 +282,14 @@ def token_stats(
         return TokenStats(
             _ChosenLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, gradients.sums_for(linear.weight), known)
         )
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-
-    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return wanted.of(_Logits.apply(h, linear.weight) if plain else head(h), i, r)
+    rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if hidden.is_cuda else 1) // vocabulary)
 
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
+    sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None
+
+    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return wanted.of(_Logits.apply(h, linear.weight, sums) if plain else head(h), i, r)
+
     parts = []
     for start in range(0, max(hidden.shape[0], 1), rows):
         cut = slice(start, start + rows)

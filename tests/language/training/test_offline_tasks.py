@@ -140,6 +140,8 @@ def test_mismatched_answers_are_another_prompts(job, model):
 def test_every_command_of_the_family_prefers_what_it_was_shown(loss, job, tmp_path):
     config = preference_config(job, tmp_path / "run", loss=loss, max_steps=40, save_steps=0)
     config = replace(config, batch_size=16, optim=Optim(learning_rate=3e-3), evaluation=Evaluation(eval_prompts=8))
+    if loss == "kto":  # held out are all rows of a letter, which nothing is learned about
+        config = replace(config, data=replace(config.data, eval_dataset=config.data.dataset))
     result = preference.run(config)
     key = "eval/rewards/margins"
     if loss == "orpo":  # at its lambda of 0.1 the likelihood of the chosen comes first
@@ -258,7 +260,7 @@ def test_a_process_reward_model_of_a_model_without_tokens_is_refused(job, tmp_pa
     assert isinstance(config, RewardConfig) and os.path.isdir(tmp_path / "run")
 
 
-class Rows:
+class Asked:
     """A task that remembers which rows each step asked for."""
 
     name = "rows"
@@ -279,7 +281,7 @@ class Rows:
 
 def test_three_steps_of_two_rows_are_an_epoch_of_six():
     weight = torch.nn.Parameter(torch.zeros(1))
-    task, optim = Rows(weight), Optim(learning_rate=0.1)
+    task, optim = Asked(weight), Optim(learning_rate=0.1)
     run = Offline(SFTConfig(batch_size=2, optim=optim), task, None, Optimizer({"w": weight}, optim), 6, Silent())
     state = State()
     for _ in range(6):
