@@ -67,6 +67,8 @@ _CHECKPOINTS = "checkpoints are asked for by save_steps and save_minutes"
 _TORCHRUN = "on several machines torchrun or SLURM starts the processes"
 _ONLINE = "it changes the algorithm of an online method"
 _COLUMNS = "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows"
+_NO_EVALUATION = {"evaluation.eval_steps": 0, "evaluation.eval_prompts": 0}
+_NO_CHECKPOINTS = {"run.save_steps": 0, "run.save_minutes": 0.0}
 METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -151,9 +153,8 @@ _ROWS = (
         "the reference follows the policy with ref_model_sync_steps=512"),
     _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
     # YAML reads no as False
-    _is("eval_strategy", {"steps": {}, "no": {"evaluation.eval_steps": 0}, False: {"evaluation.eval_steps": 0}},
-        "evaluation is asked for by eval_steps"),
-    _is("save_strategy", {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
+    _is("eval_strategy", {"steps": {}, "no": _NO_EVALUATION, False: _NO_EVALUATION}, "evaluation is asked for by eval_steps"),
+    _is("save_strategy", {"steps": {}, "no": _NO_CHECKPOINTS, False: _NO_CHECKPOINTS},
         f"{_CHECKPOINTS}; the last step is always kept"),
     _is("optim", {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}}, "the optimiser is AdamW"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),

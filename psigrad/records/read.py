@@ -12,7 +12,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.records.pins import check_format, name_preset_once
 from psigrad.records.row_lines import read_lines, read_steps
-from psigrad.records.rows import number, parse_row, rollout_figures
+from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600
 
@@ -68,8 +68,7 @@ class RunData:
     @property
     def held_out_metric(self) -> str:
         """The name of the held-out metric ("eval/exact"), or an empty string."""
-        means = [key.removesuffix("/mean") for key in self.keys("eval/") if key.endswith("/mean")]
-        return means[0] if means else ""
+        return next((name for key in self.keys("eval/") if (name := metric_of(key))), "")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from psigrad.config import Run
-from psigrad.config.fields import LENGTH, marked
+from psigrad.config.fields import LENGTH, idle, marked
 from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, join_world
@@ -63,7 +63,10 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
         try:
             with watchdog.watching(), no_way_out(lambda reason: folder.event("failed", reason=reason)):
                 callbacks = _callbacks(config, folder, world)
-                yield Journal(folder, trackers, stop, Announcer(folder), watchdog, world, callbacks)
+                journal = Journal(folder, trackers, stop, Announcer(folder), watchdog, world, callbacks)
+                if not folder.finished and (unheard := idle(config)):
+                    journal.tell("no_effect", " ".join(unheard.values()), settings=list(unheard))
+                yield journal
         except Stopped:
             raise
         except BaseException as error:

@@ -174,6 +174,20 @@ def test_alarms_are_counted_by_run():
     assert verdict.test == "1 of 4 runs; share" and verdict.verdict == "undecided"
 
 
+def test_an_exploit_at_once_is_told_from_one_that_learns_first():
+    """The truth falls from 0.5 with the first step while the reward rises; there it is noticed, and honest runs are not hacks."""
+    hacked = [{"step": 0, "eval/exact/mean": 0.5, "eval/exact/low": 0.45}]
+    hacked += [{"step": t, "reward": 1.0 + t, "eval/exact/mean": 0.1, "eval/exact/low": 0.07} for t in range(1, 21)]
+    later = [{**row, "eval/exact/mean": 0.6, "eval/exact/low": 0.55} if row["step"] == 1 else row for row in hacked]
+    falls = [{**row, "reward": -row["reward"]} if row["step"] else row for row in hacked]
+    assert [false_alarms.exploits_at_once(rows) for rows in (hacked, later, falls)] == [True, False, False]
+    found = false_alarms.row("length", 3e-3, [hacked, later, hacked, falls])
+    assert (found.runs, found.exploited, found.noticed, found.alarms) == (4, 2, 2, 3)
+    honest = false_alarms.row("honest RLOO", 1e-3, [falls])
+    both = false_alarms.verdicts([honest, found])
+    assert [verdict.test for verdict in both] == ["0 of 1 runs; share", "2 of 2 runs; share"]
+
+
 def test_a_finished_run_is_known_by_its_settings_and_newer_ones_have_their_defaults(tmp_path):
     trial = trials.Trial("a", 0, "sft", SFTConfig(run=Run(max_steps=7)))
     identity = trials._identity(trial)

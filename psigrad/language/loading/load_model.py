@@ -208,11 +208,19 @@ def load_own_reference(
     dtype = config.reference_dtype or config.model.dtype
     if config.reference:
         return load_reference(config.reference, model, config, dtype, world)
+    saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
+    return load_start(config, model, checkpoint, world, dtype, saved)
+
+
+def load_start(
+    config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
+) -> LanguageModel:
+    """The model that training started from, which never learns: under LoRA the model itself without its adapter."""
+    dtype = dtype or config.model.dtype
     if model.is_own_reference:
         return model
     if checkpoint is None and dtype == config.model.dtype and not world.lockstep:
         return model.frozen_copy()
-    saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
     return load_frozen(replace(config.model, dtype=dtype), config.run, saved, world)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
+from psigrad.config.fields import idle
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
@@ -72,6 +73,8 @@ def run(config: EvalConfig) -> Report:
 
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
+    for text in idle(config).values():
+        print(f"psigrad: {text}", file=sys.stderr)
     machine.prepare_torch(config.run)
     samplers.check_sampling(config.sampling)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1

@@ -10,7 +10,7 @@ from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import example
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.placement import sampler_of
@@ -28,7 +28,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
 
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
-    rewards, metric = RewardSetup.of(config, config.reward), RewardSetup.of_metric(config)
+    rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
         if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
@@ -48,9 +48,10 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             journal.tell("rows_left_out", text, nothing_to_learn=empty, kept=len(learned))
         generated = None
         measure = metric or rewards
-        if measure.functions and held_out_rows:
+        if measure.weights and held_out_rows:
             scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
-            evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, None, world=journal.world)
+            kl_to = load_start(config, model, checkpoint, journal.world) if config.evaluation.eval_kl else None
+            evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, learned)
         judged = [made for row in held_out_rows if any((made := example(model.tokenizer, row, limit)).mask)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import replace
 
 import pytest
 import torch
+from in_memory import Silent
 from tiny_jobs import preference_config, reward_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from psigrad import cli
-from psigrad.config import Data, Evaluation, Optim, RewardConfig
+from psigrad.config import Data, Evaluation, Optim, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
@@ -21,9 +23,14 @@ from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Rows
 from psigrad.language.recipes import preference, reward
+from psigrad.language.training.learners import State
+from psigrad.language.training.offline import offline
 from psigrad.language.training.offline import preference_task as task_module
+from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, answer_logps, mismatched, reference_logps
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
+from psigrad.language.training.update import Optimizer
+from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 from psigrad.objective.preferences.reward_model import BradleyTerry
 
@@ -251,3 +258,34 @@ def test_a_process_reward_model_of_a_model_without_tokens_is_refused(job, tmp_pa
     with pytest.raises(UserError, match="no score for every token"):
         reward.run(config)
     assert isinstance(config, RewardConfig) and os.path.isdir(tmp_path / "run")
+
+
+class Asked:
+    """A task that remembers which rows each step asked for."""
+
+    name = "rows"
+
+    def __init__(self, weight):
+        self.weight, self.asked = weight, []
+
+    def __len__(self):
+        return 6
+
+    def tokens(self, rows):
+        return len(rows)
+
+    def shares(self, rows, budget, ranks=1):
+        self.asked.append(list(rows))
+        return [lambda: Loss((self.weight * len(rows)).sum(), {"loss": torch.tensor(1.0)})]
+
+
+def test_three_steps_of_two_rows_are_an_epoch_of_six():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    task, optim = Asked(weight), Optim(learning_rate=0.1)
+    run = Offline(SFTConfig(batch_size=2, optim=optim), task, None, Optimizer({"w": weight}, optim), 6, Silent())
+    state = State()
+    for _ in range(6):
+        state, _ = offline.step(run, state)
+    first, second = task.asked[:3], task.asked[3:]
+    assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == [*range(6)] and first != second
+    assert [row["epoch"] for row in run.journal.rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
