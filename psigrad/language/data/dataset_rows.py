@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from psigrad.errors import UserError, nearest
-
-Message = dict[str, Any]
+from psigrad.language.data.chat.messages import Message, check_answers, read_message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -290,6 +289,7 @@ class _Check:
             if role == "tool" and before not in ("assistant", "tool"):
                 self.fail(f"{column}[{i}]", f"is a tool's answer after {before or 'nothing'}; only an assistant can call a tool")
             before = role
+        check_answers(turns, column, self.fail)
         return turns
 
     def turn(self, message: object, where: str) -> Message:
@@ -297,20 +297,20 @@ class _Check:
             self.fail(where, f"is {_kind(message)}; a message must be an object with 'role' and 'content'")
         if "role" not in message and "from" in message:
             self.fail(where, "has 'from' and 'value' (ShareGPT's names); rename them to 'role' and 'content'")
-        turn = {key: value for key, value in message.items() if value is not None}
+        if (depth := _depth(message)) > MAX_DEPTH:
+            self.fail(where, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
+        turn = read_message(message, where, self.fail)
         role = turn.get("role")
         if not isinstance(role, str) or role not in ROLES:
             guess = _FOREIGN_ROLES.get(role, "") if isinstance(role, str) else ""
             hint = f"; did you mean {guess!r}?" if guess else nearest(str(role), ROLES)
             self.fail(f"{where}.role", f"is {show(role)}; it must be one of {', '.join(ROLES)}{hint}")
         calls = turn.get("tool_calls")
-        if calls is not None and (role != "assistant" or not isinstance(calls, list)):
-            self.fail(f"{where}.tool_calls", "must be a list, in an assistant's message")
         content = turn.get("content", "")
         if "content" not in turn and not calls:
             self.fail(f"{where}.content", "is missing or null")
         if not isinstance(content, str):
-            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string (content parts are not supported)")
+            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string, or a list of content parts of text")
         if not content and role in ("user", "assistant") and not calls:
             self.fail(f"{where}.content", "is an empty string")
         return turn

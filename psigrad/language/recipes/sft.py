@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import example
+from psigrad.language.data.templates import examples
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.placement import sampler_of
-from psigrad.language.recipes.row_limits import name_limit, token_limit
+from psigrad.language.recipes.row_limits import encode_rows, name_limit, tell_translations, token_limit
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.training.offline.offline import Generated
 from psigrad.language.training.offline.sft_task import SFTTask
@@ -34,10 +35,16 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
         rows, held_out_rows = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
         limit = token_limit(config, model)
-        examples = [example(model.tokenizer, row, limit) for row in rows]
-        if cut := sum(e.truncated for e in examples):
-            journal.tell("rows_cut", f"{cut} of {len(examples)} rows are cut at {limit} tokens.", at=limit, count=cut)
-        if not any(any(e.mask) for e in examples):
+        encode = partial(examples, model.tokenizer, max_length=limit, empty_thinking=config.train_empty_thinking)
+        found = encode_rows(rows, encode, config.data, journal)
+        tell_translations(model.tokenizer, rows, journal)
+        texts = [text for texts in found for text in texts]
+        if len(texts) > len(found):
+            said = f"{len(found)} rows are {len(texts)} texts: the chat template rewrites turns once others follow."
+            journal.tell("turns_apart", said, rows=len(found), texts=len(texts))
+        if cut := sum(e.truncated for e in texts):
+            journal.tell("rows_cut", f"{cut} of {len(texts)} rows are cut at {limit} tokens.", at=limit, count=cut)
+        if not any(any(e.mask) for e in texts):
             raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
         generated = None
         measure = metric or rewards
@@ -45,8 +52,9 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, None, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        task = SFTTask(model, examples)
-        held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held_out_rows]) if held_out_rows else None
+        task = SFTTask(model, texts)
+        apart = [text for held in encode_rows(held_out_rows, encode, config.data) for text in held] if held_out_rows else []
+        held_out = SFTTask(model, apart) if apart else None
         return train_on_rows(
             config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
         )

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, validate
-from psigrad.language.data.templates import CHATML, Example, completion_for_reward, decode, example, prompt_ids, stop_token_id
+from psigrad.language.data.templates import CHATML, Example, completion_for_reward, decode, example, prompt_ids, stop_token_ids
 
 Build = Callable[..., PreTrainedTokenizerFast]
 
@@ -144,7 +144,7 @@ def test_an_end_of_turn_token_left_outside_the_generation_block_is_trained_all_t
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     masked = tokenizer.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)
-    ends = [i for i, token in enumerate(masked["input_ids"]) if token == stop_token_id(tokenizer)]
+    ends = [i for i, token in enumerate(masked["input_ids"]) if token == stop_token_ids(tokenizer)[0]]
     assert not any(masked["assistant_masks"][i] for i in ends), "transformers' own mask leaves it out: the trap of trl#5988"
     assert pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) == TWO_TURNS_EXPECTED
 
@@ -251,11 +251,11 @@ def test_the_default_template_ends_turns_with_eos(build: Build) -> None:
     tokenizer = build(CHATML)
     expected = [(trained, text.replace("<|im_end|>", "<|endoftext|>")) for trained, text in TWO_TURNS_EXPECTED]
     assert pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) == expected
-    assert stop_token_id(tokenizer) == tokenizer.eos_token_id
+    assert stop_token_ids(tokenizer)[0] == tokenizer.eos_token_id
 
 
 def test_the_stop_token_is_the_templates_end_of_turn(plain_chatml: PreTrainedTokenizerFast) -> None:
-    assert stop_token_id(plain_chatml) == plain_chatml.convert_tokens_to_ids("<|im_end|>") != plain_chatml.eos_token_id
+    assert stop_token_ids(plain_chatml)[0] == plain_chatml.convert_tokens_to_ids("<|im_end|>") != plain_chatml.eos_token_id
 
 
 def test_conversational_prompts_equal_transformers_rendering(plain_chatml: PreTrainedTokenizerFast) -> None:

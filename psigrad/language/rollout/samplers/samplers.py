@@ -8,7 +8,7 @@ from psigrad.config import Sampling
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import stop_token_id
+from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler, SamplingParams
@@ -68,7 +68,7 @@ def sampling_params(
 
     Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
     """
-    chat = (stop_token_id(model.tokenizer),) if rows and not isinstance(rows[0].prompt, str) else ()
+    chat = stop_token_ids(model.tokenizer, rows[0]) if rows and not isinstance(rows[0].prompt, str) else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature if temperature is None else temperature,
