@@ -121,7 +121,9 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
         for name, turn, reply in (("turn_end", told, {**USER, "content": THIRD}), ("call_end", call_of(), answer))
     }
     opened, whole = text_of(USER, generation_prompt=True), text_of(USER, told)
-    header = whole.removeprefix(opened).partition(word)[0] if opened and opened == text_of(USER) else ""
+    header = (
+        whole.removeprefix(opened).partition(word)[0] if opened and whole.startswith(opened) and opened == text_of(USER) else ""
+    )
     return replace(found, **ends, header=header if special.search(header) else "")
 
 

@@ -70,8 +70,10 @@ def _joined(parts: list[Any], where: str, fail: Fail) -> str:
     for i, part in enumerate(parts):
         kind = "text" if isinstance(part, str) else part.get("type", "?") if isinstance(part, Mapping) else type(part).__name__
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
+        if kind != "text":
             fail(f"{where}[{i}]", f"is of type {kind!r}; psigrad trains on text, so leave out images, sound and video")
+        if not isinstance(text, str):
+            fail(f"{where}[{i}]", "has no text")
         texts.append(text)
     return "".join(texts)
 
@@ -82,7 +84,7 @@ def _call(call: object, where: str, fail: Fail) -> Message:
     function = made.pop("function", None)
     if function is None:  # the bare form, {"name", "arguments"}
         function = {key: made.pop(key) for key in ("name", "arguments") if key in made}
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         fail(f"{where}.function", "must be an object with the 'name' of a function and its 'arguments'")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

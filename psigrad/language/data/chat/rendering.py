@@ -40,7 +40,7 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     rows = getattr(tokenizer, _SETTLED, Settled()).rows
     if rows and ids and (worst := max(ids)) >= rows:
         raise UserError(
-            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, and the model's embedding has {rows} rows: "
+            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, and the model's embedding {rows} rows: "
             "the tokenizer was given tokens that the model was not. Call model.resize_token_embeddings(len(tokenizer)) and save "
             "both, or take the model's own tokenizer and template."
         )

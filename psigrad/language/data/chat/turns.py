@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
-from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, USER, call_of, dialect_of, speak, special_pattern
+from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, THINK, USER, call_of, dialect_of, speak, special_pattern
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
 from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
 from psigrad.language.data.dataset_rows import Row, show
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
-_EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\s*")
-_CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\s*")
+# behind it line breaks alone: a space belongs to the answer
+_EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\n*")
+_CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\n*")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -109,7 +110,8 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     if not text.startswith(before):
         before, text = _behind_open_thought(talk, said, before, text, len(messages))
     elif thought and thought not in text[len(before) :]:
-        text = f"{before}{CHANNEL}\n{thought}\n<channel|>{text[len(before) :]}"
+        form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
+        text = before + form.format(thought) + text[len(before) :]
     own = [span for span in talk.blocks(messages) if span[1] > len(before)] if _GENERATION.search(talk.template) else None
     closing = talk.closing(said)
     ends = talk.special.findall(closing)
@@ -130,7 +132,7 @@ def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, plac
     opened = _OPEN.search(before)
     if opened is None or not text.startswith(before[: opened.start()]):
         why = (
-            f"the chat template renders the generation prompt of message {place} (assistant) differently when the message is there, "
+            f"the chat template renders the generation prompt of message {place} (assistant) differently when it is there, "
             "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
             "(chat_template_kwargs, as enable_thinking), or use another"
         )
