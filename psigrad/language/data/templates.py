@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat import dialect
@@ -111,8 +111,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -
     A turn that calls a tool may have an end of its own, which counts where the row offers tools. The EOS where the template shows
     no end.
     """
-    found = tuple(int(tokenizer.convert_tokens_to_ids(token)) for token in stop_tokens(tokenizer, row))
-    return found or tuple(token for token in [tokenizer.eos_token_id] if isinstance(token, int))
+    found: Any = tokenizer.convert_tokens_to_ids(stop_tokens(tokenizer, row)) or [tokenizer.eos_token_id]
+    return tuple(token for token in found if token is not None)
 
 
 def said_otherwise(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]:

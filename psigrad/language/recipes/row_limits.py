@@ -17,7 +17,8 @@ from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rollout.types import Prompt
 from psigrad.runs.journal import Journal
 
-R, T = TypeVar("R"), TypeVar("T")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 def encode_prompts(

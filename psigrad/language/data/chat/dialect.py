@@ -124,7 +124,7 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
     header = (
         whole.removeprefix(opened).partition(word)[0] if opened and whole.startswith(opened) and opened == text_of(USER) else ""
     )
-    return replace(found, **ends, header=header if special.search(header) else "")
+    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header if special.search(header) else "")
 
 
 def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

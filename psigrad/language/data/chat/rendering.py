@@ -126,7 +126,7 @@ def _set_clock(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any])
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     if "strftime_now" not in template:
         return
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # type: ignore[attr-defined]
+    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     def strftime_now(form: str) -> str:
         return day_of(tokenizer).strftime(form)
