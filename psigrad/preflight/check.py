@@ -212,8 +212,8 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
     for token in stops:
         if not 0 <= token < vocabulary:
             yield f"the token {token} that ends a text is not among the model's {vocabulary}"
-    if missing := [token for token, place in model.tokenizer.get_vocab().items() if place >= vocabulary]:
-        names = ", ".join(map(repr, sorted(missing)[:4]))
+    if missing := sorted(place for place in model.tokenizer.get_vocab().values() if place >= vocabulary):
+        names = ", ".join(map(repr, model.tokenizer.convert_ids_to_tokens(missing[:4])))
         yield f"the tokenizer has {len(missing)} tokens more than the embedding has rows ({names})"
     if not isinstance(row.prompt, str) and not set(stop_token_ids(model.tokenizer, row)) <= set(stops):
         yield "the token that ends a turn of the chat template does not stop a completion"
