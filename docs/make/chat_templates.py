@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import date
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,9 +203,10 @@ def generation_prompt(case: Case) -> None:
     """The prompt opens the assistant's turn: what is trained behind it has no role in it."""
     text = case.prompt([user(SAID)])
     ((_, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
-    parts = {"role": "user", "content": [{"type": "text", "text": SAID}]}
-    render = partial(case.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-    assert text in (render([user(SAID)]), render([parts])), "transformers renders it otherwise"
+    said = user(SAID)
+    if SAID not in case.tokenizer.apply_chat_template([said], tokenize=False):
+        said["content"] = [{"type": "text", "text": SAID}]
+    assert text == case.tokenizer.apply_chat_template([said], add_generation_prompt=True, tokenize=False)
     assert not text.endswith(str(case.tokenizer.eos_token))
     assert re.search(r"assistant|model|chatbot", trained.partition(ANSWER)[0].split("<|channel|>")[0], re.I) is None, trained
 

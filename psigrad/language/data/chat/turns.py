@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
@@ -25,12 +25,12 @@ _CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\n*")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Context:
     """A text, and the spans of characters in it that the assistant wrote and that are trained."""
 
     text: str
-    spans: list[Span] = field(default_factory=list)
+    spans: Sequence[Span] = ()
 
 
 class Talk:
