@@ -52,8 +52,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     """The token ids that a completion of this row continues.
 
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation
-    prompt, and the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as TRL does.
-    Raises `RowError` where the template leaves something of the prompt out.
+    prompt, and the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as TRL does. An
+    assistant's turn at the end is the beginning of the answer (prefill): its text follows the generation prompt. Raises
+    `RowError` where the template leaves something of the prompt out.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -66,7 +67,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
             )
     else:
         talk = Talk(tokenizer, row)
-        text = talk.render(row.prompt, generation_prompt=True)
+        text = talk.prompt(row.prompt)
         check_shown(talk, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set())
         ids = _encode(tokenizer, text)
     if not ids:

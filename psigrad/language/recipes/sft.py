@@ -52,8 +52,8 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, None, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        task = SFTTask(model, texts)
-        apart = [text for held in encode_rows(held_out_rows, encode, config.data) for text in held] if held_out_rows else []
+        task = SFTTask(model, found)
+        apart = encode_rows(held_out_rows, encode, config.data) if held_out_rows else []
         held_out = SFTTask(model, apart) if apart else None
         return train_on_rows(
             config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)

@@ -248,3 +248,13 @@ def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
     assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)
     with pytest.raises(RowError, match="shows no end of the assistant's turn"):
         observation_ids(tokenizer, Row("x", prompt=[USER]), "4")
+
+
+def test_an_answer_begun_in_the_prompt_is_trained_from_there_on(plain_chatml: PreTrainedTokenizerFast) -> None:
+    begun = {"role": "assistant", "content": "the "}
+    row = Row("my.jsonl:7", prompt=[USER, begun], completion=[{"role": "assistant", "content": "cat"}])
+    assert plain_chatml.decode(prompt_ids(plain_chatml, row)) == START + "the "
+    (built,) = examples(plain_chatml, row)
+    prompt = prompt_ids(plain_chatml, row)
+    assert built.ids[: len(prompt)] == prompt and built.mask.index(True) == len(prompt)
+    assert texts(plain_chatml, row) == ["cat<|im_end|>"]

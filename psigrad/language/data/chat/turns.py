@@ -55,6 +55,12 @@ class Talk:
         except Exception as error:  # a template is a program: it can raise anything
             raise refusal(self.row, error) from error
 
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """What is sampled from: the generation prompt, and behind it a turn of the assistant that the messages end with."""
+        begun = messages[-1] if messages[-1]["role"] == "assistant" else None
+        text = self.render(messages[:-1] if begun else messages, generation_prompt=True)
+        return text + str(begun["content"]) if begun else text
+
     def blocks(self, messages: Sequence[Message]) -> list[Span]:
         """The spans of the template's generation blocks."""
         try:
@@ -79,13 +85,21 @@ def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bo
     """
     talk = Talk(tokenizer, row)
     prompt = row.prompt if isinstance(row.prompt, list) else []
-    messages = row.messages or [*prompt, *(row.completion or [])]
+    answer = list(row.completion) if isinstance(row.completion, list) else []
+    first = len(prompt)
+    if answer and prompt and prompt[-1]["role"] == "assistant":  # the answer is begun in the prompt
+        first -= 1
+        answer[0] = {**answer[0], "content": prompt[-1]["content"] + answer[0].get("content", "")}
+    messages = row.messages or [*prompt[:first], *answer]
     made: list[Context] = []
     texts: dict[int, str] = {}
-    for i in range(len(prompt), len(messages)):
+    for i in range(first, len(messages)):
         if not is_trained(messages[i]):
             continue
         before, text, spans = _turn(talk, messages[: i + 1], empty_thinking)
+        if i < len(prompt):  # the policy writes what the prompt did not
+            begun = len(talk.prompt(prompt))
+            spans = [(max(start, begun), end) for start, end in spans if end > begun]
         if not spans:
             continue
         if made and before.startswith(made[-1].text.rstrip()):
@@ -106,25 +120,26 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     """The context of the last message, the text up to its end, and its spans that are trained."""
     said = messages[-1]
     before, text = talk.render(messages[:-1], generation_prompt=True), talk.render(messages)
+    own = [span for span in talk.blocks(messages) if span[1] > len(before)] if _GENERATION.search(talk.template) else None
+    if own == []:
+        return before, text, []
+    as_rendered = text
     thought = _thought_of(said) if talk.dialect.reasoning == "hidden" else ""
     if not text.startswith(before):
         before, text = _behind_open_thought(talk, said, before, text, len(messages))
     elif thought and thought not in text[len(before) :]:
         form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
         text = before + form.format(thought) + text[len(before) :]
-    own = [span for span in talk.blocks(messages) if span[1] > len(before)] if _GENERATION.search(talk.template) else None
     closing = talk.closing(said)
     ends = talk.special.findall(closing)
     if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
         text = text.rstrip() + closing
-    if own == []:
-        return before, text, []
     start = len(before)
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if _OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
     # the policy continues the prompt from its very end, wherever the template's first block starts
-    return before, text, [(start, own[0][1]), *own[1:]] if own else [(start, len(text))]
+    return before, text, [(start, own[0][1]), *own[1:]] if own and text.startswith(as_rendered) else [(start, len(text))]
 
 
 def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
