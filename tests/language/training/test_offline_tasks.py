@@ -265,9 +265,9 @@ def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):
     together = SFTTask(model, [texts, [alone]])
     # all behind three tokens: 3 + 3 + 5 + 7; the first alone and the others behind five would be 6 + 5 + 3 + 5
     assert [one.start for one in bundle(texts)] == [3] and together.tokens([0]) == 18 and together.tokens([1]) == 4
-    # with a fourth: 18 + 9 behind three; 6 + 5 + 3 + 5 + 7 in two bundles
+    # with a fourth 18 + 9; in two bundles 3 + 3 + 5 and, behind eight, 8 + 2 + 4
     fourth = Example([*texts[2].ids[:9], 1, 2, 3], [False] * 9 + [True] * 3, False)
-    assert [one.start for one in bundle([*texts, fourth])] == [6, 5]
+    assert [one.start for one in bundle([*texts, fourth])] == [3, 8]
     parameters = list(model.trainable().values())
     apart = step(SFTTask(model, [[text] for text in texts] + [[alone]]), parameters, 1)
     for budget in (1000, 1):
