@@ -14,9 +14,10 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make demo-real  teach SmolLM2-135M sums by GRPO: a download of 90 MB, then a quarter of an hour"
-	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite (meant: at most 10 minutes on two cores)"
+	@echo "make test       install, then lint, type-check, build the documentation and run the test suite (meant: at most 10 minutes on two cores)"
 	@echo "make quick      lint, and the tests of objective, tabular, config and surface: for the loop of a developer"
 	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
+	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds (CI runs it too)"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
@@ -110,6 +111,10 @@ $(MUTANTS_VENV)/.installed: $(INSTALLED)
 test-mutants: $(MUTANTS_VENV)/.installed
 	$(MUTANTS_VENV)/bin/python tools/mutants.py
 
+# What takes seconds each, and whose heart a shorter test of `make test` holds: browsers, several ranks, more seeds.
+test-slow: test-machine
+	$(RUN) -m pytest -m "slow and not long" --durations 5 --numprocesses auto --maxprocesses 8 --dist loadfile
+
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
 
@@ -159,7 +164,7 @@ bench-cluster: $(INSTALLED)
 GPU_PYTHON ?= python3
 bench-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
-	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --cuda-graphs --json benchmarks/results/language_gpu_graphs.jsonl
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --json benchmarks/results/language_gpu_graphs.jsonl
 
 test-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attention", default="sdpa", choices=["sdpa", "flex"])
-    parser.add_argument("--cuda-graphs", action="store_true")
+    parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     parser.add_argument("--json", default=str(HERE / "results" / "language.jsonl"))
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():

@@ -6,8 +6,12 @@ No generator state is ever saved, so results do not depend on worker order, batc
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -34,6 +38,25 @@ def uniform(seeds: np.ndarray, counter: int | np.ndarray) -> np.ndarray:
         x = x ^ (x >> np.uint64(31))
     uniform: np.ndarray = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return uniform
+
+
+def uniform_on_device(seeds: Tensor, counter: Tensor) -> Tensor:
+    """`uniform` of int64 tensors [B] in which the seeds' bits lie, bit for bit, on their device."""
+    x = seeds + (counter + 1) * _signed(_GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x ^ _shift(x, 31)
+    return _shift(x, 11).double() * 2.0**-53
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Right by `bits`, zeros from the left: on int64 `>>` alone copies the sign."""
+    return (x >> bits) & ((1 << 64 - bits) - 1)
+
+
+def _signed(word: int | np.uint64) -> int:
+    """The int64 with these bits."""
+    return (int(word) ^ 1 << 63) - (1 << 63)
 
 
 def permutation(n: int, *parts: int | str) -> np.ndarray:

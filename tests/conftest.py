@@ -42,6 +42,14 @@ def _needs(item: pytest.Item) -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What drives a browser is slow, but for those marked `quick`; before pytest chooses by marks."""
+    for item in items:
+        if "chromium" in _needs(item) and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture is made."""
     for name in _needs(item):

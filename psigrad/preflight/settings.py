@@ -56,7 +56,7 @@ class BenchConfig:
     """Recompute in the backward pass what takes memory."""
     attention: Literal["sdpa", "flex"] = "sdpa"
     """psigrad's attention over packed sequences on a GPU."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     """Record psigrad's decoding steps on a GPU."""
     steps: Count = 3
     """Steps that are timed, after a first one."""

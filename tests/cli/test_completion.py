@@ -36,6 +36,7 @@ def offered(script, *words):
     return subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_flags_and_values(scripts):
     assert offered(scripts["bash"], "psigrad", "dp") == ["dppo", "dpo"]
     assert "--learning-rate" in offered(scripts["bash"], "psigrad", "grpo", "--learn")

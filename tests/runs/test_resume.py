@@ -11,6 +11,8 @@ import pytest
 from resuming import MORE_RECIPES, RECIPES, digest, dying_at
 from tiny_jobs import forked
 
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
+
 
 @pytest.fixture(scope="module", params=RECIPES)
 def uninterrupted(request, job, tmp_path_factory):
@@ -51,7 +53,7 @@ def killed_then_resumed(run, config, job, output: Path, points: list[int]) -> No
     assert forked(lambda: run(config(job, output))) == 0
 
 
-@pytest.mark.parametrize("index", [*range(5), *(pytest.param(i, marks=pytest.mark.long) for i in range(5, 10))])
+@pytest.mark.parametrize("index", [0, 1, *(pytest.param(i, marks=SLOW if i < 5 else LONG) for i in range(2, 10))])
 def test_a_killed_run_resumes_bitwise(index, uninterrupted, job, tmp_path):
     run, config, expected, events = uninterrupted
     point = random.Random(index).randrange(1, len(events))
@@ -59,7 +61,7 @@ def test_a_killed_run_resumes_bitwise(index, uninterrupted, job, tmp_path):
     assert digest(tmp_path / "run") == expected, f"killed at event {point}: {events[point - 1]}"
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=SLOW) for i in range(1, 4))])
 def test_every_recipe_resumes_bitwise(index, another, job, tmp_path):
     run, config, expected, events = another
     point = random.Random(index).randrange(len(events) // 3, len(events))  # behind the first checkpoint

@@ -83,6 +83,7 @@ def counted(page: Page, text: str) -> None:
 # ---- labelling by keyboard
 
 
+@pytest.mark.quick
 def test_pairs_by_keyboard_alone(opened, studio):
     number = project(studio, 8)
     page, _ = at_work(opened, studio, number)
@@ -338,6 +339,7 @@ def test_a_session_that_ended_asks_for_a_login(opened, studio):
 # ---- blindness and markup
 
 
+@pytest.mark.quick
 def test_the_page_of_a_labeller_has_no_names_of_what_made_the_completions(opened, studio):
     number = project(studio, 3, strengths=2)
     page, _ = at_work(opened, studio, number)
@@ -387,6 +389,7 @@ def test_what_models_and_people_wrote_stays_text(opened, studio):
 # ---- the administrator's way, and invites
 
 
+@pytest.mark.quick
 def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
     owner = opened("/label")
     owner.get_by_role("link", name="New project").click()

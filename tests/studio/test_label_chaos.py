@@ -182,6 +182,7 @@ def postgres() -> Iterator[str]:
         yield url + "postgres"
 
 
+@pytest.mark.slow
 def test_eight_labellers_and_a_server_that_is_killed(tmp_path):
     rows, broken = storm(str(tmp_path / "labels.db"), tmp_path, labellers=8, tasks=60, kills=2)
     print(f"\n{rows} rows; {broken} submissions broke off and were sent again")

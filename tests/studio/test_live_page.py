@@ -73,6 +73,7 @@ def test_it_plays_by_itself_and_can_be_stopped_and_stepped(opened):
     until(lambda: not values(page, 0).any())
 
 
+@pytest.mark.quick
 def test_at_the_end_every_world_shows_the_exact_values_and_a_policy(opened):
     page = opened()
     for world in live_grid.WORLDS:

@@ -214,6 +214,7 @@ def test_the_labelling_page_shows_texts_rendered_as_written_and_by_their_differe
     assert page.locator("[data-reading][aria-pressed=true]").get_attribute("data-reading") in ("written", "rendered")
 
 
+@pytest.mark.quick
 def test_rollouts_are_rendered_and_run_nothing(visit, studio):
     run = studio.ask("GET", "/api/runs").json["runs"][0]["id"]
     page = visit(f"/runs#runs={run}&tab=rollouts&step=9")

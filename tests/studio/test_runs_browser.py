@@ -323,6 +323,7 @@ def test_50_000_points_in_12_charts_are_drawn_within_300_ms(opened, tmp_path):
 # ---- completions
 
 
+@pytest.mark.quick
 def test_a_group_side_by_side_with_why_its_advantage_is_zero(opened, ids):
     page = opened(f"runs={ids['rloo']}&tab=rollouts&step=13")
     expect(page.locator(".member")).to_have_count(4)
@@ -403,6 +404,7 @@ def test_alerts_lead_to_their_completions(opened, ids):
 # ---- without a mouse
 
 
+@pytest.mark.quick
 def test_the_whole_flow_by_keyboard_alone(opened):
     """Find a run, lay another over it, read a curve, open a step, read a token, send two completions to be labelled."""
     page = opened()

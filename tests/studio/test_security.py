@@ -502,6 +502,7 @@ def test_a_dripping_header_does_not_buy_time():
         assert quickest(dripped, 3) < 3
 
 
+@pytest.mark.slow
 def test_under_abuse_memory_stays_and_honest_requests_are_quick():
     """Row 24's goals, on a server of its own process: RSS growth below 64 MB and honest p99 below `bearable`."""
     command = [sys.executable, "-m", "psigrad", "studio", "--no-open"]

@@ -214,6 +214,7 @@ def train(place: Path, name: str, dataset: Path) -> SimpleNamespace:
     return SimpleNamespace(rm=place / f"runs/parrot/rm-{name}/model", dpo=place / f"runs/parrot/dpo-{name}/model")
 
 
+@pytest.mark.slow
 @pytest.mark.needs("chromium")
 def test_from_a_group_over_blind_votes_to_a_reward_model_and_dpo(place):
     with studio(place) as address, browsers() as visit:

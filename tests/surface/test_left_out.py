@@ -24,7 +24,10 @@ def test_of_fish(n): raise AssertionError("it runs")
 @pytest.fixture
 def browser(): raise AssertionError("it starts")
 
+@pytest.mark.quick
 def test_of_a_page(browser): pass
+
+def test_of_another_page_which_is_slow(browser): raise AssertionError("it was not asked for")
 
 def test_that_stands(): pass
 """
@@ -53,12 +56,14 @@ def test_the_last_lines_say_what_was_left_out_and_what_would_bring_it(tmp_path):
     *_, title, one, two, counts = said.splitlines()
     assert status == 0 and "missing on this machine" in title and sorted([one, two]) == sorted(LINES)
     assert "1 passed, 4 skipped" in counts
+    assert "another_page" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [{"CI": "true"}, {"PSIGRAD_TEST_EVERYTHING": "1"}])
 def test_where_everything_is_tested_what_is_missing_fails(tmp_path, asked):
     status, said = run(tmp_path, CASES, **asked)
-    assert status == 1 and "1 passed, 4 errors" in said.splitlines()[-1]
+    assert status == 1 and "1 passed, 1 deselected, 4 errors" in said.splitlines()[-1]
     assert "3 tests of completion in fish failed: no fish on this machine; apt-get install fish" in said
 
 

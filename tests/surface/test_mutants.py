@@ -31,6 +31,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_noticed_and_none_is_not():
     """The fork's import finds the changed source, though nothing is written; a test that never ends counts as noticed."""
     old = "    return over_steps(stats.centre(batch.sequence_reward, batch.present.long()), batch)"

@@ -96,6 +96,7 @@ def test_the_wheel_holds_all_that_is_read_at_run_time(wheel):
     assert not [name for name in names if name.startswith(("tests/", "docs/", "tools/", "benchmarks/", "studies/"))]
 
 
+@pytest.mark.slow
 @pytest.mark.needs("git", "compiler")
 def test_the_wheel_works_outside_of_the_repository(wheel, tmp_path):
     """In an environment of its own. The other packages are those of this one: they are large, and not what is tested."""

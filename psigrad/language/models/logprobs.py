@@ -20,6 +20,8 @@ CHUNK_ELEMENTS = 1 << 24
 # Logits of one tile of the closed form, and the most states in it.
 TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
+# How many times as much a GPU takes at once: there is no cache to stay in, and a hundred processors want work.
+CHUNK_ON_GPU, TILE_ON_GPU = 4, 64
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
     """Logits of some states and some tokens at a time, in at least float32, and as they are stored; the next overwrite them."""
     height = min(len(hidden), TILE_ROWS)
     width = min(len(weight), max(1, TILE_ELEMENTS // height))
+    if hidden.is_cuda:  # products whose width is no multiple of 64 miss the fast kernels
+        width = min(len(weight), max(1, TILE_ELEMENTS * TILE_ON_GPU // height // 64) * 64)
     room = hidden.new_empty(height * width)
     wide = room if room.dtype == upcast(room[:0]).dtype else torch.empty_like(room, dtype=torch.float32)
     for top in range(0, len(hidden), height):
@@ -269,7 +273,7 @@ def token_stats(
         return TokenStats(
             _ChosenLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, gradients.sums_for(linear.weight), known)
         )
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
+    rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if hidden.is_cuda else 1) // vocabulary)
 
     def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return wanted.of(_Logits.apply(h, linear.weight) if plain else head(h), i, r)

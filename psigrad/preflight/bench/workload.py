@@ -42,7 +42,7 @@ class Workload:
     iterations: int = 1
     gradient_checkpointing: bool = False
     attention: str = "sdpa"
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     steps: int = 5
 
     @property

@@ -21,7 +21,7 @@ from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused.packed_weights import LIMIT, MIN_ROWS_TO_PACK
 from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
+from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.native.processor import plain_bfloat16
 from psigrad.language.models.packing import Groups
@@ -247,6 +247,7 @@ def passing(
     recompute: bool,
     learns_head: bool,
     critic: tuple[Shape, Terms] | None = None,
+    device: str = "cpu",
 ) -> list[MemoryItem]:
     """Items that are allocated and freed within a step; `critic` is a separate critic."""
     note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
@@ -263,7 +264,7 @@ def passing(
     found = [
         MemoryItem("activations", activations, "train", note),
         MemoryItem("backward pass", backward, "train", "gradients of one layer's activations"),
-        _head(work, policy, width, learns_head),
+        _head(work, policy, width, learns_head, device),
     ]
     if kept.fused not in (0, width):
         found.append(MemoryItem("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
@@ -316,11 +317,13 @@ def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
     return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
 
 
-def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> MemoryItem:
+def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str) -> MemoryItem:
     """A chunk of logits with what its backward pass needs, and the head's gradient before it is added up."""
     whole, closed = _logits(work, policy), _is_closed(work, policy)
     both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
     limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
+    if device == "cuda":
+        limit *= TILE_ON_GPU if closed else CHUNK_ON_GPU
     elements = min(whole, limit)
     size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
     if learns_head and not (closed and width == 4):

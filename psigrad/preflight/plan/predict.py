@@ -133,7 +133,10 @@ def predict(
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
     items = _models(config, parts, policy, work)
-    items += passing(work, policy, kept, width=width, recompute=recompute, learns_head=not adapter, critic=learning)
+    device = machine.kind
+    items += passing(
+        work, policy, kept, width=width, recompute=recompute, learns_head=not adapter, critic=learning, device=device
+    )
     items += load_items(parts)
     weights = width * policy.parameters
     caching = cache_bytes(work, policy, kept, width)

@@ -205,6 +205,7 @@ def test_without_kernels_the_modules_do_the_work(name, value, reason, tokenizer,
     assert bool(model.evaluate(some_groups()).logp.isfinite().all())
 
 
+@pytest.mark.slow
 def test_the_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch, forgetful):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not isinstance(library(), str)

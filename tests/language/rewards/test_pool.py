@@ -130,6 +130,7 @@ def test_a_worker_stopped_before_it_reads_a_large_request_is_late(pool_of, zoo, 
     assert [r.value for r in results] == [1_000_000, 1]
 
 
+@pytest.mark.slow
 def test_two_hundred_hangs_leave_the_pool_as_it_was(pool_of, zoo, score, record_property):
     record_property("count", 200)
     others = children()

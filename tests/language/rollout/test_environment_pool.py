@@ -77,6 +77,7 @@ def test_what_an_episode_does_costs_that_episode_alone(pool, bad, workers):
     assert {i: step.observation for i, step in after.items()} == {0: "a 3", 3: "d 3", 4: "e 3"}, "they go on where they were"
 
 
+@pytest.mark.slow
 def test_several_may_fall_in_one_turn(pool):
     playing = pool(timeout=HANG)
     playing.begin(ROWS)

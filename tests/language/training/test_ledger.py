@@ -26,7 +26,7 @@ def states(folder):
     return [json.loads(file.read_text()) for file in sorted(folder.glob("checkpoints/*/state.json"))]
 
 
-@pytest.mark.parametrize("method", ["grpo", "dapo", "online_dpo"])
+@pytest.mark.parametrize("method", ["dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "online_dpo"))])
 def test_the_ledger_balances_in_every_checkpoint_and_at_the_end(method, job, tmp_path):
     config = online_config(job, tmp_path / "run", method, save_steps=1, save_total_limit=9)
     config = replace(config, reward=(some,), max_unscored=1.0, num_minibatches=1)

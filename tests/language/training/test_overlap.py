@@ -48,7 +48,7 @@ def marked(prompts: list[str], completions: list[str], mark: list[int], **_: Any
     return [100 * m + sum(map(ord, text)) + len(completions) for m, text in zip(mark, completions, strict=True)]
 
 
-@pytest.mark.parametrize("max_batch", [4, 256])
+@pytest.mark.parametrize("max_batch", [4, pytest.param(256, marks=pytest.mark.slow)])
 def test_every_completion_gets_its_own_reward(model, max_batch):
     """Groups come in the order in which they end; trajectories stand in that of their prompts."""
     given = prompts(model, 6)

@@ -56,8 +56,16 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 # every world starts processes of its own: those that show least beside the others are left to `make test-long`
 LEFT = {(kind, size, sharded) for kind in ("modules", "double") for size, sharded in ((1, True), (4, False), (4, True))}
+ALWAYS = ("native", 2, True)
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
+
+
+def marks(*world):
+    return [LONG] if world in LEFT else [SLOW] if world != ALWAYS else []
+
+
 TRIES = [
-    pytest.param(kind, name, *world, marks=[pytest.mark.long] * ((kind, *world) in LEFT))
+    pytest.param(kind, name, *world, marks=marks(kind, *world))
     for kind, table in TABLES.items()
     for name in table
     for world in WORLDS
@@ -77,7 +85,7 @@ def test_the_gradient_is_that_of_one_process(found, kind, name, size, sharded):
     assert (one["after a step"] != 0).any()
 
 
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", ["mean", *(pytest.param(c, marks=SLOW) for c in CONTROLS if c != "mean")])
 def test_wrong_ways_to_share_a_step_are_seen(models, found, tmp_path, control):
     sharded = control in ("root only", "layers unseen")
     try:
@@ -105,7 +113,10 @@ def held_out(models, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(("size", "sharded"), [(2, False), pytest.param(4, False, marks=pytest.mark.long), (2, True)])
+@pytest.mark.parametrize(
+    ("size", "sharded"),
+    [pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.long), (2, True)],
+)
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward"])
 def test_held_out_rows_are_shared_and_the_figures_those_of_one_process(held_out, name, size, sharded):
     one, several = held_out(1, False)[name], held_out(size, sharded)[name]

@@ -49,7 +49,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "recipe",
     ["grpo", *(pytest.param(r, marks=pytest.mark.long) for r in ("sft", "ppo", "dpo", "reward", "online_dpo", "episodes"))],
@@ -69,7 +69,7 @@ def test_two_processes_train_as_one_does(whole, recipe, strategy):
 
 KILLS = [
     ("ddp", "backward 1 5"),
-    ("fsdp", "save 1 2"),
+    pytest.param("fsdp", "save 1 2", marks=pytest.mark.slow),
     *(
         pytest.param(*x, marks=pytest.mark.long)
         for x in (("fsdp", "backward 1 5"), ("ddp", "save-alone 0 2"), ("ddp", "gather 0 40"), ("ddp", "forward 1 9"))
@@ -113,6 +113,7 @@ def saved(tmp_path_factory):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sharded"), [(1, False), (4, True), pytest.param(2, False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "case", ["dapo bfloat16", pytest.param("lora", marks=pytest.mark.long), pytest.param("reward", marks=pytest.mark.long)]
@@ -197,6 +198,7 @@ def test_from_python_several_processes_are_refused_with_the_way_to_start_them(jo
     assert RankLost.exit_status == 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_rank_0_calls_the_callbacks_and_all_ranks_do_what_they_ask_for(job, tmp_path, strategy):
     for size in (1, 2):
@@ -209,6 +211,7 @@ def test_rank_0_calls_the_callbacks_and_all_ranks_do_what_they_ask_for(job, tmp_
         assert a == pytest.approx(b, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_callback_that_fails_ends_every_rank_with_its_name(job, tmp_path):
     ranks.run(2, "rank_runs", "directed", job, tmp_path / "run", "sft", "ddp", "fails")
     told = [(tmp_path / f"run-{rank}.error").read_text() for rank in (0, 1)]

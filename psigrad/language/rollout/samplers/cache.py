@@ -1,7 +1,6 @@
 """Keys and values of the sequences being decoded.
 
-`KVCache` is for any model: one slot for each sequence, left-aligned, filled by prefill and grown by decoding. On a GPU, where a
-small model's step is hundreds of launches that each take longer than their kernel, `Recorded` replays its steps. `SharedCache` is
+`KVCache` is for any model: one slot for each sequence, left-aligned, filled by prefill and grown by decoding. `SharedCache` is
 for the fused decoder: a prompt's keys and values are kept once for its whole group, each slot holds its own tokens only.
 """
 
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 
 from psigrad.language.models.attention import Attending, PackedLayout
 from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
-from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
 
 GROWTH = 64  # tokens by which the slots grow at least
@@ -45,6 +43,13 @@ class KVCache:
         if have is None or have[0].shape[2] < tokens:
             self.layers[layer] = grow(have, k.new_zeros, (self.slots, k.shape[1], k.shape[3], v.shape[3]), tokens, self.longest)
         return self.layers[layer]
+
+    def clear(self) -> None:
+        """Empty all slots; what a broken step may have left there, NaN too, is gone."""
+        self.lengths = torch.zeros(0, dtype=torch.long)
+        for pair in self.layers.values():
+            for x in pair:
+                x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> Prefill:
         """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
@@ -123,7 +128,7 @@ class Decode:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.places = cache.lengths.clone()
-        self.width = int(self.places.max()) + 1
+        self.width = self.room = int(self.places.max()) + 1
         self.slots = torch.arange(cache.active, device=self.places.device)
         self._masks: dict[int | None, Tensor] = {}
         cache.lengths = cache.lengths + 1
@@ -144,18 +149,19 @@ class Decode:
         return self._masks[window]
 
     @classmethod
-    def at(cls, cache: KVCache, places: Tensor) -> Decode:
-        """A step of a shape that does not depend on what the slots hold: the first len(places) slots, as wide as they can become;
-        their next tokens come to `places`.
+    def at(cls, cache: KVCache, places: Tensor, columns: int) -> Decode:
+        """A step of a shape that does not depend on what the slots hold: the first len(places) slots, of which `columns` are
+        read; their next tokens come to `places`. The slots get all the room that they can come to need.
         """
         step = cls.__new__(cls)
-        step.cache, step.places, step.width, step._masks = cache, places, cache.longest, {}
+        step.cache, step.places, step.width, step._masks = cache, places, columns, {}
+        step.room = cache.longest
         step.slots = torch.arange(len(places), device=places.device)
         return step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
-        keys, values = self.cache.room(layer, k, v, self.width)
+        keys, values = self.cache.room(layer, k, v, self.room)
         keys[self.slots, :, self.places] = k[:, :, 0]
         values[self.slots, :, self.places] = v[:, :, 0]
         batch, heads, _, dim = q.shape
@@ -319,58 +325,3 @@ class SharedDecode:
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Attend from one new token per sequence to its prompt and its earlier tokens, by the native kernel."""
         return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)
-
-
-# What makes of a function without arguments its replay, and the tensor that each replay fills.
-Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-
-
-def on_cuda(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """A CUDA graph of `run`, which runs twice for it: what it allocates and chooses at first is not to be recorded."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph.replay, out
-
-
-class Recorded:
-    """The decoding steps of a model on a cache whose slots have all their room from the beginning.
-
-    A recording has the shape that it was made with: of 1, 2, 4, … slots, of which the last may be empty. Those write keys and
-    values where the next prompt will overwrite them, and nobody reads their logits.
-    """
-
-    def __init__(self, model: LanguageModel, cache: KVCache, record: Recorder = on_cuda) -> None:
-        self.model, self.cache, self.record = model, cache, record
-        self._steps: dict[int, tuple[Tensor, Tensor, Callable[[], None], Tensor]] = {}
-
-    def logits(self, last: Tensor) -> Tensor:
-        """[active, V] after one more token [active] in every active slot; overwritten by the next step."""
-        active = self.cache.active
-        size = min(1 << (active - 1).bit_length(), self.cache.slots)
-        if size not in self._steps:
-            self._steps[size] = self._record(size)
-        tokens, places, replay, out = self._steps[size]
-        tokens[:active, 0] = last
-        places[:active] = self.cache.lengths
-        places[active:] = 0
-        replay()
-        self.cache.lengths = self.cache.lengths + 1
-        return out[:active]
-
-    def _record(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None], Tensor]:
-        # in the slots that are at work the recording writes where this very step will
-        tokens = torch.zeros(size, 1, dtype=torch.long, device=self.model.device)
-        places = torch.zeros(size, dtype=torch.long, device=self.model.device)
-        places[: self.cache.active] = self.cache.lengths
-
-        def run() -> Tensor:
-            step = Decode.at(self.cache, places)
-            return self.model.head(self.model.forward(tokens, places[:, None], step)[:, 0])
-
-        return tokens, places, *self.record(run)

@@ -72,6 +72,11 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
 
 def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
     """`draw` in tensor operations."""
+    return draw_at(logits, params, torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None])
+
+
+def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> Drawn:
+    """One token per row of logits [B, V] at the uniform numbers u [B, 1], float64. On a GPU nothing waits for the CPU."""
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
@@ -80,7 +85,6 @@ def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter
         return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
     kept = filter_logits(logits, params) if params.filtered else logits
     weights, normaliser = _weights(kept)
-    u = torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None]
     ids = inverse(weights, u)
     logq = _at(kept, ids) - normaliser
     return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1) if params.filtered else logq, logq)
@@ -110,7 +114,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
     ids = block[:, 0] * _BLOCK + _first_above(inside, lambda total: target - before)
     # what rounding leaves over may point behind all weights: then the last that counts is meant
     lost = ~(weights.gather(1, ids.clamp_max(size - 1)[:, None])[:, 0] > 0)
-    return torch.where(lost, _last(weights), ids) if lost.any() else ids
+    return torch.where(lost, _last(weights), ids) if _may_be(lost) else ids
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
@@ -119,7 +123,12 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]
     # u · total may round up to the total itself
-    return torch.minimum(ids, _last(weights)) if (ids == weights.shape[1]).any() else ids
+    return torch.minimum(ids, _last(weights)) if _may_be(ids == weights.shape[1]) else ids
+
+
+def _may_be(rare: Tensor) -> bool:
+    """Whether any is True, which a GPU is not asked: the answer would cost more than what it saves."""
+    return rare.is_cuda or bool(rare.any())
 
 
 def _last(weights: Tensor) -> Tensor:

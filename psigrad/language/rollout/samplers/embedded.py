@@ -14,8 +14,9 @@ from psigrad.language.models.fused.activation_cache import ActivationCache, Cach
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, on_device, pack
 from psigrad.language.rollout.episodes.dialogue import CachedDialogue
-from psigrad.language.rollout.samplers.cache import KVCache, Recorded, SharedCache
+from psigrad.language.rollout.samplers.cache import KVCache, SharedCache
 from psigrad.language.rollout.samplers.distribution import draw
+from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, fits
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
@@ -25,7 +26,7 @@ class EmbeddedSampler(Sampler):
 
     A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
     matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
-    and replayed, on a GPU.
+    and replayed, where `recorded.fits`; the cache then stays between calls.
     """
 
     exact = True
@@ -35,9 +36,10 @@ class EmbeddedSampler(Sampler):
         model: LanguageModel,
         max_batch: int = 256,
         progress: Callable[[int], None] | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self.model, self.max_batch, self.progress, self.cuda_graphs = model, max_batch, progress, cuda_graphs
+        self._recorded: RecordedDecoding | None = None
 
     @torch.inference_mode()
     def steps(
@@ -49,15 +51,15 @@ class EmbeddedSampler(Sampler):
         """
         check_room(self.model, requests, params)
         self.model.switch(training=False)
-        batch = _Batch(self.model, requests, params, self.max_batch, self.cuda_graphs, self.model.usable(cache))
+        batch = _Batch(self.model, requests, params, self.max_batch, self._recording(requests, params), self.model.usable(cache))
         yield batch.pop_complete()
         while batch.waiting or batch.sequences.size:
             batch.admit()
             yield batch.pop_complete()
             while batch.sequences.size and not batch.can_admit():
-                batch.decode()
+                tokens = batch.decode()
                 if self.progress is not None:
-                    self.progress(batch.sequences.size)
+                    self.progress(tokens)
                 yield batch.pop_complete()
         batch.name_rows()
 
@@ -73,13 +75,35 @@ class EmbeddedSampler(Sampler):
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
         self.model.switch(training=False)
-        batch = _Batch(self.model, [request], params, 1, self.cuda_graphs, None)
+        batch = _Batch(self.model, [request], params, 1, None, None)
         batch.admit()
         for place in range(params.max_tokens):
             yield int(batch.ids[0, place])
             if not batch.sequences.size:
                 return
             batch.decode()
+
+    def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
+        """The recorded steps for these requests, those of the last call where they fit; None where steps are not recorded."""
+        if not self.cuda_graphs or self.model.decoder is not None or self.model.root is not None or not requests:
+            return None
+        slots, longest = _room_for(requests, params, self.max_batch)
+        if self._recorded is None or not self._recorded.serves(self.model, slots, longest, params):
+            self._recorded = None  # its memory is free before the next takes some
+            # with room to spare, so that the next call's prompts, a little longer, need no other
+            slots = min(self.max_batch, 1 << (slots - 1).bit_length())
+            longest = min(self.model.max_length, -(-longest // 256) * 256)
+            if not fits(self.model, slots, longest):
+                return None
+            self._recorded = RecordedDecoding(self.model, slots, longest, params)
+        self._recorded.cache.clear()
+        return self._recorded
+
+
+def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -> tuple[int, int]:
+    """The slots that these requests need, and what each may come to hold, in tokens."""
+    slots = min(max_batch, sum(len(request.seeds) for request in requests))
+    return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:
@@ -103,7 +127,7 @@ class _Batch:
         requests: list[Request],
         params: SamplingParams,
         max_batch: int,
-        cuda_graphs: bool,
+        recorded: RecordedDecoding | None,
         cache: ActivationCache | None,
     ) -> None:
         self.model, self.requests, self.params, self.max_batch = model, requests, params, max_batch
@@ -117,15 +141,12 @@ class _Batch:
             for start in range(firsts[r], firsts[r + 1], max_batch)
         )
         self.firsts = firsts
-        slots = min(max_batch, len(self.seeds))
-        longest = max(len(r.prompt_ids) for r in requests) + params.max_tokens
-        self.cache: KVCache | SharedCache = KVCache(slots, longest)
+        slots, longest = _room_for(requests, params, max_batch)
+        self.recorded = recorded
+        self.cache: KVCache | SharedCache = KVCache(slots, longest) if recorded is None else recorded.cache
         if model.decoder is not None:
             decoder = model.decoder
             self.cache = SharedCache(slots, params.max_tokens, len(decoder.layers), decoder.heads, decoder.dtype)
-        self.recorded: Recorded | None = None
-        if cuda_graphs and isinstance(self.cache, KVCache):
-            self.recorded = Recorded(model, self.cache)
         self.sequences = np.zeros(0, dtype=np.int64)
         self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
@@ -161,23 +182,25 @@ class _Batch:
         hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, keep, wanted=ends)
         logits = self.model.head(hidden).index_select(0, copies)
         new = np.concatenate([members for _, members in groups])
-        before = self.sequences.size
         self.sequences = np.concatenate([self.sequences, new])
-        self._write(logits, new, before)
+        self._draw(logits, new)
 
-    def decode(self) -> None:
-        """One token for every sequence in the batch."""
-        last = on_device(self.ids[self.sequences, self.counts[self.sequences] - 1], self.model.device)
+    def decode(self) -> int:
+        """A token for every sequence in the batch, or several where steps are recorded. Returns the number of tokens."""
+        counts = self.counts[self.sequences]
+        last = self.ids[self.sequences, counts - 1]
         if self.recorded is not None:
-            self._write(self.recorded.logits(last), self.sequences, 0)
-            return
+            steps = min(TOKENS_AT_ONCE, self.params.max_tokens - int(counts.min()))
+            ids, logprobs = self.recorded.decode(last, counts, self.seeds[self.sequences], steps)
+            return self._write(ids, logprobs, self.sequences)
         step = self.cache.decode()
         keep = self._keep()
         if keep is not None and self.rows is not None:
             count = self.sequences.size
             self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.next_row(count) + np.arange(count)
-        hidden = self.model.forward(last[:, None], step.positions[:, None], step, keep)
-        self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
+        tokens = on_device(last, self.model.device)
+        hidden = self.model.forward(tokens[:, None], step.positions[:, None], step, keep)
+        return self._draw(self.model.head(hidden[:, 0]), self.sequences)
 
     def _keep(self) -> ActivationCache | None:
         """Where this forward pass is to be kept, while there is room."""
@@ -197,16 +220,27 @@ class _Batch:
             ]
             self.kept.register(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
 
-    def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:
-        """Draw and record a token for `sequences`, which stand in the slots from `before` on; let go of those that end."""
-        counts = self.counts[sequences]
-        drawn = draw(logits, self.params, self.seeds[sequences], counts)
-        ids = drawn.ids.cpu().numpy()
-        self.ids[sequences, counts] = ids
-        self.logprobs[0, sequences, counts] = drawn.logprobs.cpu().numpy()
-        self.logprobs[1, sequences, counts] = drawn.sampling_logprobs.cpu().numpy()
-        self.counts[sequences] += 1
-        self.stopped[sequences] = (ids[:, None] == self.stops).any(1)
+    def _draw(self, logits: torch.Tensor, sequences: np.ndarray) -> int:
+        """Draw and record a token for each of `sequences`; returns their number."""
+        drawn = draw(logits, self.params, self.seeds[sequences], self.counts[sequences])
+        logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs])
+        return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
+
+    def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
+        """Record tokens [K, n] and log-probs [K, 2, n] of `sequences`, each up to its end, and let go of those that end.
+
+        Returns how many tokens were recorded.
+        """
+        stops = (ids[..., None] == self.stops).any(-1)
+        before = self.counts[sequences]
+        room = np.minimum(len(ids), self.params.max_tokens - before)
+        taken = np.minimum(np.where(stops.any(0), stops.argmax(0) + 1, len(ids)), room)
+        step, column = np.nonzero(np.arange(len(ids))[:, None] < taken)
+        rows, places = sequences[column], before[column] + step
+        self.ids[rows, places] = ids[step, column]
+        self.logprobs[:, rows, places] = logprobs[step, :, column].T
+        self.counts[sequences] += taken
+        self.stopped[sequences] = stops[taken - 1, np.arange(len(sequences))]
         ended = self.stopped[self.sequences] | (self.counts[self.sequences] == self.params.max_tokens)
         if ended.any():
             owners = self.owner[self.sequences[ended]]
@@ -214,6 +248,7 @@ class _Batch:
             self.complete += sorted({r for r in owners.tolist() if not self.lacking[r]})
             order = self.cache.remove(torch.from_numpy(ended).to(self.model.device))
             self.sequences = self.sequences[order.cpu().numpy()]
+        return int(taken.sum())
 
     def pop_complete(self) -> list[tuple[int, list[Completion]]]:
         """The requests that have become complete since the last call, with what was written."""

@@ -51,8 +51,6 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
         from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 
         return TransformersSampler(model, sampling.max_decode_batch)
-    if sampling.cuda_graphs and model.device.type != "cuda":
-        raise UserError(f"sampling.cuda_graphs is for GPUs and the model is on {model.device}; leave it off.")
     return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
 
 

@@ -1,0 +1,141 @@
+"""Decoding on a GPU without its CPU: several tokens for every slot by replays of one recording.
+
+A small model's step is hundreds of launches that each take longer than their kernel, and to ask for each token makes the GPU
+wait. So a step is recorded once, draw included, and replayed `TOKENS_AT_ONCE` times before its tokens are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.cache import Decode, KVCache
+from psigrad.language.rollout.samplers.distribution import draw_at
+from psigrad.language.rollout.types import SamplingParams
+from psigrad.seeds import uniform_on_device
+
+# Tokens of a sequence between two looks at who has ended; those drawn behind an end are thrown away.
+TOKENS_AT_ONCE = 8
+# Columns of keys and values that the shortest recording reads; longer ones read twice as many each.
+_NARROWEST = 128
+
+# What makes of a function without arguments its replay.
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class RecordedDecoding:
+    """The decoding steps of a model on a cache whose slots have all their room from the beginning.
+
+    The cache and the recordings stay from call to call, since a recording holds their addresses and those of the weights. A
+    recording has the shape that it was made with: of 1, 2, 4, … slots and so many columns. Slots that are empty write keys and
+    values where the next prompt will overwrite them, and nobody reads what they draw.
+    """
+
+    def __init__(
+        self, model: LanguageModel, slots: int, longest: int, params: SamplingParams, record: Recorder | None = None
+    ) -> None:
+        """`longest` is what a slot may come to hold, in tokens."""
+        self.model, self.params = model, params
+        self.cache = KVCache(slots, longest)
+        self.weights = addresses(model)
+        self._record = record or on_cuda()
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        device = model.device
+        # of each slot: its last token, where the next goes, how many were drawn, and the seed
+        self.state = torch.zeros(4, slots, dtype=torch.long, device=device)
+        self.at = torch.zeros(1, dtype=torch.long, device=device)
+        self.ids = torch.zeros(TOKENS_AT_ONCE, slots, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
+
+    def serves(self, model: LanguageModel, slots: int, longest: int, params: SamplingParams) -> bool:
+        """Whether these recordings are of this model, its present weights and this distribution, with room enough."""
+        same = replace(params, max_tokens=1, stop_token_ids=()) == replace(self.params, max_tokens=1, stop_token_ids=())
+        room = self.cache.slots >= slots and self.cache.longest >= longest
+        return same and room and self.model is model and self.weights == addresses(model)
+
+    def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Up to `steps` more tokens for every active slot, whose last token, number of tokens and seed are [active] each.
+
+        Returns their ids [steps, active] and log-probs [steps, 2, active]: the policy's, and that of the distribution drawn from.
+        """
+        active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
+        size = min(1 << (active - 1).bit_length(), self.cache.slots)
+        places = self.cache.lengths.cpu().numpy()
+        host = np.zeros((4, size), dtype=np.int64)
+        host[:, :active] = last, places, counts, seeds.view(np.int64)
+        self.state[:, :size] = torch.from_numpy(host).to(self.state.device)
+        self.at.zero_()
+        replay = self._replay(size, self._columns(int(places.max()) + steps))
+        for _ in range(steps):
+            replay()
+        self.cache.lengths = self.cache.lengths + steps
+        return self.ids[:steps, :active].cpu().numpy(), self.logprobs[:steps, :, :active].cpu().numpy()
+
+    def _columns(self, wanted: int) -> int:
+        doublings = max(0, math.ceil(math.log2(wanted / _NARROWEST)))
+        return min(_NARROWEST << doublings, self.cache.longest)
+
+    def _replay(self, size: int, columns: int) -> Callable[[], None]:
+        """The recording of this shape, made when it is first wanted."""
+        if (size, columns) not in self._replays:
+            before = self.state.clone(), self.at.clone()
+            # the recorder runs the step: in the slots that are at work it writes where this very step will
+            self._replays[size, columns] = self._record(lambda: self._step(size, columns))
+            self.state.copy_(before[0])
+            self.at.copy_(before[1])
+        return self._replays[size, columns]
+
+    def _step(self, size: int, columns: int) -> None:
+        """One token for the first `size` slots, without a word from the CPU."""
+        tokens, places, counts, seeds = self.state[:, :size]
+        step = Decode.at(self.cache, places.clone(), columns)
+        hidden = self.model.forward(tokens[:, None], places[:, None], step)
+        drawn = draw_at(self.model.head(hidden[:, 0]), self.params, uniform_on_device(seeds, counts)[:, None])
+        self.ids[:, :size].index_copy_(0, self.at, drawn.ids[None])
+        logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs]).to(self.logprobs.dtype)
+        self.logprobs[:, :, :size].index_copy_(0, self.at, logprobs[None])
+        tokens.copy_(drawn.ids)
+        counts.add_(1)
+        places.add_(1).clamp_(max=self.cache.longest - 1)  # only of a sequence that has ended, whose last tokens nobody reads
+        self.at.add_(1)
+
+
+def fits(model: LanguageModel, slots: int, longest: int) -> bool:
+    """Whether the model is on a GPU whose memory these slots, of so many tokens, take no more than a fifth of."""
+    if model.device.type != "cuda":
+        return False
+    config = model.network.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = 2 * config.num_hidden_layers * slots * longest * heads * width
+    memory: int = torch.cuda.get_device_properties(model.device).total_memory
+    return bool(5 * values * model.network.dtype.itemsize <= memory)
+
+
+def addresses(model: LanguageModel) -> tuple[int, ...]:
+    """Where the weights lie."""
+    return tuple(p.data_ptr() for p in model.network.parameters())
+
+
+def on_cuda() -> Recorder:
+    """Makes CUDA graphs, which share their memory. What a function allocates and chooses when it first runs is not recorded."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    return record
