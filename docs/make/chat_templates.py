@@ -237,6 +237,8 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
     "date": printed_date,
 }
 
+SHOWN = {"yes": "✓", "refused": "refused", "wrong": "**wrong**"}
+
 
 def outcome(name: str, column: str) -> str:
     """yes; refused, where psigrad says so; or wrong, where it does not."""
@@ -255,8 +257,7 @@ def table() -> str:
     found = {name: [outcome(name, column) for column in COLUMNS] for name in names()}
     right = [sum(row[i] == "yes" for row in found.values()) for i in range(len(COLUMNS))]
     lines = ["| template | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    shown = {"yes": "✓", "refused": "refused", "wrong": "**wrong**"}
-    lines += [f"| {name} | " + " | ".join(shown[cell] for cell in row) + " |" for name, row in found.items()]
+    lines += [f"| {name} | " + " | ".join(SHOWN[cell] for cell in row) + " |" for name, row in found.items()]
     lines += [f"| right of {len(found)} | " + " | ".join(map(str, right)) + " |"]
     return "\n".join(lines) + "\n"
 

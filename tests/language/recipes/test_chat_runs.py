@@ -95,6 +95,7 @@ class Again:
 SPECIALS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "specials", "several"), [("qwen3", (), True), ("deepseek_r1_distill", SPECIALS, False)])
 def test_online_rl_starts_on_templates_that_change_the_past(template, specials, several, job, tmp_path):
     config = online_config(job, tmp_path / "run", max_steps=1)
