@@ -213,7 +213,7 @@ class _Specials:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.ids = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self.ids = dialect.specials_of(tokenizer).ids
 
     def blank(self, token: int) -> bool:
         """Whether it is white space."""

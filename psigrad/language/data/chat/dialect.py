@@ -71,16 +71,37 @@ class Dialect:
     """What opens the assistant's turn, where the template cannot be asked to: add_generation_prompt changes nothing."""
 
 
-_known: WeakKeyDictionary[Any, dict[str, Dialect]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class Specials:
+    """The special tokens of a tokenizer: their ids, and what finds them in a text."""
+
+    ids: frozenset[int]
+    pattern: re.Pattern[str]
 
 
-def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], special: re.Pattern[str]) -> Dialect:
-    """What the template of these arguments shows, which is asked once. `special` is `special_pattern` of the tokenizer."""
+_specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
+_dialects: WeakKeyDictionary[Any, dict[Any, Dialect]] = WeakKeyDictionary()
+
+
+def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
+    """Its special tokens, found once until it gets others."""
+    key = (len(tokenizer), len(tokenizer.extra_special_tokens), *tokenizer.special_tokens_map.values())
+    if _specials.get(tokenizer, (None,))[0] != key:
+        found = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        words = sorted(found.values(), key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+        _specials[tokenizer] = (key, Specials(frozenset(found), pattern))
+    return _specials[tokenizer][1]
+
+
+def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Dialect:
+    """What the template of these arguments shows, which is asked once."""
     settings = {name: value for name, value in arguments.items() if name != "tools"}
-    template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
-    held, key = _known.setdefault(tokenizer, {}), json.dumps([template, settings, special.pattern], sort_keys=True, default=str)
+    template, special = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"]), specials_of(tokenizer)
+    key = (template, json.dumps(settings, sort_keys=True, default=str), special)
+    held = _dialects.setdefault(tokenizer, {})
     if key not in held:
-        held[key] = _ask(tokenizer, {**settings, "tools": None}, special)
+        held[key] = _ask(tokenizer, {**settings, "tools": None}, special.pattern)
     return held[key]
 
 
@@ -125,12 +146,6 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
         whole.removeprefix(opened).partition(word)[0] if opened and whole.startswith(opened) and opened == text_of(USER) else ""
     )
     return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header if special.search(header) else "")
-
-
-def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Finds the special tokens of a tokenizer in a text."""
-    words = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or r"(?!)")
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> str:

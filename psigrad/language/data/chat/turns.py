@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
-from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, THINK, USER, call_of, dialect_of, speak, special_pattern
+from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, THINK, USER, call_of, dialect_of, speak, specials_of
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
 from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
 from psigrad.language.data.dataset_rows import Row, show
@@ -39,8 +39,8 @@ class Talk:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> None:
         self.tokenizer, self.row, self.arguments = tokenizer, row, arguments_of(tokenizer, row)
         self.template = template_of(tokenizer, row, self.arguments)
-        self.special = special_pattern(tokenizer)
-        self.dialect = dialect_of(tokenizer, self.arguments, self.special)
+        self.special = specials_of(tokenizer).pattern
+        self.dialect = dialect_of(tokenizer, self.arguments)
         if self.dialect.header:
             raise UserError(
                 "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
