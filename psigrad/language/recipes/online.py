@@ -43,7 +43,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
-        episodes = stack.enter_context(episodes_for(config, journal))
+        episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
         rows, held_out = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
