@@ -45,7 +45,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     placement: Placement | None = getattr(config, "placement", None)
     form = form_of(tokenizer) if config.tools else CallForm()
     if config.tools and journal is not None and not (form.family or form.response_template):
-        text = "The chat template writes no calls of tools that could be read back, so calls are read in every known form."
+        text = "The chat template does not tell in which form the model calls tools, so calls are read in every known form."
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
