@@ -164,7 +164,7 @@ def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) 
 
 def completion_for_reward(row: Row, text: str) -> str | list[Message]:
     """A completion as reward functions get it from TRL: text, or one assistant message where the prompt is conversational."""
-    return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+    return text if isinstance(row.shown_prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _encodable(text: str) -> str:

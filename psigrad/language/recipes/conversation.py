@@ -12,7 +12,8 @@ from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.sources import from_rows, read_rows
+from psigrad.language.data.posted_forms import Tell, for_model
+from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
 from psigrad.language.recipes.placement import open_actors
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
@@ -75,21 +76,30 @@ def _playing(config: Played, form: CallForm) -> Playing:
     )
 
 
-def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows: the dataset's, or those that the environment brings along. Tools are offered in every row."""
+def rows_for(config: OnlineConfig, episodes: Episodes | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows as the model reads them: the dataset's, or those that the environment brings along. Tools are
+    offered in every row.
+    """
     own = own_rows(config, episodes)
     if own is None:
-        train, held = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed)
+        read = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed, tell)
     else:
-        held, train = own[: config.evaluation.eval_prompts], own[config.evaluation.eval_prompts :]
+        read = own[_count_own(config) :], own[: _count_own(config)]
+    train, held = for_model(tokenizer, read, config.data.plain_prompts, tell)
     return offer_tools(config, train), offer_tools(config, held)
+
+
+def _count_own(config: Played) -> int:
+    """Held-out rows of an environment's own."""
+    count = config.evaluation.eval_prompts
+    return HELD_OUT if count is None else count
 
 
 def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
     """The rows that the environment brings along, where no dataset was given."""
     if episodes is None or config.data.dataset:
         return None
-    made = episodes.playing.rows(OWN_ROWS + config.evaluation.eval_prompts, config.run.seed)
+    made = episodes.playing.rows(OWN_ROWS + _count_own(config), config.run.seed)
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 
@@ -100,5 +110,7 @@ def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     shown = schemas(resolve(config.tools, config.worker_env))
     for row in rows:
         if isinstance(row.prompt, str):
-            raise UserError(f"{row.source}: the prompt is plain text, and tools need a chat template; give messages.")
+            raise UserError(
+                f"{row.source}: the prompt is plain text, and tools need a chat template; give messages, or a model that has one."
+            )
     return [replace(row, columns={**row.columns, "tools": shown}) for row in rows]

@@ -139,7 +139,7 @@ def to_calls(value: Any) -> Iterator[ToolCall]:
         if not isinstance(call, dict):
             raise CallError(f"a call is an object with name and arguments, and this is {_show(repr(item))}")
         name = call.get("name", call.get("tool_name"))
-        arguments = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), {})
+        arguments: Any = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), {})
         if isinstance(arguments, str):
             arguments, _ = _json(arguments, 0)
         if not isinstance(name, str):

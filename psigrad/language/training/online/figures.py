@@ -241,7 +241,7 @@ def rollout_rows(
     tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
     return [
         {
-            **rollout_row(t, step, "train", rows[t.row].prompt, advantage.get(id(t))),
+            **rollout_row(t, step, "train", rows[t.row].shown_prompt, advantage.get(id(t))),
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }
