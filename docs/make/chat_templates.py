@@ -184,10 +184,8 @@ def parsed(case: Case) -> None:
     """The call that a row teaches is read as that call."""
     ((_, trained),) = case.turns(messages=[user(SAID), bot("", tool_calls=[CALL])], tools=[TOOL])
     ids = case.tokenizer(trained, add_special_tokens=False)["input_ids"]
-    found = tools.calls(templates.decode(case.tokenizer, ids))
-    if not found:
-        raise UserError("no call is found")
-    assert [(call["name"], call["arguments"]) for call in found] == [(CITY, {"city": PLACE})], found
+    read = tools.form_of(case.tokenizer).read(templates.decode(case.tokenizer, ids), {CITY: {"city": {"type": "string"}}})
+    assert [(call.name, call.arguments) for call in read] == [(CITY, {"city": PLACE})], read
 
 
 def stop(case: Case) -> None:

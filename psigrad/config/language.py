@@ -84,7 +84,8 @@ class EpisodeSettings:
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
-    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    """What the policy may call, offered through the chat template: typed Python functions, as module:function, and all tools of
+    an MCP server, as "mcp:COMMAND" or mcp:http://…"""
     environment_timeout: Annotated[Positive, RECORDED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
     environment_workers: Annotated[Count, RECORDED] = 1
@@ -208,7 +209,7 @@ class RewardConfig(PackingSettings):
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
@@ -237,7 +238,7 @@ class PreferenceConfig(PackingSettings, RewardSettings):
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     sampling: Sampling = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)

@@ -20,9 +20,12 @@ from torch import Tensor
 
 from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data import sources
+from psigrad.language.data.dataset_rows import Row, show
+from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import from_rows, read_rows
-from psigrad.language.data.templates import prompt_ids, said_otherwise, stop_token_ids
+from psigrad.language.data.templates import observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading import model_source
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
@@ -30,6 +33,8 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
+from psigrad.language.rollout.episodes.tool_calls import BrokenCall
+from psigrad.language.rollout.episodes.tools import PROBE, form_of
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
@@ -111,10 +116,18 @@ class Subject:
         return [row[:length] for row, length in zip(found, lengths, strict=True)]
 
 
-def _rows(config: OnlineConfig) -> list[Row]:
-    if config.data.dataset:
-        return read_rows(config.data, "prompt-only", 0, config.run.seed)[0]
-    return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
+def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
+    """The prompts of the dataset, of any form; of text to train on as a whole the text itself."""
+    if not config.data.dataset:
+        return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
+    try:
+        read = read_rows(config.data, "prompt-only", 0, config.run.seed)[0]
+    except UserError:
+        if (form := sources.form_of(config.data)) in ("", "prompt-only"):
+            raise
+        read = read_rows(config.data, form, 0, config.run.seed)[0]
+    rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns) for row in read]
+    return for_model(model.tokenizer, [rows], config.data.plain_prompts)[0]
 
 
 def load_subject(config: OnlineConfig) -> Subject:
@@ -122,7 +135,7 @@ def load_subject(config: OnlineConfig) -> Subject:
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     dataset = [
-        Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offer_tools(config, _rows(config)))
+        Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offer_tools(config, _rows(config, model)))
     ]
     room = model.max_length - short.max_completion_length
     prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
@@ -154,6 +167,7 @@ def run(config: OnlineConfig) -> list[Finding]:
     for check in (
         check_data,
         check_text,
+        *((check_tools,) if config.tools else ()),
         check_packing,
         check_sharing,
         check_sampling_logps,
@@ -178,10 +192,12 @@ def all_pass(findings: Sequence[Finding]) -> bool:
     return all(finding.verdict == "ok" for finding in findings)
 
 
-def report(findings: Sequence[Finding], *, as_json: bool = False) -> str:
-    """A line for each, or one JSON object {"passed", "checks"}."""
+def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence[Rendered] = ()) -> str:
+    """A line for each, or one JSON object {"passed", "checks", "rows"}."""
     if as_json:
-        return json.dumps({"passed": all_pass(findings), "checks": [finding.row() for finding in findings]}, indent=1)
+        shown = [{"title": title, "pieces": pieces} for title, pieces in rows]
+        checks = [finding.row() for finding in findings]
+        return json.dumps({"passed": all_pass(findings), "checks": checks, "rows": shown}, indent=1)
     width, what = (max(len(getattr(f, key)) for f in findings) for key in ("name", "what"))
     lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
     for f in findings:
@@ -249,6 +265,23 @@ def check_text(subject: Subject) -> Finding:
     control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
     what = "tokens that end a text, chat template, stopping"
     return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join([*found, *notes]))
+
+
+def check_tools(subject: Subject) -> Finding:
+    """tool calls."""
+    tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
+    form = form_of(tokenizer)
+    found = [] if form.probe(form.seen) == [PROBE] else ["not read back"]
+    try:
+        observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])
+    except UserError as error:
+        found.append(reason_of(error))
+    # one that breaks off must be answered with what is wrong
+    broken = form.probe(form.seen[: form.seen.find("colours")])
+    seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
+    note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
+    control = sum(isinstance(call, BrokenCall) for call in broken)
+    return Finding("tool calls", "one that the chat template wrote, and its answer", len(found), 0.0, control, note=note)
 
 
 def check_packing(subject: Subject) -> Finding:

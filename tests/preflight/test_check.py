@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 from transformers import AutoTokenizer
 
 from psigrad import cli
 from psigrad.config import Data, Model, OnlineConfig, Run, Sampling
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import language_model, tiny
 from psigrad.language.models.language_model import LanguageModel
@@ -290,6 +292,27 @@ def test_tokens_without_embedding_and_a_generation_config_that_acts_are_found(fa
         "pad": ("ok", ""),
         "acts": ("ok", "generation_config has repetition_penalty=1.05, which is not used"),
     }[fault]
+
+
+def test_one_call_is_played_through_the_chat_template(models, tmp_path):
+
+    model = language_model.load(str(models["qwen3"]))
+    model.tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+    model.save_merged(tmp_path / "calls")
+    subject = check.load_subject(config(tmp_path / "calls", tools=()))
+    subject.prompts[0] = replace(subject.prompts[0], row=Row("chat", prompt=[{"role": "user", "content": "say a"}]))
+    found = check.check_tools(subject)
+    assert (found.verdict, found.value, found.control) == ("ok", 0, 1)
+    assert found.note.startswith("Hermes: ") and '<tool_call> {"name": "find_price", "arguments": {"item":' in found.note
+    # templates that write what nobody reads, and what is no JSON
+    template = subject.model.tokenizer.chat_template
+    for fault in (
+        template.replace("<tool_call>", "<call>"),
+        template.replace("tool_call.arguments | tojson", "tool_call.arguments"),
+    ):
+        assert fault != template
+        subject.model.tokenizer.chat_template = fault
+        assert check.check_tools(subject).verdict == "failed"
 
 
 def test_the_command_prints_a_table_or_json_and_its_status_tells(models, tmp_path, capsys, monkeypatch):

@@ -3,7 +3,8 @@
 Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
 `completion`; conversations `messages`, and their plain kin `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
 `prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. Each is plain (strings) or conversational (lists of
-{"role", "content"}); stepwise rows are plain.
+{"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too;
+rows under other names are `posted_forms`'.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Keyword arguments that every reward function gets; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
-_FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
+_FOREIGN_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "observation": "tool",
+}
 MAX_DEPTH = 100
 """Levels of lists and objects in a column: what walks them recursively, JSON and pickle among it, must not run out of stack."""
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a string", "dict": "an object", "list": "a list"}
@@ -36,7 +47,8 @@ class Row:
     Set are: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; `completion` alone, which is
     plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and `rejected` (preference); `prompt`,
     `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels` (stepwise). `columns` holds all other
-    columns, which reward functions receive.
+    columns, which reward functions receive. `plain_prompt` is set where prompt and answers are turns for a chat model and were
+    text in the dataset: the prompt as it stood there, which reward functions and people are shown.
     """
 
     source: str
@@ -48,6 +60,12 @@ class Row:
     steps: tuple[str, ...] = ()
     labels: tuple[float, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
+    plain_prompt: str | None = None
+
+    @property
+    def shown_prompt(self) -> str | list[Message] | None:
+        """The prompt as the dataset has it."""
+        return self.prompt if self.plain_prompt is None else self.plain_prompt
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,24 @@ def fitting(raw: object) -> str:
     return ""
 
 
-def _name_columns(raw: Mapping[str, Any]) -> str:
+def role_of(message: Mapping[str, Any]) -> str:
+    """The role of a message as ours or ShareGPT's names have it; empty where it has none."""
+    if "role" in message or "from" not in message:
+        return str(message.get("role") or "")
+    return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
+
+
+def text_of_content(content: Any) -> Any:
+    """The text of content in parts, where all of them are text; any other content as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part for part in content
+    ]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+
+
+def name_columns(raw: Mapping[str, Any]) -> str:
     """The columns of a row, for a message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
@@ -129,7 +164,7 @@ def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
     """Which form a row to fine-tune on has."""
     if not raw.keys() & {"prompt", "completion", "messages", "text"}:
         what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
-        check.fail("prompt", f"{what} (found: {_name_columns(raw)})")
+        check.fail("prompt", f"{what} (found: {name_columns(raw)})")
     present = {name for name in raw if raw[name] is not None}
     if "prompt" in present and "completion" in present:
         return "prompt-completion"
@@ -235,7 +270,7 @@ class _Check:
 
     def present(self, raw: Mapping[str, Any], column: str) -> Any:
         if column not in raw:
-            self.fail(column, f"is missing (found: {_name_columns(raw)}{nearest(column, raw)})")
+            self.fail(column, f"is missing (found: {name_columns(raw)}{nearest(column, raw)})")
         if raw[column] is None:
             self.fail(column, "is null; it must be a string or a list of messages")
         return raw[column]
@@ -252,8 +287,10 @@ class _Check:
         if not isinstance(value, list):
             return self.text(value, "prompt")
         turns = self.turns(value, "prompt")
-        if turns[-1]["role"] not in ("user", "tool"):
-            self.fail("prompt", f"ends with the role {turns[-1]['role']!r}; the turn before the model's must be 'user' or 'tool'")
+        last = turns[-1]
+        # an assistant's turn at the end is the beginning of the answer, which the model continues
+        if last["role"] not in ("user", "tool") and not (last["role"] == "assistant" and len(turns) > 1 and last.get("content")):
+            self.fail("prompt", f"ends with the role {last['role']!r}; the turn before the model's must be 'user' or 'tool'")
         return turns
 
     def completion(self, raw: Mapping[str, Any], prompt: str | list[Message], column: str = "completion") -> str | list[Message]:
@@ -295,8 +332,9 @@ class _Check:
     def turn(self, message: object, where: str) -> Message:
         if not isinstance(message, Mapping):
             self.fail(where, f"is {_kind(message)}; a message must be an object with 'role' and 'content'")
-        if "role" not in message and "from" in message:
-            self.fail(where, "has 'from' and 'value' (ShareGPT's names); rename them to 'role' and 'content'")
+        if "role" not in message and "from" in message and "value" in message:
+            rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+            message = {"role": role_of(message), "content": message["value"], **rest}
         if (depth := _depth(message)) > MAX_DEPTH:
             self.fail(where, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
         turn = read_message(message, where, self.fail)

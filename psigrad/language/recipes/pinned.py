@@ -15,7 +15,7 @@ from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.episodes import environments
+from psigrad.language.rollout.episodes import environments, tools
 from psigrad.records import pins
 from psigrad.runs.machine import pins_of
 
@@ -35,7 +35,7 @@ def collect_pins(
     functions = [function for judge in judges if judge is not None for function in judge.functions]
     content = {
         **{
-            name: [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in part]
+            name: [[getattr(row, f.name) for f in fields(row) if f.name not in ("source", "plain_prompt")] for row in part]
             for name, part in (("dataset", rows), ("eval_dataset", held_out_rows))
         },
         "tokenizer": tokenizer.get_vocab(),
@@ -62,7 +62,7 @@ def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, 
     users: dict[str, list[object]] = {"reward": list(functions)}
     if isinstance(config, OnlineConfig):
         users["environment"] = [environments.resolve(config.environment)] if config.environment else []
-        users["tools"] = [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
+        users["tools"] = list(tools.resolve(config.tools, config.worker_env))
         algorithm = resolve_online(config.algorithm)
         users["algorithm"] = [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     if isinstance(config, PreferenceConfig):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import Data, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, RowError
+from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import prompt_ids, said_otherwise
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -105,9 +106,11 @@ def add_teacher_prompts(
                 f"{prompt.row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
                 "row the prompt that the reference reads, as text or messages like the prompt."
             )
-        if isinstance(own, str) != isinstance(prompt.row.prompt, str):
+        if isinstance(own, str) != isinstance(prompt.row.shown_prompt, str):
             raise UserError(f"{prompt.row.source}: prompt and {column} are text and messages; give both in the same form.")
-        ids = tuple(prompt_ids(model.tokenizer, replace(prompt.row, prompt=own)))
+        read = replace(prompt.row, prompt=own, plain_prompt=None)
+        read = read if isinstance(prompt.row.prompt, str) else as_turns(model.tokenizer, read)
+        ids = tuple(prompt_ids(model.tokenizer, read))
         if len(ids) > reference.max_length - completion:
             raise UserError(
                 f"{prompt.row.source}: {column} has {len(ids)} tokens, and with max_completion_length {completion} the "

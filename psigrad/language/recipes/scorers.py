@@ -155,6 +155,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
     model.network.requires_grad_(False)
     own = model.tokenizer
     same = tokenizer is not None and own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
+    same = same and (not own.chat_template or config.data.plain_prompts == model.plain_prompts)
     return ModelScorer(name, model, same, config.micro_batch_tokens)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError
+from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import examples
 from psigrad.language.loading.given_model import GivenModel
@@ -33,7 +34,8 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
-        rows, held_out_rows = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
+        read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, journal.tell)
+        rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
         limit = token_limit(config, model)
         encode = partial(examples, model.tokenizer, max_length=limit, empty_thinking=config.train_empty_thinking)
         found = encode_rows(rows, encode, config.data, journal)
@@ -44,17 +46,22 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             journal.tell("turns_apart", said, rows=len(found), texts=len(texts))
         if cut := sum(e.truncated for e in texts):
             journal.tell("rows_cut", f"{cut} of {len(texts)} rows are cut at {limit} tokens.", at=limit, count=cut)
-        if not any(any(e.mask) for e in texts):
+        learned = [own for texts in found if (own := [text for text in texts if any(text.mask)])]
+        if not learned:
             raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
+        if empty := len(found) - len(learned):
+            text = f"{empty} of {len(found)} rows have no token to learn within {limit} tokens and are left out."
+            journal.tell("rows_left_out", text, nothing_to_learn=empty, kept=len(learned))
         generated = None
         measure = metric or rewards
         if measure.functions and held_out_rows:
             scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, None, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        task = SFTTask(model, found)
+        task = SFTTask(model, learned)
         apart = encode_rows(held_out_rows, encode, config.data) if held_out_rows else []
-        held_out = SFTTask(model, apart) if apart else None
+        judged = [own for texts in apart if (own := [text for text in texts if any(text.mask)])]
+        held_out = SFTTask(model, judged) if judged else None
         return train_on_rows(
             config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
         )

@@ -68,7 +68,7 @@ class Evaluator:
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
         rows = {p.index: p.row for p in self.prompts}
-        journal.rollouts([rollout_row(t, step, "eval", rows[t.row].prompt) for t in trajectories])
+        journal.rollouts([rollout_row(t, step, "eval", rows[t.row].shown_prompt) for t in trajectories])
         journal.metrics(step, figures)
         journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
 

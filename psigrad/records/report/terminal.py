@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from psigrad.language.data.rendered_rows import COLOURS, Rendered
+from psigrad.language.data.rendered_rows import lines as rendered_lines
 from psigrad.records import run_folder
 from psigrad.records.read import RunData, escape, interval, load, prompt_text, show_number
 from psigrad.records.report.verdict import verdict
@@ -53,6 +55,14 @@ def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = N
     """A table of named figures with their intervals and units: {"name", "value"} and where known {"low", "high", "unit"}."""
     cells = [[row.get("name", ""), show_number(row.get("value")), interval(row), row.get("unit", "")] for row in rows]
     _print(["", "value", "95 % interval", ""], cells, console)
+
+
+def print_rows(rendered: Sequence[Rendered]) -> None:
+    """Rows as their model reads them, each line under its kind, and coloured by it where the terminal has colours."""
+    console = Console(highlight=False)
+    for kind, line in rendered_lines(rendered):
+        text = Text(fit_line(line, 10_000, console.encoding), style=COLOURS.get(kind, "bold"))
+        console.print(text, soft_wrap=True)
 
 
 def print_figures(values: Mapping[str, Any]) -> None:

@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "tools": ("llama3", turns, "dialect_of", _deaf("tools", True)),
     "tool answers": ("gemma", turns, "dialect_of", _deaf("calls", "object")),
     "environment turn": ("qwen3", templates, "between", _end_twice),
-    "call parsed": ("qwen2_5", maker.tools, "calls", lambda text: [{"name": "get_weather", "arguments": {}}]),
+    "call parsed": ("qwen2_5", maker.tools, "read_calls", lambda *given: []),
     "stop token": ("llama3", templates, "stop_token_ids", lambda tokenizer, row=None: (tokenizer.eos_token_id,)),
     "generation prompt": ("qwen2_5", turns.Talk, "render", None),
     "date": ("gptoss", rendering, "day_of", lambda tokenizer: date.today()),

@@ -94,7 +94,10 @@ def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
 
     A request is (count, seed) of rows, or a list of `EpisodeCall`; each of these is answered by itself, after null for each turn.
     """
-    playing = InProcess(unpack(payload))
+    factory = unpack(payload)
+    if callable(prepare := getattr(factory, "prepare", None)):
+        prepare()
+    playing = InProcess(factory)
 
     def answer(message: tuple[int, int] | list[EpisodeCall]) -> Iterator[Any]:
         if isinstance(message, tuple):

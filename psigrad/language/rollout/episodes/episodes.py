@@ -108,7 +108,7 @@ def _begin(
     tokenizer: Any,
 ) -> list[_Episode]:
     """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
-    shown = [{"prompt": row.prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
+    shown = [{"prompt": row.shown_prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
     said = playing.begin(shown)
     made: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):
@@ -119,7 +119,7 @@ def _begin(
                 f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
             )
         if heard and heard[0] is not None:
-            ids = tuple(prompt_ids(tokenizer, replace(row, prompt=_add_opening(row.prompt, heard[0]))))
+            ids = tuple(prompt_ids(tokenizer, replace(row, prompt=_add_opening(row, heard[0]))))
         for k, opening in enumerate(openings):
             episode = _Episode(index, k, ids, seed_of(place, k), not isinstance(row.prompt, str))
             if isinstance(opening, Fault):
@@ -128,10 +128,13 @@ def _begin(
     return made
 
 
-def _add_opening(prompt: Any, opening: Observation) -> Any:
-    """The prompt with the environment's first words."""
+def _add_opening(row: Row, opening: Observation) -> Any:
+    """The prompt with the environment's first words, which join a prompt that is text in the dataset."""
+    prompt: Any = row.prompt
     if isinstance(prompt, str):
         return prompt + str(opening)
+    if row.plain_prompt is not None and isinstance(opening, str):
+        return [*prompt[:-1], {**prompt[-1], "content": row.plain_prompt + opening}]
     return [*prompt, *([{"role": "user", "content": opening}] if isinstance(opening, str) else opening)]
 
 

@@ -66,7 +66,8 @@ def sampling_params(
 
     Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
     """
-    chat = stop_token_ids(model.tokenizer, rows[0]) if rows and not isinstance(rows[0].prompt, str) else ()
+    talk = next((row for row in rows if not isinstance(row.prompt, str)), None)
+    chat = stop_token_ids(model.tokenizer, talk) if talk is not None else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature if temperature is None else temperature,

@@ -291,7 +291,7 @@ class _Rewards:
             return
         sources = [self._rows[t.row] for t in group]
         samples = Samples(
-            prompts=[row.prompt for row in sources],
+            prompts=[row.shown_prompt for row in sources],
             completions=[list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)],
             completion_ids=[list(t.completion.ids) for t in group],
             columns={name: [row.columns.get(name) for row in sources] for name in self._names},

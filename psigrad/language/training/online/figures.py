@@ -143,6 +143,9 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     }
     if any(t.mask for t in trajectories):
         figures["turns/mean"] = sum(t.turns for t in trajectories) / len(trajectories)
+    if answers := [str(said.get("content")) for t in trajectories for said in t.messages if said.get("role") == "tool"]:
+        figures["tools/call_frequency"] = len(answers) / len(trajectories)
+        figures["tools/failure_frequency"] = sum(text.startswith("error: ") for text in answers) / len(answers)
     if ended:
         figures["completions/mean_terminated_length"] = sum(ended) / len(ended)
     return figures
@@ -238,7 +241,7 @@ def rollout_rows(
     tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
     return [
         {
-            **rollout_row(t, step, "train", rows[t.row].prompt, advantage.get(id(t))),
+            **rollout_row(t, step, "train", rows[t.row].shown_prompt, advantage.get(id(t))),
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }
