@@ -184,7 +184,7 @@ def parsed(case: Case) -> None:
     """The call that a row teaches is read as that call."""
     ((_, trained),) = case.turns(messages=[user(SAID), bot("", tool_calls=[CALL])], tools=[TOOL])
     ids = case.tokenizer(trained, add_special_tokens=False)["input_ids"]
-    read = tools.form_of(case.tokenizer).read(templates.decode(case.tokenizer, ids), {CITY: {"city": {"type": "string"}}})
+    read = tools.call_form_of(case.tokenizer).read(templates.decode(case.tokenizer, ids), {CITY: {"city": {"type": "string"}}})
     assert [(call.name, call.arguments) for call in read] == [(CITY, {"city": PLACE})], read
 
 

@@ -133,12 +133,13 @@ def tasks(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
     config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
+    from psigrad.language.data.rendered_rows import lines
     from psigrad.preflight import check, first_rows
     from psigrad.records.report import terminal
 
     rows, as_json = first_rows.rendered(config), "--json" in arguments
     if not as_json:
-        terminal.print_rows(rows)
+        terminal.print_lines(lines(rows))
     checks = check.run(config)
     print(check.report(checks, as_json=as_json, rows=rows))
     return 0 if check.all_pass(checks) else 1

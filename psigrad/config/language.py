@@ -94,6 +94,12 @@ class EpisodeSettings:
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is cut."""
+    max_turn_length: CountOrZero = 0
+    """Tokens of one turn of the policy; all its turns together then have max_completion_length. 0: each turn may have that."""
+    max_observation_length: CountOrZero = 0
+    """Tokens of one answer of an environment or tool, which is cut behind them; 0: as many as leave room for another turn."""
+    turns_together: Annotated[bool, RECORDED] = False
+    """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
-from psigrad.language.data import sources
 from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
-from psigrad.language.data.sources import from_rows, read_rows
+from psigrad.language.data.sources import form_of, from_rows, read_rows
 from psigrad.language.data.templates import observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading import model_source
 from psigrad.language.loading.load_model import load_model
@@ -34,7 +33,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
 from psigrad.language.rollout.episodes.tool_calls import BrokenCall
-from psigrad.language.rollout.episodes.tools import PROBE, form_of
+from psigrad.language.rollout.episodes.tools import PROBE, call_form_of
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
@@ -123,7 +122,7 @@ def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
     try:
         read = read_rows(config.data, "prompt-only", 0, config.run.seed)[0]
     except UserError:
-        if (form := sources.form_of(config.data)) in ("", "prompt-only"):
+        if (form := form_of(config.data)) in ("", "prompt-only"):
             raise
         read = read_rows(config.data, form, 0, config.run.seed)[0]
     rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns) for row in read]
@@ -270,7 +269,7 @@ def check_text(subject: Subject) -> Finding:
 def check_tools(subject: Subject) -> Finding:
     """tool calls."""
     tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
-    form = form_of(tokenizer)
+    form = call_form_of(tokenizer)
     found = [] if form.probe(form.seen) == [PROBE] else ["not read back"]
     try:
         observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])

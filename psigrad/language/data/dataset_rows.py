@@ -62,11 +62,6 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
 
-    @property
-    def shown_prompt(self) -> str | list[Message] | None:
-        """The prompt as the dataset has it."""
-        return self.prompt if self.plain_prompt is None else self.plain_prompt
-
 
 @dataclass(frozen=True)
 class BadRow:

@@ -175,8 +175,9 @@ def for_model(
     """
     words = _special_words(tokenizer)
     made = [[as_turns(tokenizer, row, plain_prompts, words) for row in part] for part in parts]
-    sent = [isinstance(row.prompt, list) for part in made for row in part if isinstance(row.shown_prompt, str)]
-    begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for part in made for row in part)
+    rows = [row for part in made for row in part]
+    sent = [isinstance(row.prompt, list) for row in rows if row.plain_prompt is not None or isinstance(row.prompt, str)]
+    begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for row in rows)
     if tell is not None and begun:
         tell("prefill", f"{begun} prompts end with an assistant's turn, which the model continues.", count=begun)
     if tell is not None and sent:

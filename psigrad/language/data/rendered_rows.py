@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN, _LONGEST = 3, 2000
-COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled": "magenta"}
+_COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled": "magenta"}
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Tokens of one kind in a row: prompt, trained, masked (read behind what was trained, without loss), or sampled."""
 
     kind: str
@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
     """A row, or one of its two answers, from its first token to its last."""
 
     title: str
-    pieces: list[Piece]
+    pieces: list[Segment]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[Rendered]:
@@ -41,7 +41,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
     if row.completion is None and row.messages is None:
         ids = prompt_ids(tokenizer, row)
         found = _rendered(tokenizer, row.source, ids, [False] * len(ids))
-        return [found._replace(pieces=[*found.pieces, Piece("sampled", "(the model's completion, which is trained)")])]
+        return [found._replace(pieces=[*found.pieces, Segment("sampled", "(the model's completion, which is trained)")])]
     answers = {"": row} if row.rejected is None else {", chosen": row, ", rejected": replace(row, completion=row.rejected)}
     made_of = {name: examples(tokenizer, one) for name, one in answers.items()}
     return [
@@ -58,24 +58,24 @@ def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separato
         try:
             found += render(tokenizer, row, separator)
         except RowError as error:
-            found.append(Rendered(row.source, [Piece("masked", f"(left out: {error})")]))
+            found.append(Rendered(row.source, [Segment("masked", f"(left out: {error})")]))
     return found
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> Rendered:
-    pieces: list[Piece] = []
+    pieces: list[Segment] = []
     for trained, group in itertools.groupby(zip(ids, mask, strict=True), key=lambda one: one[1]):
         text = str(tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False))
         if len(text) > _LONGEST:
             text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
-        pieces.append(Piece("trained" if trained else "masked" if pieces else "prompt", text))
+        pieces.append(Segment("trained" if trained else "masked" if pieces else "prompt", text))
     return Rendered(title, pieces)
 
 
 def lines(rendered: Iterable[Rendered]) -> Iterable[tuple[str, str]]:
-    """(kind, line) for a terminal. Each line of text begins with its kind, so that nothing is lost without colours."""
+    """(line, colour) for a terminal. Each line of text begins with its kind, so that nothing is lost without colours."""
     for title, pieces in rendered:
-        yield "", title
+        yield title, "bold"
         for kind, text in pieces:
             for line in text.removesuffix("\n").split("\n"):
-                yield kind, f"  {kind:<7} | {line}"
+                yield f"  {kind:<7} | {line}", _COLOURS[kind]

@@ -20,7 +20,7 @@ from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
-from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, form_of, resolve, schemas
+from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.processes.sandbox import enclosing_command
 from psigrad.runs.journal import Journal
 
@@ -44,13 +44,13 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
         yield None
         return
     placement: Placement | None = getattr(config, "placement", None)
-    form = form_of(tokenizer) if config.tools else CallForm()
+    form = call_form_of(tokenizer) if config.tools else CallForm()
     if config.tools and journal is not None and not (form.family or form.response_template):
         text = "The chat template does not tell in which form the model calls tools, so calls are read in every known form."
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield Episodes(stack.enter_context(_playing(config, form)), config.max_turns)
+            yield _episodes(config, stack.enter_context(_playing(config, form)))
             return
         pool = None
         if journal.world.rank == 0:
@@ -58,7 +58,13 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
             make = partial(_playing, config, form)
             actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
             pool = stack.enter_context(actors)
-        yield Episodes(RayEnvironments(pool, journal.world), config.max_turns)
+        yield _episodes(config, RayEnvironments(pool, journal.world))
+
+
+def _episodes(config: Played, playing: Playing) -> Episodes:
+    return Episodes(
+        playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
+    )
 
 
 def _playing(config: Played, form: CallForm) -> Playing:

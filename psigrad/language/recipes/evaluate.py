@@ -13,6 +13,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_dataset
+from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
@@ -46,7 +47,7 @@ class Report:
     @property
     def prompts(self) -> list[str]:
         """The prompt of each completion, as text."""
-        return [str(prompt_text(self.rows[t.row].shown_prompt)) for t in self.trajectories]
+        return [str(prompt_text(prompt_for_reward(self.rows[t.row]))) for t in self.trajectories]
 
 
 def run(config: EvalConfig) -> Report:

@@ -52,8 +52,7 @@ def train_on_rows(
     `rows` are those of training and those that are held out. `judges` are the reward and the held-out metric.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    if checkpoint is None:
-        note_rows(config, model, rows[0], journal)
+    note_rows(config, model, rows[0], journal, checkpoint)
     pins, counted = collect_pins(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
@@ -64,10 +63,13 @@ def train_on_rows(
     return finish(config, journal, model)
 
 
-def note_rows(config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal) -> None:
-    """The first rows as the model reads them, among the run's events: the studio shows them."""
+def note_rows(
+    config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
+) -> None:
+    """The first rows as the model reads them, among the events of a run that begins: the studio shows them."""
     separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
-    journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))
+    if checkpoint is None:
+        journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))
 
 
 def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel, **noted: Any) -> Result:

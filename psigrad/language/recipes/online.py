@@ -52,11 +52,9 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if held_out:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             evaluator = evaluator_for(config, model, metric or rewards, judge, held_out, reference, episodes, world=journal.world)
-        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config, episodes), journal)
-        room = config.sampling.max_completion_length
-        prompts = row_limits.add_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
-        if checkpoint is None:
-            note_rows(config, model, [prompt.row for prompt in prompts[:3]], journal)
+        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), journal)
+        prompts = row_limits.add_teacher_prompts(prompts, config, model, reference)
+        note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal))
         algorithm = correct(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None

@@ -17,7 +17,7 @@ from psigrad.errors import UserError, kind_of
 from psigrad.language.data import preferences
 from psigrad.language.data.posted_forms import map_columns
 from psigrad.language.data.preferences import Converted
-from psigrad.language.data.templates import completion_for_reward
+from psigrad.language.data.templates import completion_for_reward, prompt_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory
 
@@ -121,7 +121,7 @@ def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
     row = sampled.rows[trajectory.row]
     own = {key: value for key, value in row.columns.items() if key != "tools"}
     completion = list(trajectory.messages) or completion_for_reward(row, trajectory.text)
-    return {**own, "prompt": row.shown_prompt, "completion": completion}
+    return {**own, "prompt": prompt_for_reward(row), "completion": completion}
 
 
 def convert(

@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.language.data.rendered_rows import COLOURS, Rendered
-from psigrad.language.data.rendered_rows import lines as rendered_lines
 from psigrad.records import run_folder
 from psigrad.records.read import RunData, escape, interval, load, prompt_text, show_number
 from psigrad.records.report.verdict import verdict
@@ -57,12 +55,11 @@ def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = N
     _print(["", "value", "95 % interval", ""], cells, console)
 
 
-def print_rows(rendered: Sequence[Rendered]) -> None:
-    """Rows as their model reads them, each line under its kind, and coloured by it where the terminal has colours."""
+def print_lines(lines: Iterable[tuple[str, str]]) -> None:
+    """(line, style) one by one, styled where the terminal can."""
     console = Console(highlight=False)
-    for kind, line in rendered_lines(rendered):
-        text = Text(fit_line(line, 10_000, console.encoding), style=COLOURS.get(kind, "bold"))
-        console.print(text, soft_wrap=True)
+    for line, style in lines:
+        console.print(Text(fit_line(line, 10_000, console.encoding), style=style), soft_wrap=True)
 
 
 def print_figures(values: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from tiny_jobs import online_config
 from psigrad import cli
 from psigrad.config import Data, Evaluation, Model, Run, SFTConfig
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.rendered_rows import Piece, render
+from psigrad.language.data.rendered_rows import Segment, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
 from psigrad.language.recipes import conversation, online, sft
@@ -135,19 +135,19 @@ def test_a_row_is_shown_as_its_model_reads_it(chat: Path) -> None:
     end = "<|endoftext|>"
     (talk,) = render(tokenizer, Row("x:1", messages=[user, bot, user, bot]))
     assert talk.title == "x:1" and talk.pieces == [
-        Piece("prompt", HEAD),
-        Piece("trained", f"a{end}"),
-        Piece("masked", f"\n{HEAD}"),
-        Piece("trained", f"a{end}"),
-        Piece("masked", "\n"),
+        Segment("prompt", HEAD),
+        Segment("trained", f"a{end}"),
+        Segment("masked", f"\n{HEAD}"),
+        Segment("trained", f"a{end}"),
+        Segment("masked", "\n"),
     ]
     pair = render(tokenizer, Row("x:2", prompt="say a:", completion="a", rejected="b"))
     assert [(one.title, one.pieces) for one in pair] == [
-        (f"x:2, {name}", [Piece("prompt", "say a:"), Piece("trained", f"{text}{end}")])
+        (f"x:2, {name}", [Segment("prompt", "say a:"), Segment("trained", f"{text}{end}")])
         for name, text in (("chosen", "a"), ("rejected", "b"))
     ]
     (steps,) = render(tokenizer, Row("x:3", prompt="say a:", steps=("a", "b"), labels=(1.0, 0.0)))
-    assert steps.pieces == [Piece("prompt", "say a:"), Piece("trained", "a\nb\n")]
+    assert steps.pieces == [Segment("prompt", "say a:"), Segment("trained", "a\nb\n")]
     (asked,) = render(tokenizer, Row("x:4", prompt=[user]))
     assert [piece.kind for piece in asked.pieces] == ["prompt", "sampled"] and asked.pieces[0].text == HEAD
     (long,) = render(tokenizer, Row("x:5", prompt="a" * 9000, completion="b"))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from psigrad.language.data.templates import decode
 from psigrad.language.rewards.builtin import NAMES
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
-from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, form_of
+from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, call_form_of
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.online.figures import collection_metrics
 
@@ -79,7 +79,7 @@ def turn_of(tokenizer, *calls: ToolCall) -> str:
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_a_call_that_a_chat_template_wrote_is_read_back(name, family, special):
     tokenizer = from_trl(name, special)
-    form = form_of(tokenizer)
+    form = call_form_of(tokenizer)
     assert form.family == family and form.probe(form.seen) == [PROBE]
     assert form.read(turn_of(tokenizer, MEANT), TYPES) == [MEANT]
     others = [other for other in FAMILIES if other.name != family and other.calls(form.seen, TYPES) == [PROBE]]
@@ -103,8 +103,8 @@ def test_these_are_all_templates_with_tools_but_one_that_writes_no_calls():
 
 def test_under_a_template_that_writes_no_calls_psigrads_are_read_and_those_of_the_vocabulary():
     template = (TEMPLATES / "lfm2.jinja").read_text()
-    assert form_of(tokenizer_for(template)).family == "Hermes"
-    both = form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>"))
+    assert call_form_of(tokenizer_for(template)).family == "Hermes"
+    both = call_form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>"))
     hermes = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert both.read(hermes, TYPES) == both.read("<|tool_call_start|>[add(a=1)]<|tool_call_end|>", TYPES) == ONE
 
@@ -113,7 +113,7 @@ def test_under_a_template_that_writes_no_calls_psigrads_are_read_and_those_of_th
 def test_two_calls_of_a_turn_are_two(name):
     tokenizer = from_trl(name)
     second = ToolCall("find_price", {"item": "ink", "count": 1, "options": {}})
-    assert form_of(tokenizer).read(turn_of(tokenizer, MEANT, second), TYPES) == [MEANT, second]
+    assert call_form_of(tokenizer).read(turn_of(tokenizer, MEANT, second), TYPES) == [MEANT, second]
 
 
 ONE = [ToolCall("add", {"a": 1})]
@@ -316,12 +316,12 @@ def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls
     field = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": call}
     start = {"start_anchor": "<|im_start|>assistant\n"}
     tokenizer.response_template = {**start, "fields": {"content": {}, "tool_calls": field}}
-    form = form_of(tokenizer)
+    form = call_form_of(tokenizer)
     assert form.response_template and not form.family and form.probe(form.seen) == [PROBE]
     broken = ToolBox([add], form).step("<tool_call>{</tool_call>").observation[0]["content"]
     assert broken.startswith("error: the call cannot be read (json parser could not parse") and form.seen in broken
     tokenizer.response_template = {**start, "fields": {"content": {}}}
-    assert form_of(tokenizer).family == "Hermes", "one that finds no calls is not used"
+    assert call_form_of(tokenizer).family == "Hermes", "one that finds no calls is not used"
 
 
 def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_turn_are_not():

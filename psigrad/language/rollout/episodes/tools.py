@@ -112,7 +112,7 @@ class CallForm:
             return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
 
 
-def form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
+def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
     """The form in which a row's calls are written under the tokenizer's chat template: the one that reads a call back exactly.
 
     Where a template writes no calls psigrad writes them in Hermes' form, and a model whose vocabulary has the marks of another
