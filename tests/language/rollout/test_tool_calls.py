@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from psigrad.config import OnlineConfig
 from psigrad.language.data.templates import decode
+from psigrad.language.recipes import conversation
 from psigrad.language.rewards.builtin import NAMES
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
 from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, form_of
@@ -321,6 +325,16 @@ def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls
     assert broken.startswith("error: the call cannot be read (json parser could not parse") and form.seen in broken
     tokenizer.response_template = {**start, "fields": {"content": {}}}
     assert form_of(tokenizer).family == "Hermes", "one that finds no calls is not used"
+
+
+@pytest.mark.parametrize(("name", "told"), [("qwen3", 0), ("phi3", 1)])
+def test_a_run_says_where_the_form_of_calls_is_not_told(name, told, monkeypatch):
+    played, heard = [], []
+    monkeypatch.setattr(conversation, "_playing", lambda config, form: nullcontext(played.append(form)))
+    journal = SimpleNamespace(tell=lambda kind, text, **fields: heard.append((kind, text)))
+    with conversation.episodes_for(OnlineConfig(tools=(add,)), from_trl(name), journal):
+        pass
+    assert [kind for kind, _ in heard] == ["tool_calls"] * told and [form.family for form in played] == ["" if told else "Hermes"]
 
 
 def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_turn_are_not():
