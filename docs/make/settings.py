@@ -165,12 +165,14 @@ def _kind(hint: Any) -> str:
         return "text or mapping"
     if hasattr(hint, "__metadata__"):
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        ranges = [one for one in hint.__metadata__ if is_dataclass(one)]
+        ranges = [one for one in hint.__metadata__ if is_dataclass(one) and not hasattr(one, "func")]
         bounds = [(signs[k], v) for one in ranges for k, v in asdict(one).items() if v != float("inf")]
         return " ".join(filter(None, [_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)]))
     if get_origin(hint) is tuple:
         return f"several: {_kind(get_args(hint)[0])}"
     values = get_args(hint)
+    if type(None) in values:
+        return f"{_kind(values[0])}, or none"
     if values and all(isinstance(value, str) for value in values):
         return " or ".join(f"`{value}`" for value in values)
     words = {bool: "yes or no", str: "text", int: "whole number", float: "number"}
@@ -178,7 +180,7 @@ def _kind(hint: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    if value in ("", ()):
+    if value in ("", (), None):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

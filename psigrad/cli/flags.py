@@ -65,9 +65,11 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     --help. Raises `UserError` on anything unknown, with the nearest known name.
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments)
-    # taken out first: a flag with several values would swallow an override that follows it
-    overrides = [text for text in arguments if _OVERRIDE.match(text)]
-    flags, others = split_flags(cls, [text for text in arguments if not _OVERRIDE.match(text)], _switches(parser), flag_of)
+    # taken out first: a flag with several values would swallow an override that follows it; a column mapping only looks like one
+    is_override = [bool(_OVERRIDE.match(text)) and before != "--columns" for before, text in itertools.pairwise(["", *arguments])]
+    overrides = list(itertools.compress(arguments, is_override))
+    others_typed = [text for text, taken in zip(arguments, is_override, strict=True) if not taken]
+    flags, others = split_flags(cls, others_typed, _switches(parser), flag_of)
     known, rest = parser.parse_known_args(flags)
     _refuse(rest, parser, "an override like optim.learning_rate=1e-5", cls)
     given = vars(known)

@@ -46,7 +46,15 @@ def score(arguments: list[str]) -> int:
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
-    defaults = {"reward": "", "dataset": "", "split": "test", "output": "", "tokenizer": "", "reward_timeout": 10.0}
+    defaults = {
+        "reward": "",
+        "dataset": "",
+        "split": "test",
+        "output": "",
+        "columns": "",
+        "tokenizer": "",
+        "reward_timeout": 10.0,
+    }
     given = flags.plain("score", rest, {"model": "", **defaults})
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
@@ -60,6 +68,7 @@ def score(arguments: list[str]) -> int:
         split=given["split"],
         tokenizer=given["tokenizer"],
         timeout=given["reward_timeout"],
+        columns=given["columns"],
     )
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
     print(score_rows.summary(scores), file=sys.stderr)
@@ -67,7 +76,8 @@ def score(arguments: list[str]) -> int:
 
 
 def _score_by_model(arguments: list[str]) -> int:
-    given = flags.plain("score", arguments, {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"})
+    defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "output": "", "device": "auto"}
+    given = flags.plain("score", arguments, defaults)
     output = given.pop("output")
     from psigrad.language.recipes import reward
 
@@ -99,10 +109,10 @@ def sample(arguments: list[str]) -> int:
 
 def pairs(arguments: list[str]) -> int:
     """Write the pairs of rankings or ratings."""
-    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "scale": 10, "tie": 0.0})
+    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0})
     from psigrad.language.recipes import sample
 
-    written, converted = sample.convert(given["dataset"], given["output"], scale=given["scale"], tie=given["tie"])
+    written, converted = sample.convert(**given)
     print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
     return 0
 
@@ -123,10 +133,15 @@ def tasks(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
     config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
-    from psigrad.preflight import check
+    from psigrad.language.data.rendered_rows import lines
+    from psigrad.preflight import check, first_rows
+    from psigrad.records.report import terminal
 
+    rows, as_json = first_rows.rendered(config), "--json" in arguments
+    if not as_json:
+        terminal.print_lines(lines(rows))
     checks = check.run(config)
-    print(check.report(checks, as_json="--json" in arguments))
+    print(check.report(checks, as_json=as_json, rows=rows))
     return 0 if check.all_pass(checks) else 1
 
 

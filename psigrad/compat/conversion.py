@@ -202,7 +202,7 @@ def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
         made.look_at.append(f"{name}={value}: give the file, or call psigrad.train with the object.")
         return
     if value.get("part") == "test":
-        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out its last eval_prompts rows.")
+        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out eval_prompts rows, drawn at random too.")
         return
     split, plain = value.get("split"), value["dataset"]
     if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files

@@ -94,6 +94,12 @@ class EpisodeSettings:
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is cut."""
+    max_turn_length: CountOrZero = 0
+    """Tokens of one turn of the policy; all its turns together then have max_completion_length. 0: each turn may have that."""
+    max_observation_length: CountOrZero = 0
+    """Tokens of one answer of an environment or tool, which is cut behind them; 0: as many as leave room for another turn."""
+    turns_together: Annotated[bool, RECORDED] = False
+    """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ class RewardConfig(PackingSettings):
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
@@ -235,7 +241,7 @@ class PreferenceConfig(PackingSettings, RewardSettings):
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     sampling: Sampling = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator
 
 from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS
+from psigrad.errors import UserError
 
 # Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
 Count = Annotated[int, Ge(1)]
@@ -20,6 +23,19 @@ Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 # A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
 Reward = str | dict[str, Any] | Callable[..., Any]
+
+
+def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
+    r"""A column mapping written as text, "question=prompt,answer=answer": {"question": "prompt", "answer": "answer"}.
+
+    A comma ends a pair where a name and "=" follow it; `\n` is a line break. Raises `UserError` for a pair without "=".
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    pairs = [pair.partition("=") for pair in re.split(r",\s*(?=[\w.-]+=)", given) if pair]
+    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
+        raise UserError(f"columns has {wrong[0]!r}; expected pairs such as question=prompt,answer=answer.")
+    return {name.strip(): new.replace("\\n", "\n") for name, _, new in pairs}
 
 
 @dataclass(frozen=True)
@@ -69,10 +85,16 @@ class Data:
     dataset: Annotated[str | Any, SEVERAL, MAIN] = ""
     """JSONL, JSON, Parquet or CSV file, folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
+    columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: columns_of(given) or "")] = ""
+    """Columns of the rows under other names: question=prompt,answer=answer renames two, prompt={question} Think first. makes one
+    of others. In YAML and Python also a mapping."""
+    plain_prompts: bool = False
+    """Send plain prompts to a chat model as they are. Otherwise each is one user turn of the chat template, and plain answers are
+    the assistant's; a model without a template gets them as they are."""
     split: str = "train"
     """Split to train on, for hub datasets."""
     eval_dataset: Annotated[str | Any, SEVERAL] = ""
-    """Held-out rows for evaluation; empty: the last `eval_prompts` rows of `dataset` are held out."""
+    """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
     eval_split: str = "test"
     """Split to evaluate on, for hub datasets."""
     max_rows: CountOrZero = 0
@@ -146,8 +168,8 @@ class Evaluation:
 
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: only at the end."""
-    eval_prompts: CountOrZero = 64
-    """Held-out prompts; 0: none, or in `eval` all."""
+    eval_prompts: CountOrZero | None = None
+    """Held-out prompts; 0: none, or in `eval` all. Not given: up to 64 (256 comparisons), at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: PositiveOrZero = 1.0

@@ -21,7 +21,9 @@ from torch import Tensor
 from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data.dataset_rows import Row, show
-from psigrad.language.data.sources import from_rows, read_rows
+from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.rendered_rows import Rendered
+from psigrad.language.data.sources import form_of, from_rows, read_rows
 from psigrad.language.data.templates import ignores_tools, observation_ids, prompt_ids, stop_token_id
 from psigrad.language.loading import model_source
 from psigrad.language.loading.load_model import load_model
@@ -31,7 +33,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
 from psigrad.language.rollout.episodes.tool_calls import BrokenCall
-from psigrad.language.rollout.episodes.tools import PROBE, form_of
+from psigrad.language.rollout.episodes.tools import PROBE, call_form_of
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
@@ -113,10 +115,18 @@ class Subject:
         return [row[:length] for row, length in zip(found, lengths, strict=True)]
 
 
-def _rows(config: OnlineConfig) -> list[Row]:
-    if config.data.dataset:
-        return read_rows(config.data, "prompt-only", 0, config.run.seed)[0]
-    return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
+def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
+    """The prompts of the dataset, of any form; of text to train on as a whole the text itself."""
+    if not config.data.dataset:
+        return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
+    try:
+        read = read_rows(config.data, "prompt-only", 0, config.run.seed)[0]
+    except UserError:
+        if (form := form_of(config.data)) in ("", "prompt-only"):
+            raise
+        read = read_rows(config.data, form, 0, config.run.seed)[0]
+    rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns) for row in read]
+    return for_model(model.tokenizer, [rows], config.data.plain_prompts)[0]
 
 
 def load_subject(config: OnlineConfig) -> Subject:
@@ -124,7 +134,7 @@ def load_subject(config: OnlineConfig) -> Subject:
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     dataset = [
-        Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offer_tools(config, _rows(config)))
+        Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offer_tools(config, _rows(config, model)))
     ]
     room = model.max_length - short.max_completion_length
     prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
@@ -181,10 +191,12 @@ def all_pass(findings: Sequence[Finding]) -> bool:
     return all(finding.verdict == "ok" for finding in findings)
 
 
-def report(findings: Sequence[Finding], *, as_json: bool = False) -> str:
-    """A line for each, or one JSON object {"passed", "checks"}."""
+def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence[Rendered] = ()) -> str:
+    """A line for each, or one JSON object {"passed", "checks", "rows"}."""
     if as_json:
-        return json.dumps({"passed": all_pass(findings), "checks": [finding.row() for finding in findings]}, indent=1)
+        shown = [{"title": title, "pieces": pieces} for title, pieces in rows]
+        checks = [finding.row() for finding in findings]
+        return json.dumps({"passed": all_pass(findings), "checks": checks, "rows": shown}, indent=1)
     width, what = (max(len(getattr(f, key)) for f in findings) for key in ("name", "what"))
     lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
     for f in findings:
@@ -252,7 +264,7 @@ def check_text(subject: Subject) -> Finding:
 def check_tools(subject: Subject) -> Finding:
     """tool calls."""
     tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
-    form = form_of(tokenizer)
+    form = call_form_of(tokenizer)
     found = [] if form.probe(form.seen) == [PROBE] else ["not read back"]
     try:
         observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])

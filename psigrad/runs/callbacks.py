@@ -96,7 +96,7 @@ class Arguments:
         self._config = config
         self._names = dict(flat_names(type(config)))
         self._others: dict[str, Any] = {}
-        evaluates = any(getattr(self, name) for name in ("eval_prompts", "eval_episodes") if name in self._names)
+        evaluates = any(getattr(self, name) != 0 for name in ("eval_prompts", "eval_episodes") if name in self._names)
         self.greater_is_better = True
         self._others |= {
             "eval_strategy": "steps" if evaluates else "no",

@@ -30,6 +30,7 @@ from psigrad_studio.runs.tokens import config_of
 from psigrad_studio.security import Refused
 from psigrad_studio.studio_settings import StudioSettings
 
+FIRST_ROWS = "first_rows"
 MOST_RUNS, MOST_STREAMS = 40, 32
 LOOK_SECONDS, STREAM_SECONDS = 0.5, 600.0
 WAIT_SECONDS = 5.0
@@ -195,7 +196,7 @@ def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
     place, history, index = cache.place(run), cache.history(run), cache.rollouts(run)
     history.read()
     index.read(seconds)
-    found = []
+    found, told = [], [event for event in history.events if event.get("kind") != FIRST_ROWS]
     for alert in history.alerts(history.state):
         by = BY_NAME[alert.rule].worst
         worst = index.worst(alert.worst_step, by) or index.worst(alert.step, by)
@@ -205,11 +206,23 @@ def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
         **cache.entry(run),
         "alerts": found,
         "settings": {key: str(value)[:300] for key, value in flatten(config_of(place.path)).items()},
-        "events": [{str(k)[:60]: str(v)[:300] for k, v in event.items()} for event in history.events[-40:]],
+        "events": [{str(k)[:60]: str(v)[:300] for k, v in event.items()} for event in told[-40:]],
+        "first_rows": _first_rows(history.events),
         "picture": cache.picture(run) is not None,
         "rollouts": len(index),
         "index_generation": index.generation,
     }
+
+
+def _first_rows(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first rows as the run's model read them, as far as they have the shape that a run writes."""
+    rows = next((event.get("rows") for event in reversed(events) if event.get("kind") == FIRST_ROWS), None)
+    found = [row for row in rows if isinstance(row, list) and len(row) == 2] if isinstance(rows, list) else []
+    return [
+        {"title": str(title)[:300], "pieces": [[str(part)[:4000] for part in piece[:2]] for piece in pieces if len(piece) == 2]}
+        for title, pieces in found[:6]
+        if isinstance(pieces, list) and all(isinstance(piece, list) for piece in pieces)
+    ]
 
 
 def _live(routes: APIRouter, cache: RunCache) -> None:

@@ -371,7 +371,7 @@ def test_without_a_network_a_hub_name_is_refused_at_once(tmp_path, monkeypatch, 
     monkeypatch.setattr("huggingface_hub.utils._http.time", again)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n')
     assert cli.main(["plan", "grpo", "--model", "nobody/no-such-model", "--dataset", str(tmp_path / "rows.jsonl")]) == 2
-    assert "The tokenizer of 'nobody/no-such-model', which measures the dataset" in capsys.readouterr().err
+    assert "The tokenizer of 'nobody/no-such-model' cannot be read" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_or_json_and_measures_the_dataset(folder, tmp_path, capsys):

@@ -331,3 +331,17 @@ def test_nothing_is_written_where_the_runs_are(studio, root, ids):
     # a trainer that starts now is not refused
     with RunFolder.open(root / "rloo-again", {}):
         assert os.path.exists(root / "rloo-again" / "config.json")
+
+
+def test_the_first_rows_are_shown_as_the_model_read_them_and_damaged_ones_are_not(root, studio):
+    path = make_run(root / "rows")
+    ident = next(run["id"] for run in studio.ask("GET", "/api/runs").json["runs"] if run["name"] == "rows")
+    assert studio.post("/api/runs/about", {"run": ident}).json["first_rows"] == []
+    pieces = [["prompt", "<|im_start|>user\n<b>"], ["trained", "x" * 9000]]
+    append(
+        path / "events.jsonl",
+        {"time": 1.0, "kind": "first_rows", "rows": [["a.jsonl:1", pieces], ["torn"], 3, ["b", 4], ["c", [5]]]},
+    )
+    about = studio.post("/api/runs/about", {"run": ident}).json
+    assert about["first_rows"] == [{"title": "a.jsonl:1", "pieces": [pieces[0], ["trained", "x" * 4000]]}]
+    assert "first_rows" not in {event["kind"] for event in about["events"]}, "they are no line of the table of events"

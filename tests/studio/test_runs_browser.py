@@ -29,6 +29,8 @@ def root(tmp_path_factory):
         bad / "rollouts.jsonl",
         *(rollout(13, 13, k, reward=0.5, advantage=0.0, finish_reason="length", completion=EVIL) for k in range(4)),
     )
+    pieces = [["prompt", f"<|im_start|>user\n{EVIL}"], ["trained", "Hello."], ["masked", "\n" + "wide" * 200]]
+    append(bad / "events.jsonl", {"time": 1.0, "kind": "first_rows", "rows": [["my.jsonl:1", pieces]]})
     control = make_run(root / "cartpole", rollouts=0, recipe="control", algorithm="ppo", env="CartPole-v1")
     (control / "episode.gif").write_bytes(GIF)
     append(
@@ -391,6 +393,15 @@ def test_a_run_with_a_video_offers_it_where_one_looks_first(opened, ids):
     expect(page.locator(".results [role=status]")).to_contain_text("episodes")
     page.get_by_role("tab", name="About").click()
     expect(page.locator("#about .episode")).not_to_have_attribute("open", "")
+
+
+def test_the_first_rows_stand_as_the_model_reads_them(opened, ids):
+    page = opened(f"runs={ids['rloo']}&tab=about")
+    card = page.locator("#about .card", has_text="First rows")
+    expect(card.locator(".said .prompt")).to_have_text(f"<|im_start|>user\n{EVIL}")
+    expect(card.locator(".said .trained")).to_have_text("Hello.")
+    expect(card.locator(".row .piece")).to_have_text(["prompt", "trained", "masked", "sampled"])
+    expect(page.locator("#about .card", has_text="What happened")).not_to_contain_text("first_rows")
 
 
 def test_alerts_lead_to_their_completions(opened, ids):

@@ -3,7 +3,8 @@
 Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
 `completion`; conversations `messages`, and their plain kin `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
 `prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. Each is plain (strings) or conversational (lists of
-{"role", "content"}); stepwise rows are plain.
+{"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too;
+rows under other names are `posted_forms`'.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Keyword arguments that every reward function gets; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
-_FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
+_FOREIGN_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "observation": "tool",
+}
 MAX_DEPTH = 100
 """Levels of lists and objects in a column: what walks them recursively, JSON and pickle among it, must not run out of stack."""
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a string", "dict": "an object", "list": "a list"}
@@ -37,7 +48,8 @@ class Row:
     Set are: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; `completion` alone, which is
     plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and `rejected` (preference); `prompt`,
     `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels` (stepwise). `columns` holds all other
-    columns, which reward functions receive.
+    columns, which reward functions receive. `plain_prompt` is set where prompt and answers are turns for a chat model and were
+    text in the dataset: the prompt as it stood there, which reward functions and people are shown.
     """
 
     source: str
@@ -49,6 +61,7 @@ class Row:
     steps: tuple[str, ...] = ()
     labels: tuple[float, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
+    plain_prompt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,24 @@ def fitting(raw: object) -> str:
     return ""
 
 
-def _name_columns(raw: Mapping[str, Any]) -> str:
+def role_of(message: Mapping[str, Any]) -> str:
+    """The role of a message as ours or ShareGPT's names have it; empty where it has none."""
+    if "role" in message or "from" not in message:
+        return str(message.get("role") or "")
+    return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
+
+
+def text_of_content(content: Any) -> Any:
+    """The text of content in parts, where all of them are text; any other content as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part for part in content
+    ]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+
+
+def name_columns(raw: Mapping[str, Any]) -> str:
     """The columns of a row, for a message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
@@ -130,7 +160,7 @@ def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
     """Which form a row to fine-tune on has."""
     if not raw.keys() & {"prompt", "completion", "messages", "text"}:
         what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
-        check.fail("prompt", f"{what} (found: {_name_columns(raw)})")
+        check.fail("prompt", f"{what} (found: {name_columns(raw)})")
     present = {name for name in raw if raw[name] is not None}
     if "prompt" in present and "completion" in present:
         return "prompt-completion"
@@ -236,7 +266,7 @@ class _Check:
 
     def present(self, raw: Mapping[str, Any], column: str) -> Any:
         if column not in raw:
-            self.fail(column, f"is missing (found: {_name_columns(raw)}{nearest(column, raw)})")
+            self.fail(column, f"is missing (found: {name_columns(raw)}{nearest(column, raw)})")
         if raw[column] is None:
             self.fail(column, "is null; it must be a string or a list of messages")
         return raw[column]
@@ -253,8 +283,10 @@ class _Check:
         if not isinstance(value, list):
             return self.text(value, "prompt")
         turns = self.turns(value, "prompt")
-        if turns[-1]["role"] not in ("user", "tool"):
-            self.fail("prompt", f"ends with the role {turns[-1]['role']!r}; the turn before the model's must be 'user' or 'tool'")
+        last = turns[-1]
+        # an assistant's turn at the end is the beginning of the answer, which the model continues
+        if last["role"] not in ("user", "tool") and not (last["role"] == "assistant" and len(turns) > 1 and last.get("content")):
+            self.fail("prompt", f"ends with the role {last['role']!r}; the turn before the model's must be 'user' or 'tool'")
         return turns
 
     def completion(self, raw: Mapping[str, Any], prompt: str | list[Message], column: str = "completion") -> str | list[Message]:
@@ -295,8 +327,9 @@ class _Check:
     def turn(self, message: object, where: str) -> Message:
         if not isinstance(message, Mapping):
             self.fail(where, f"is {_kind(message)}; a message must be an object with 'role' and 'content'")
-        if "role" not in message and "from" in message:
-            self.fail(where, "has 'from' and 'value' (ShareGPT's names); rename them to 'role' and 'content'")
+        if "role" not in message and "from" in message and "value" in message:
+            rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+            message = {"role": role_of(message), "content": message["value"], **rest}
         turn = {key: value for key, value in message.items() if value is not None}
         role = turn.get("role")
         if not isinstance(role, str) or role not in ROLES:
@@ -306,11 +339,12 @@ class _Check:
         calls = turn.get("tool_calls")
         if calls is not None and (role != "assistant" or not isinstance(calls, list)):
             self.fail(f"{where}.tool_calls", "must be a list, in an assistant's message")
-        content = turn.get("content", "")
+        content = text_of_content(turn.get("content", ""))
+        turn |= {"content": content} if "content" in turn else {}
         if "content" not in turn and not calls:
             self.fail(f"{where}.content", "is missing or null")
         if not isinstance(content, str):
-            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string (content parts are not supported)")
+            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string, or a list of parts that are all text")
         if not content and role in ("user", "assistant") and not calls:
             self.fail(f"{where}.content", "is an empty string")
         return turn

@@ -94,7 +94,8 @@ def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
     """The tokens of a stepwise row: prompt, then every step with `separator` behind it."""
-    ids, ends, before = list(prompt_ids(tokenizer, row)), [], str(row.prompt)
+    ids, ends = list(prompt_ids(tokenizer, row)), []
+    before = row.prompt if isinstance(row.prompt, str) else str(tokenizer.decode(ids[-1:]))
     for step in row.steps:
         piece = step if step.endswith(separator) else step + separator
         ids += encode_after(tokenizer, before, piece)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from psigrad.config import Data
+from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, nearest
-from psigrad.language.data import tasks
+from psigrad.language.data import posted_forms, tasks
 from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, fitting, rows_of, show
+from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.row_files import READERS, Raw, Records, first_line, read_file
 from psigrad.seeds import permutation
 
@@ -27,71 +32,115 @@ _network = {"missing": False}
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The good rows in the order of the source, and those that were left out (`bad_rows="skip"`)."""
+    """The good rows in the order of the source, those that were left out (`bad_rows="skip"`), and what other form was recognised
+    in how many (`posted_forms`).
+    """
 
     rows: list[Row]
     skipped: list[BadRow]
+    recognised: Mapping[str, int] = field(default_factory=dict)
 
 
 def load(
-    dataset: str, *, form: str, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop", max_rows: int = 0
+    dataset: str,
+    *,
+    form: str,
+    split: str = "train",
+    bad_rows: Literal["stop", "skip"] = "stop",
+    max_rows: int = 0,
+    columns: Mapping[str, str] | None = None,
 ) -> LoadedRows:
     """The rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
     In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split`
     are read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows
-    of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed.
+    of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed; `columns` renames some
+    (`posted_forms.map_columns`).
     Raises UserError naming file, line, column and reason; with `bad_rows="skip"` malformed rows are left out and returned as
     `skipped`, and only a file that can't be read on raises.
     """
     records = _records(dataset, split, streaming=max_rows > 0)
-    return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows)
+    return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows, columns or {})
 
 
 def from_rows(
-    iterable: Iterable[object], form: str, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop"
+    iterable: Iterable[object],
+    form: str,
+    source: str = "rows",
+    bad_rows: Literal["stop", "skip"] = "stop",
+    columns: Mapping[str, str] | None = None,
 ) -> LoadedRows:
     """The same checks for rows that are in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
         raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
-    return _collect((Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows)
+    return _collect((Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows, columns or {})
 
 
-def holdout(rows: LoadedRows, n: int) -> tuple[LoadedRows, LoadedRows]:
-    """(rows to train on, the last `n` rows as held-out); `skipped` stays with the first. UserError if none is left to train."""
+def holdout(rows: LoadedRows, n: int, seed: int = 0) -> tuple[LoadedRows, LoadedRows]:
+    """(rows to train on, `n` held-out rows drawn by `seed`), both in the order of the source; `skipped` stays with the first.
+
+    Labelled answers of one prompt go together, for both of a pair must be on one side; prompts with more of them than are left to
+    hold out are passed over. UserError if no row is left to train on.
+    """
     if n < 0 or n >= len(rows.rows):
         raise UserError(
             f"Holding out {n} of {len(rows.rows)} rows is not possible; set eval_prompts (--eval-prompts) to fewer, 0 for no "
             "evaluation, or give held-out rows of their own (--eval-dataset)."
         )
-    cut = len(rows.rows) - n
-    return LoadedRows(rows.rows[:cut], rows.skipped), LoadedRows(rows.rows[cut:], [])
+    alone = [str(i) for i in range(len(rows.rows))]
+    held = _draw(n, seed, [_prompt_key(row) for row in rows.rows] if rows.rows[0].label is not None else alone)
+    held = held or _draw(n, seed, [row.source for row in rows.rows])  # one prompt with many answers: pairs at least stay whole
+    parts = [[row for i, row in enumerate(rows.rows) if (i in held) == wanted] for wanted in (False, True)]
+    return LoadedRows(parts[0], rows.skipped, rows.recognised), LoadedRows(parts[1], [])
 
 
-def _collect(records: Records, form: str, name: str, bad_rows: str) -> LoadedRows:
+def _draw(n: int, seed: int, keys: Sequence[str]) -> set[int]:
+    """At most `n` places of rows, whole groups of one key, in the order of a permutation of the groups."""
+    groups: dict[str, list[int]] = {}
+    for place, key in enumerate(keys):
+        groups.setdefault(key, []).append(place)
+    members, taken = list(groups.values()), set[int]()
+    for group in permutation(len(members), seed, "held out") if n else ():
+        if len(taken) + len(members[group]) <= n:
+            taken.update(members[group])
+    return taken
+
+
+def _prompt_key(row: Row) -> str:
+    return row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True, default=repr)
+
+
+def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str]) -> LoadedRows:
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
         raise UserError(f"bad_rows is {bad_rows!r}; it must be 'stop' or 'skip'.")
-    rows, bad, fits = [], [], ""
+    rows, bad, fits, hint = [], [], "", ""
+    recognised: Counter[str] = Counter()
     for record in records:
         if isinstance(record, BadRow):
             bad.append(record)
             continue
+        value = record.value
         try:
-            rows += rows_of(record.value, form, record.source)
+            if isinstance(value, Mapping):
+                value = posted_forms.map_columns(value, columns, record.source) if columns else value
+                value, found = posted_forms.translate(value, form, record.source)
+                recognised.update(found)
+            rows += rows_of(value, form, record.source)
         except RowError as error:
             bad.append(error.bad)
-            fits = fits if len(bad) > 1 else fitting(record.value)
+            if len(bad) == 1 and isinstance(value, Mapping):
+                fits, hint = fitting(value), "" if columns else posted_forms.usual_names(value)
     if bad and (bad_rows == "stop" or not rows):
-        raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits))
+        raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits, hint))
     if not rows:
         raise UserError(f"{name} has no rows; at least one {form} row was expected.")
-    return LoadedRows(rows, bad)
+    return LoadedRows(rows, bad, dict(recognised))
 
 
-def _summary(name: str, form: str, total: int, bad: list[BadRow], fitting: str) -> str:
+def _summary(name: str, form: str, total: int, bad: list[BadRow], fitting: str, hint: str) -> str:
     if len(bad) == total and len({(row.column, row.reason) for row in bad}) == 1:
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
@@ -99,7 +148,7 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fitting: str) 
     cure = "mend them, or set bad_rows=skip to leave them out"
     if len(bad) == total:
         cure = f"none is left for the form {form}; " + (f"they fit the form {fitting} (docs/data.md)" if fitting else "mend them")
-    return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}."
+    return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
 
 
 def _records(dataset: str, split: str, streaming: bool = False) -> Records:
@@ -262,34 +311,75 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
     return rows
 
 
-def read_rows(data: Data, form: str, eval_prompts: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training rows and held-out rows. Without an eval dataset the last `eval_prompts` rows are held out.
+# Rows that are held out where their number is not given: prompts, and comparisons, which cost no sampling; and of how many rows
+# at most one is.
+HELD_OUT, _HELD_OUT_PAIRS, _MOST = 64, 256, 10
 
-    Of several datasets each gives its share of both.
+
+def read_rows(
+    data: Data, form: str, eval_prompts: int | None, seed: int, tell: Tell | None = None
+) -> tuple[list[Row], list[Row]]:
+    """Training rows and held-out rows. Without an eval dataset `eval_prompts` rows, drawn by `seed`, are held out; where that is
+    None a tenth of the rows, and no more than 64 (of comparisons 256).
+
+    Of several datasets each gives its share of both. `tell` hears what was recognised, left out and held out.
     """
     shares = parse_mixture(data.dataset)
     parts = [_read_one(data, form, share.dataset, data.split) for share in shares]
+    _tell_of(parts, tell)
+    total = sum(len(part.rows) for part in parts)
+    wanted = eval_prompts
+    if wanted is None:
+        wanted = _HELD_OUT_PAIRS if form in ("preference", "unpaired-preference", "stepwise") else HELD_OUT
+        wanted = wanted if data.eval_dataset else min(wanted, total // _MOST)
     held_out_rows: list[Row] = []
     if data.eval_dataset:
-        held_out_rows = read_dataset(data, form, data.eval_dataset, data.eval_split).rows[:eval_prompts]
-    elif eval_prompts:
+        given = read_dataset(data, form, data.eval_dataset, data.eval_split, tell)
+        held_out_rows = given.rows if wanted >= len(given.rows) else holdout(given, wanted, seed)[1].rows
+    elif wanted:
         sizes = [len(part.rows) if share.weight is None else share.weight for part, share in zip(parts, shares, strict=True)]
-        split = [holdout(part, n) for part, n in zip(parts, quotas(eval_prompts, sizes), strict=True)]
+        split = [holdout(part, n, seed) for part, n in zip(parts, quotas(wanted, sizes), strict=True)]
         parts, held_out_rows = [train for train, _ in split], [row for _, held in split for row in held.rows]
+    if tell is not None and not data.eval_dataset and eval_prompts != 0:
+        text = f"{len(held_out_rows)} of {total} rows, drawn at random, are held out; --eval-prompts sets their number."
+        tell("held_out", text, count=len(held_out_rows), rows=total)
     return mix([part.rows for part in parts], [share.weight for share in shares], seed), held_out_rows
 
 
-def read_dataset(data: Data, form: str, dataset: Any, split: str) -> LoadedRows:
+def read_dataset(data: Data, form: str, dataset: Any, split: str, tell: Tell | None = None) -> LoadedRows:
     """The rows of one dataset, or of several one after the other; a missing name is refused."""
     parts = [_read_one(data, form, share.dataset, split) for share in parse_mixture(dataset)]
+    _tell_of(parts, tell)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
+def form_of(data: Data) -> str:
+    """The form that the first row of the first dataset has; empty where it has none. Of an answered prompt it is "sft"."""
+    first = parse_mixture(data.dataset)[0].dataset
+    for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
+        with contextlib.suppress(UserError):
+            _read_one(replace(data, max_rows=1), form, first, data.split)
+            return form
+    return ""
+
+
+def _tell_of(parts: Sequence[LoadedRows], tell: Tell | None) -> None:
+    """Say what form other than ours the rows have, and how many were left out."""
+    if tell is None:
+        return
+    for what, count in sum((Counter(part.recognised) for part in parts), Counter[str]()).items():
+        tell("rows_recognised", f"In {count} rows {what}.", what=what, count=count)
+    if bad := [row for part in parts for row in part.skipped]:
+        tell("rows_skipped", f"{len(bad)} malformed rows are left out; the first is {bad[0]}.", count=len(bad))
+
+
 def _read_one(data: Data, form: str, dataset: Any, split: str) -> LoadedRows:
+    columns = columns_of(data.columns)
     if not isinstance(dataset, str):
-        return from_rows(islice(dataset, data.max_rows) if data.max_rows else dataset, form, bad_rows=data.bad_rows)
+        some = islice(dataset, data.max_rows) if data.max_rows else dataset
+        return from_rows(some, form, bad_rows=data.bad_rows, columns=columns)
     if not dataset:
         raise UserError(
             "No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset)."
         )
-    return load(dataset, form=form, split=split, bad_rows=data.bad_rows, max_rows=data.max_rows)
+    return load(dataset, form=form, split=split, bad_rows=data.bad_rows, max_rows=data.max_rows, columns=columns)

@@ -55,7 +55,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     """The token ids that a completion of this row continues.
 
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation
-    prompt, and the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as TRL does.
+    prompt, and the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as TRL does. An
+    assistant's turn at the end is the beginning of the answer (prefill): its text follows the generation prompt.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -67,7 +68,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
                 "set tokenizer.add_eos_token = False."
             )
     else:
-        ids = _encode(tokenizer, _render(tokenizer, row, row.prompt, generation_prompt=True))
+        ids = _encode(tokenizer, _render_prompt(tokenizer, row, row.prompt))
     if not ids:
         raise UserError(f"The prompt of {row.source} has no tokens; give a prompt with text that the tokenizer knows.")
     return ids
@@ -78,9 +79,7 @@ def ignores_tools(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
     if not isinstance(row.prompt, list) or not _arguments(row)["tools"]:
         return False
     bare = replace(row, columns={name: value for name, value in row.columns.items() if name != "tools"})
-    return _render(tokenizer, row, row.prompt, generation_prompt=True) == _render(
-        tokenizer, bare, row.prompt, generation_prompt=True
-    )
+    return _render_prompt(tokenizer, row, row.prompt) == _render_prompt(tokenizer, bare, row.prompt)
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:
@@ -143,6 +142,11 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
+def prompt_for_reward(row: Row) -> Any:
+    """The prompt as the dataset has it, which reward functions, environments and people are shown."""
+    return row.prompt if row.plain_prompt is None else row.plain_prompt
+
+
 @functools.lru_cache(maxsize=8)
 def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
     """`template` and `named` are the tokenizer's own; a cache that did not know them would outlive a change of theirs."""
@@ -154,7 +158,7 @@ def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) 
 
 def completion_for_reward(row: Row, text: str) -> str | list[Message]:
     """A completion as reward functions get it from TRL: text, or one assistant message where the prompt is conversational."""
-    return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+    return text if isinstance(prompt_for_reward(row), str) else [{"role": "assistant", "content": text}]
 
 
 def _encodable(text: str) -> str:
@@ -235,20 +239,25 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], f
 def _assistant_spans(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[str, list[Span]]:
     """The rendered conversation and the character spans of the assistant turns to train on, in order."""
     prompt = row.prompt if isinstance(row.prompt, list) else []
-    messages = row.messages or [*prompt, *(row.completion or [])]
+    answer = list(row.completion) if prompt and isinstance(row.completion, list) else []
+    first = len(prompt)  # the first message that is trained on
+    if answer and prompt[-1]["role"] == "assistant":
+        first -= 1
+        answer[0] = {**answer[0], "content": prompt[-1]["content"] + answer[0].get("content", "")}
+    messages = row.messages or [*prompt[:first], *answer]
     template = _template(tokenizer, row)
     text = _render(tokenizer, row, messages)
-    for i, message in enumerate(messages[len(prompt) :], len(prompt) + 1):
+    for i, message in enumerate(messages[first:], first + 1):
         # The last part only: templates may rewrite thinking. One made for content parts drops plain strings without a word.
         if message["role"] == "assistant" and message.get("content", "").split("</think>")[-1].strip() not in text:
             raise UserError(f"The chat template leaves out the content of message {i} in {row.source}; use one for plain text.")
-    head = _render(tokenizer, row, prompt, generation_prompt=True) if prompt else ""
+    head = _render_prompt(tokenizer, row, prompt) if prompt else ""
     if not text.startswith(head):
         raise _not_preserving(row, "the prompt", "once the completion follows")
     if _GENERATION.search(template):
         spans = _spans_by_blocks(tokenizer, row, messages, template, text)
     else:
-        spans = _spans_by_prefixes(tokenizer, row, messages, text, len(prompt))
+        spans = _spans_by_prefixes(tokenizer, row, messages, text, first)
     if prompt:
         spans = [span for span in spans if span[1] > len(head)]
         # The policy continues the prompt from its very end, wherever the template's first block starts.
@@ -301,6 +310,13 @@ def _template(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
             "put a template into the model's folder as chat_template.jinja (psigrad.language.data.templates.CHATML is a simple "
             "one), or give prompts and completions as plain strings."
         ) from None
+
+
+def _render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[Message]) -> str:
+    """What the model continues: the generation prompt, and behind it the assistant's turn that the prompt ends with."""
+    begun = prompt[-1] if prompt[-1]["role"] == "assistant" else None
+    text = _render(tokenizer, row, prompt[:-1] if begun else prompt, generation_prompt=True)
+    return text + str(begun["content"]) if begun else text
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], *, generation_prompt: bool = False) -> str:

@@ -109,6 +109,21 @@ def tokenizer_path(settings: Model) -> str:
     return plain_folder(settings.path) if found is None else found.tokenizer or found.base.path
 
 
+def load_tokenizer(path: str) -> Any:
+    """A model's tokenizer without its weights. Raises `UserError`."""
+    from transformers import AutoTokenizer
+
+    refuse_run(path)
+    if not Path(path).exists():
+        go_offline_without_network()
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The tokenizer of {path!r} cannot be read ({reason_of(error)}); name a model's folder or a hub model."
+        ) from error
+
+
 def check_path(text: str, what: str = "") -> None:
     """Refuse a folder that is not there before the hub is asked for a model of that name."""
     path = Path(text).expanduser()

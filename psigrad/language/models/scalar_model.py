@@ -24,8 +24,8 @@ from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, la
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# In a process reward model's config.json: what ends a step.
-STEP_SEPARATOR = "step_separator"
+# In a reward model's config.json: of a process reward model what ends a step; whether plain prompts were text to it, not turns.
+STEP_SEPARATOR, PLAIN_PROMPTS = "step_separator", "plain_prompts"
 
 
 @dataclass
@@ -40,6 +40,11 @@ class ScalarModel(Pretrained):
     def per_token(self) -> bool:
         """Whether the model has a number at every token."""
         return isinstance(getattr(self.network, "score", None), nn.Module)
+
+    @property
+    def plain_prompts(self) -> bool:
+        """Whether it was trained on plain prompts as they are, though its tokenizer has a chat template."""
+        return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, packed: bool) -> Tensor:
         """V on `PROBE`."""

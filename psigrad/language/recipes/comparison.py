@@ -103,7 +103,9 @@ def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) ->
     samples = config.prompts_per_step * config.num_generations
     return PreferenceConfig(
         model=config.model,
-        data=replace(config.data, dataset=str(folder / UNPAIRED) if method == "kto" else comparison.pairs, eval_dataset=""),
+        data=replace(
+            config.data, dataset=str(folder / UNPAIRED) if method == "kto" else comparison.pairs, columns="", eval_dataset=""
+        ),
         optim=config.optim,
         evaluation=replace(config.evaluation, eval_prompts=0),
         run=where,
@@ -163,7 +165,7 @@ def measured(model: Path, config: OnlineConfig) -> dict[str, float]:
     """Truth, proxy, length and KL to the starting model, on the held-out prompts."""
     shared: dict[str, Any] = {
         "model": Model(path=str(model), dtype=config.model.dtype),
-        "data": Data(dataset=config.data.eval_dataset, split=config.data.eval_split),
+        "data": Data(config.data.eval_dataset, config.data.columns, config.data.plain_prompts, config.data.eval_split),
         "sampling": config.sampling,
         "run": Run(seed=config.run.seed, device=config.run.device, threads=config.run.threads),
     }

@@ -12,14 +12,15 @@ from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.sources import from_rows, read_rows
+from psigrad.language.data.posted_forms import Tell, for_model
+from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
 from psigrad.language.recipes.placement import open_actors
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
-from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, form_of, resolve, schemas
+from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.processes.sandbox import enclosing_command
 from psigrad.runs.journal import Journal
 
@@ -43,13 +44,13 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
         yield None
         return
     placement: Placement | None = getattr(config, "placement", None)
-    form = form_of(tokenizer) if config.tools else CallForm()
+    form = call_form_of(tokenizer) if config.tools else CallForm()
     if config.tools and journal is not None and not (form.family or form.response_template):
         text = "The chat template does not tell in which form the model calls tools, so calls are read in every known form."
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield Episodes(stack.enter_context(_playing(config, form)), config.max_turns)
+            yield _episodes(config, stack.enter_context(_playing(config, form)))
             return
         pool = None
         if journal.world.rank == 0:
@@ -57,7 +58,13 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
             make = partial(_playing, config, form)
             actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
             pool = stack.enter_context(actors)
-        yield Episodes(RayEnvironments(pool, journal.world), config.max_turns)
+        yield _episodes(config, RayEnvironments(pool, journal.world))
+
+
+def _episodes(config: Played, playing: Playing) -> Episodes:
+    return Episodes(
+        playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
+    )
 
 
 def _playing(config: Played, form: CallForm) -> Playing:
@@ -75,21 +82,30 @@ def _playing(config: Played, form: CallForm) -> Playing:
     )
 
 
-def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows: the dataset's, or those that the environment brings along. Tools are offered in every row."""
+def rows_for(config: OnlineConfig, episodes: Episodes | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows as the model reads them: the dataset's, or those that the environment brings along. Tools are
+    offered in every row.
+    """
     own = own_rows(config, episodes)
     if own is None:
-        train, held = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed)
+        read = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed, tell)
     else:
-        held, train = own[: config.evaluation.eval_prompts], own[config.evaluation.eval_prompts :]
+        read = own[_count_own(config) :], own[: _count_own(config)]
+    train, held = for_model(tokenizer, read, config.data.plain_prompts, tell)
     return offer_tools(config, train), offer_tools(config, held)
+
+
+def _count_own(config: Played) -> int:
+    """Held-out rows of an environment's own."""
+    count = config.evaluation.eval_prompts
+    return HELD_OUT if count is None else count
 
 
 def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
     """The rows that the environment brings along, where no dataset was given."""
     if episodes is None or config.data.dataset:
         return None
-    made = episodes.playing.rows(OWN_ROWS + config.evaluation.eval_prompts, config.run.seed)
+    made = episodes.playing.rows(OWN_ROWS + _count_own(config), config.run.seed)
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 
@@ -100,5 +116,7 @@ def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     shown = schemas(resolve(config.tools, config.worker_env))
     for row in rows:
         if isinstance(row.prompt, str):
-            raise UserError(f"{row.source}: the prompt is plain text, and tools need a chat template; give messages.")
+            raise UserError(
+                f"{row.source}: the prompt is plain text, and tools need a chat template; give messages, or a model that has one."
+            )
     return [replace(row, columns={**row.columns, "tools": shown}) for row in rows]

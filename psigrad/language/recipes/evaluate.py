@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,9 @@ from psigrad import seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_dataset
+from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
@@ -44,7 +47,7 @@ class Report:
     @property
     def prompts(self) -> list[str]:
         """The prompt of each completion, as text."""
-        return [str(prompt_text(self.rows[t.row].prompt)) for t in self.trajectories]
+        return [str(prompt_text(prompt_for_reward(self.rows[t.row]))) for t in self.trajectories]
 
 
 def run(config: EvalConfig) -> Report:
@@ -93,7 +96,7 @@ def _by_model(
     episodes: Episodes | None,
 ) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
     """`size` completions of each prompt by a model here."""
-    rows = _rows(config, episodes)
+    rows = _rows(config, episodes, model.tokenizer)
     evaluator = evaluator_for(config, model, rewards, scorer, rows, None, episodes, size=size)
     with contextlib.closing(samplers.make(config.sampling, model)) as sampler:
         figures, trajectories = evaluator(model, sampler, 0)
@@ -108,7 +111,7 @@ def _by_server(
         raise UserError("Episodes with an environment or tools need a model here; leave out --server, or environment and tools.")
     if config.evaluation.eval_kl:
         raise UserError("eval_kl needs the model's own distribution, which a server does not tell; leave it out.")
-    rows, sampling = _rows(config, None), config.sampling
+    rows, sampling = _rows(config, None, None), config.sampling
     for row in rows:
         if row.prompt is None:
             raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -178,8 +181,13 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
     return [max(group, key=lambda t: float("-inf") if t.reward is None else t.reward) for group in groups]
 
 
-def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None) -> list[Row]:
-    """The rows of the dataset, or those that the environment brings along."""
-    own = own_rows(config, episodes)
-    rows = read_dataset(config.data, "prompt-only", config.data.dataset, config.data.split).rows if own is None else own
-    return offer_tools(config, rows[: config.evaluation.eval_prompts or len(rows)])
+def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None, tokenizer: Any) -> list[Row]:
+    """The rows of the dataset, or those that the environment brings along, as the model reads them."""
+    own, data = own_rows(config, episodes), config.data
+    rows = read_dataset(data, "prompt-only", data.dataset, data.split, _say).rows if own is None else own
+    (rows,) = for_model(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, _say)
+    return offer_tools(config, rows)
+
+
+def _say(kind: str, text: str, **fields: Any) -> None:
+    print(f"psigrad: {text}", file=sys.stderr)

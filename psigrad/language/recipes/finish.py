@@ -11,6 +11,7 @@ from typing import Any
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import reason_of
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.rendered_rows import first_rows
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -51,6 +52,7 @@ def train_on_rows(
     `rows` are those of training and those that are held out. `judges` are the reward and the held-out metric.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
+    note_rows(config, model, rows[0], journal, checkpoint)
     pins, counted = collect_pins(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
@@ -59,6 +61,15 @@ def train_on_rows(
         check_offline(job)
     offline.train(job, begun.state, begun.save)
     return finish(config, journal, model)
+
+
+def note_rows(
+    config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
+) -> None:
+    """The first rows as the model reads them, among the events of a run that begins: the studio shows them."""
+    separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
+    if checkpoint is None:
+        journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))
 
 
 def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel, **noted: Any) -> Result:

@@ -12,7 +12,7 @@ from psigrad.language.loading.load_model import load_critic, load_model, load_ow
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, rows_for
-from psigrad.language.recipes.finish import finish, optimizer_of
+from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
 from psigrad.language.recipes.pinned import collect_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
@@ -44,7 +44,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        rows, held_out = rows_for(config, episodes)
+        rows, held_out = rows_for(config, episodes, model.tokenizer, journal.tell)
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))
@@ -52,9 +52,9 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if held_out:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             evaluator = evaluator_for(config, model, metric or rewards, judge, held_out, reference, episodes, world=journal.world)
-        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config, episodes), journal)
-        room = config.sampling.max_completion_length
-        prompts = row_limits.add_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
+        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), journal)
+        prompts = row_limits.add_teacher_prompts(prompts, config, model, reference)
+        note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal))
         algorithm = correct(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None

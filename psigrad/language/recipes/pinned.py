@@ -34,7 +34,7 @@ def collect_pins(
     functions = [function for judge in judges if judge is not None for function in judge.functions]
     content = {
         **{
-            name: [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in part]
+            name: [[getattr(row, f.name) for f in fields(row) if f.name not in ("source", "plain_prompt")] for row in part]
             for name, part in (("dataset", rows), ("eval_dataset", held_out_rows))
         },
         "tokenizer": tokenizer.get_vocab(),

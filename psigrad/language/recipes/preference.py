@@ -20,6 +20,7 @@ from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.pairs import Answer
+from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
@@ -54,8 +55,9 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             return done
         checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"
-        rows, held_out_rows = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
+        read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, journal.tell)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
+        rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
         reference = _reference(config, loss, model, checkpoint, journal.world)
         task = _task(config, loss, model, reference, rows, journal)
         held_out = _task(config, loss, model, reference, held_out_rows, journal) if held_out_rows else None

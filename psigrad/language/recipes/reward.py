@@ -10,16 +10,16 @@ from psigrad.config import Data, Model, RewardConfig, Run
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_dataset, read_rows
-from psigrad.language.data.templates import example
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
-from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
+from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.row_limits import check_row_count, token_limit
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
-from psigrad.language.training.scoring import score_all
+from psigrad.language.training.scoring import judged_ids, score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
@@ -43,8 +43,11 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
             )
         if config.process:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
+        if config.data.plain_prompts != model.plain_prompts:
+            setattr(model.network.config, PLAIN_PROMPTS, config.data.plain_prompts)
         form = "stepwise" if config.process else "preference"
-        rows, held_out_rows = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
+        read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, journal.tell)
+        rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
         task = _task(config, model, rows, journal)
         held_out = _task(config, model, held_out_rows, journal) if held_out_rows else None
         return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out)
@@ -65,15 +68,22 @@ def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Jo
 
 
 def score(
-    model: str, rows: str | Iterable[Mapping[str, Any]], *, split: str = "test", device: str = "auto", budget: int = 16384
+    model: str,
+    rows: str | Iterable[Mapping[str, Any]],
+    *,
+    split: str = "test",
+    device: str = "auto",
+    budget: int = 16384,
+    columns: str | Mapping[str, str] = "",
 ) -> list[float]:
     """The reward model's score of every prompt-completion row, in order: r(x, y), higher is better.
 
-    `rows` is a file, folder or hub dataset, or rows from Python. Raises `UserError` where `model` has no trained scalar head.
+    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` where
+    `model` has no trained scalar head.
     """
-    config = RewardConfig(model=Model(path=model), data=Data(dataset=rows, split=split), run=Run(device=device))
+    data = Data(dataset=rows, columns=columns, split=split)
+    config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))
     machine.prepare_torch(config.run)
     loaded = load_trained_scalar_model(config.model, config.run)
     read = read_dataset(config.data, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
-    texts = [example(loaded.tokenizer, row).ids for row in read.rows]
-    return score_all(loaded, [([], ids) for ids in texts], budget)
+    return score_all(loaded, [([], judged_ids(loaded, row)) for row in read.rows], budget)

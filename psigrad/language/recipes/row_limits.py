@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from psigrad.config import Data, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import ignores_tools, prompt_ids
+from psigrad.language.data.posted_forms import as_turns
+from psigrad.language.data.templates import ignores_tools, prompt_for_reward, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rollout.types import Prompt
@@ -55,13 +56,14 @@ def encode_prompts(
 
 
 def add_teacher_prompts(
-    prompts: Sequence[Prompt], column: str, model: LanguageModel, reference: LanguageModel | None, completion: int
+    prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | None
 ) -> list[Prompt]:
     """The prompts with the tokens of what the reference reads in their place, from a column of the dataset; without a column, or
     a reference, as they are.
 
-    Raises `UserError` for a row that has none, or one that leaves no room for `completion` tokens.
+    Raises `UserError` for a row that has none, or one that leaves no room for a completion.
     """
+    column, completion = config.teacher_prompt, config.sampling.max_completion_length
     if not column or reference is None:
         return list(prompts)
     found = []
@@ -73,9 +75,11 @@ def add_teacher_prompts(
                 f"{prompt.row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
                 "row the prompt that the reference reads, as text or messages like the prompt."
             )
-        if isinstance(own, str) != isinstance(prompt.row.prompt, str):
+        if isinstance(own, str) != isinstance(prompt_for_reward(prompt.row), str):
             raise UserError(f"{prompt.row.source}: prompt and {column} are text and messages; give both in the same form.")
-        ids = tuple(prompt_ids(model.tokenizer, replace(prompt.row, prompt=own)))
+        read = replace(prompt.row, prompt=own, plain_prompt=None)
+        read = read if isinstance(prompt.row.prompt, str) else as_turns(model.tokenizer, read)
+        ids = tuple(prompt_ids(model.tokenizer, read))
         if len(ids) > reference.max_length - completion:
             raise UserError(
                 f"{prompt.row.source}: {column} has {len(ids)} tokens, and with max_completion_length {completion} the "

@@ -12,10 +12,12 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.config import SampleConfig
+from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, kind_of
 from psigrad.language.data import preferences
+from psigrad.language.data.posted_forms import map_columns
 from psigrad.language.data.preferences import Converted
-from psigrad.language.data.templates import completion_for_reward
+from psigrad.language.data.templates import completion_for_reward, prompt_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory
 
@@ -118,17 +120,23 @@ def _reward(trajectory: Trajectory) -> float:
 def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
     row = sampled.rows[trajectory.row]
     own = {key: value for key, value in row.columns.items() if key != "tools"}
-    return {**own, "prompt": row.prompt, "completion": list(trajectory.messages) or completion_for_reward(row, trajectory.text)}
+    completion = list(trajectory.messages) or completion_for_reward(row, trajectory.text)
+    return {**own, "prompt": prompt_for_reward(row), "completion": completion}
 
 
-def convert(dataset: str, output: str, *, scale: int = 10, tie: float = 0.0) -> tuple[Written, Converted]:
-    """Pairs out of rankings (`ranking`, 1 is best), ratings (`ratings` of several completions), or one `rating` per row.
+def convert(
+    dataset: str, output: str, *, columns: str | Mapping[str, str] = "", scale: int = 10, tie: float = 0.0
+) -> tuple[Written, Converted]:
+    """Pairs out of rankings (`ranking`, 1 is best), ratings (`ratings` of several completions), or one `rating` per row, after
+    `columns` has renamed what it names.
 
     Ties are left out and counted. Raises `UserError` naming row and column.
     """
     if not dataset or not output:
         raise UserError("pairs takes --dataset FILE.jsonl and --output FILE.jsonl; one of them is missing.")
     rows = read_jsonl(dataset)
+    if renamed := columns_of(columns):
+        rows = [map_columns(row, renamed, f"{dataset}:{i}") for i, row in enumerate(rows, 1)]
     first = rows[0] if rows else {}
     if "ranking" in first:
         made = preferences.from_rankings(rows, dataset)

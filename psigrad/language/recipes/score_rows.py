@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from psigrad.config import Reward
+from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import Example, example
-from psigrad.language.loading.model_source import refuse_run
+from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.outcomes import Failed, Result, Samples, Scored
@@ -53,12 +53,13 @@ def score(
     split: str = "test",
     tokenizer: str = "",
     timeout: float = 10.0,
+    columns: str | Mapping[str, str] = "",
 ) -> list[RowScore]:
     """What the reward functions give to each prompt-completion row, in order and one row after the other, in a worker process.
 
     `rows` is a file, folder or hub dataset, or rows from Python; columns beside prompt and completion go to the functions.
-    `tokenizer` names a model whose tokens the functions are shown as `completion_ids`; without one they are empty. Raises
-    `UserError` where a reward counts tokens and no tokenizer is given.
+    `columns` renames some first. `tokenizer` names a model whose tokens the functions are shown as `completion_ids`; without one
+    they are empty. Raises `UserError` where a reward counts tokens and no tokenizer is given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")
@@ -69,7 +70,8 @@ def score(
     named = isinstance(rows, str | os.PathLike)
     if named and not rows:
         raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
-    read = load(str(rows), form=FORM, split=split) if named else from_rows(list(rows), FORM)
+    renamed = columns_of(columns)
+    read = load(str(rows), form=FORM, split=split, columns=renamed) if named else from_rows(list(rows), FORM, columns=renamed)
     names = sorted({name for row in read.rows for name in row.columns})
     ids_of = _ids(tokenizer)
     found = []
@@ -77,8 +79,8 @@ def score(
         for row in read.rows:
             scoring = pool.begin()
             start = time.perf_counter()
-            columns = {name: [row.columns.get(name)] for name in names}
-            scoring.add(Samples([row.prompt], [row.completion], [ids_of(row)], columns))
+            shown = {name: [row.columns.get(name)] for name in names}
+            scoring.add(Samples([row.prompt], [row.completion], [ids_of(row)], shown))
             (result,) = scoring.results()
             found.append(RowScore(row.source, result, time.perf_counter() - start))
     return found
@@ -97,12 +99,8 @@ def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
     """The tokens of a row's completion."""
     if not tokenizer:
         return lambda row: []
-    refuse_run(tokenizer)
-    try:
-        loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The tokenizer of {tokenizer!r} cannot be read; name a model's folder or a hub model.") from error
-    return lambda row: [token for token, own in _learned(example(loaded, row)) if own]
+    loaded = load_tokenizer(tokenizer)
+    return lambda row: [token for token, own in _learned(example(loaded, as_turns(loaded, row))) if own]
 
 
 def _learned(whole: Example) -> Iterator[tuple[int, bool]]:

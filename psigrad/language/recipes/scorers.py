@@ -155,6 +155,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
     model.network.requires_grad_(False)
     own = model.tokenizer
     same = tokenizer is not None and own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
+    same = same and (not own.chat_template or config.data.plain_prompts == model.plain_prompts)
     return ModelScorer(name, model, same, config.micro_batch_tokens)
 
 
@@ -168,9 +169,11 @@ def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
     return spec
 
 
-def completion_room(config: Scored, episodes: Episodes | None) -> int:
-    """Tokens that a prompt must leave free: a whole completion's; an episode ends by itself where its room does."""
-    return config.sampling.max_completion_length if episodes is None else 1
+def completion_room(config: Scored) -> int:
+    """Tokens that a prompt must leave free: those of a completion, or of an episode's first turn."""
+    whole = config.sampling.max_completion_length
+    turn = config.max_turn_length if isinstance(config, EpisodeSettings) and (config.environment or config.tools) else 0
+    return min(turn or whole, whole)
 
 
 def evaluator_for(
@@ -186,7 +189,7 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by these rewards, which `scorer` gives."""
     return Evaluator(
-        prompts=encode_prompts(rows, model, config.data, completion_room(config, episodes)),
+        prompts=encode_prompts(rows, model, config.data, completion_room(config)),
         scorer=scorer,
         metric=rewards.metric,
         params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),

@@ -6,6 +6,7 @@ import contextlib
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError
+from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import example
 from psigrad.language.loading.given_model import GivenModel
@@ -32,21 +33,27 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
-        rows, held_out_rows = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
+        read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, journal.tell)
+        rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
         limit = token_limit(config, model)
         examples = [example(model.tokenizer, row, limit) for row in rows]
         if cut := sum(e.truncated for e in examples):
             journal.tell("rows_cut", f"{cut} of {len(examples)} rows are cut at {limit} tokens.", at=limit, count=cut)
-        if not any(any(e.mask) for e in examples):
+        learned = [e for e in examples if any(e.mask)]
+        if not learned:
             raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
+        if empty := len(examples) - len(learned):
+            text = f"{empty} of {len(examples)} rows have no token to learn within {limit} tokens and are left out."
+            journal.tell("rows_left_out", text, nothing_to_learn=empty, kept=len(learned))
         generated = None
         measure = metric or rewards
         if measure.functions and held_out_rows:
             scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, None, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        task = SFTTask(model, examples)
-        held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held_out_rows]) if held_out_rows else None
+        task = SFTTask(model, learned)
+        judged = [made for row in held_out_rows if any((made := example(model.tokenizer, row, limit)).mask)]
+        held_out = SFTTask(model, judged) if judged else None
         return train_on_rows(
             config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
         )

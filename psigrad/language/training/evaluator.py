@@ -11,6 +11,7 @@ import torch
 
 from psigrad import seeds
 from psigrad.intervals import mean_interval, pass_at_k
+from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
@@ -68,7 +69,7 @@ class Evaluator:
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
         rows = {p.index: p.row for p in self.prompts}
-        journal.rollouts([rollout_row(t, step, "eval", rows[t.row].prompt) for t in trajectories])
+        journal.rollouts([rollout_row(t, step, "eval", prompt_for_reward(rows[t.row])) for t in trajectories])
         journal.metrics(step, figures)
         journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from psigrad.errors import UserError
 from psigrad.language.data.batches import pack_by_tokens
-from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import example
+from psigrad.language.data.dataset_rows import Message, Row
+from psigrad.language.data.posted_forms import as_turns
+from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.rewards import Failed, Result, RewardPool, Samples, Scored, Scorer, Scoring, Unscored
-from psigrad.language.rewards.outcomes import join
+from psigrad.language.rewards.outcomes import join, text_of
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.processes.parallel.actor_pool import ActorPool
 
@@ -26,8 +28,8 @@ from psigrad.processes.parallel.actor_pool import ActorPool
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    `same_tokens` says that it reads the policy's own tokens: then what was sampled is what is scored, token for token. Else
-    prompt and completion are written in the reward model's own template.
+    `same_tokens` says that it reads the policy's own tokens: then what was sampled is what is scored, token for token, up to the
+    answer's end; that is the one it was trained on. Else prompt and completion are written in the reward model's own template.
     """
 
     name: str
@@ -38,8 +40,8 @@ class ModelScorer:
     def __post_init__(self) -> None:
         if self.separator and not self.same_tokens:
             raise UserError(
-                f"The process reward model {self.name} has another tokenizer or chat template than the policy, so its steps "
-                "cannot be found among the policy's tokens; train it from the same family."
+                f"The process reward model {self.name} has another tokenizer, chat template or plain_prompts than the policy, so "
+                "its steps cannot be found among the policy's tokens; train it from the same family."
             )
 
     @property
@@ -56,14 +58,45 @@ class ModelScorer:
         own = None if samples.prompt_ids is None else list(zip(samples.prompt_ids, samples.completion_ids, strict=True))
         if self.separator and own is not None:
             return self._by_steps(own)
-        if self.same_tokens and own is not None:
-            pairs = own
-        else:
-            pairs = [self._encode(*texts) for texts in zip(samples.prompts, samples.completions, strict=True)]
+        rows = [self._row(samples, i) for i in range(len(samples))]
+        pairs = [self._tokens(row, own[i] if own else None) for i, row in enumerate(rows)]
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
-    def _encode(self, prompt: Any, completion: Any) -> tuple[Ids, Ids]:
-        return [], example(self.model.tokenizer, Row("a completion", prompt=prompt, completion=completion)).ids
+    def _row(self, samples: Samples, i: int) -> Row:
+        """A completion as a dataset row; one of messages behind a plain prompt makes that a turn."""
+        prompt, completion = samples.prompts[i], samples.completions[i]
+        if isinstance(prompt, str) and not isinstance(completion, str):
+            talks = bool(self.model.tokenizer.chat_template) and not self.model.plain_prompts
+            prompt, completion = (_user(prompt), completion) if talks else (prompt, text_of(completion))
+        columns = {name: values[i] for name, values in samples.columns.items() if values[i] is not None}
+        row, words = Row("a completion", prompt, completion, columns=columns), list(self._special.values())
+        return as_turns(self.model.tokenizer, row, self.model.plain_prompts, words)
+
+    def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
+        """A prompt with its completion: the policy's tokens with the end that answers have in the reward model's training, since
+        a template may write more than the token at which sampling stops, and a completion that was cut has no end. Or the row as
+        it is written, where the policy's tokens are others, or the template would begin the answer otherwise.
+        """
+        plain = isinstance(row.prompt, str)
+        if plain not in self._ends:
+            self._ends[plain] = answer_end(self.model.tokenizer, plain) if self.same_tokens and own else None
+        end = self._ends[plain]
+        if end is None or own is None:
+            return [], judged_ids(self.model, row)
+        if not end:
+            return own
+        prompt, ids = own[0], list(own[1])
+        other = int(bool(ids) and ids[-1] in self._special)  # of a sampler that stops elsewhere
+        written = next((k for k in range(len(end), 0, -1) if ids[-k:] == end[:k]), other)
+        return prompt, [*ids[: len(ids) - written], *end]
+
+    @cached_property
+    def _ends(self) -> dict[bool, list[int] | None]:
+        return {}
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        return {i: str(token) for i, token in self.model.tokenizer.added_tokens_decoder.items() if token.special}
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
@@ -87,6 +120,32 @@ class ModelScorer:
         if not math.isfinite(value):
             return Unscored(f"the reward model {self.name} gave {value}")
         return Scored(value, {self.name: value})
+
+
+def _user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def judged_ids(model: ScalarModel, row: Row) -> Ids:
+    """The tokens of a prompt with its answer as this reward model was trained to read them; the score stands behind the last."""
+    return example(model.tokenizer, as_turns(model.tokenizer, row, model.plain_prompts)).ids
+
+
+def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
+    """The tokens with which every answer ends: EOS, or the end of a turn and what the chat template writes behind it. None where
+    the template writes something between the generation prompt and an answer, as Qwen3's empty thinking; empty where it can't
+    render a conversation, so that only the policy's own tokens can be read.
+    """
+    rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
+    rows = rows if plain else [as_turns(tokenizer, row) for row in rows]
+    try:
+        head, (one, other) = list(prompt_ids(tokenizer, rows[0])), (example(tokenizer, row).ids for row in rows)
+    except UserError:
+        return []
+    if one[: len(head)] != head or one[len(head)] == other[len(head)]:
+        return None
+    same = itertools.takewhile(lambda both: both[0] == both[1], zip(reversed(one), reversed(other), strict=False))
+    return [token for token, _ in same][::-1]
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:

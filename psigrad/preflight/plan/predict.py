@@ -9,16 +9,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.sources import go_offline_without_network, read_rows
+from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import example, prompt_ids
-from psigrad.language.loading.model_source import refuse_run, resolve_for_plan, tokenizer_path
+from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
 from psigrad.language.training.update import steps_natively
@@ -125,8 +124,9 @@ def predict(
         return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    several = work.micro_batches > 1 or config.placement.processes > 1
     parts = roles_of(
-        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
+        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine), several),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -224,7 +224,8 @@ def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     tokenizer = _tokenizer(tokenizer_path(config.model))
     form, lengths = _reader(config)
     train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
-    return [lengths(tokenizer, row) for row in train[:_ROWS]], len(train)
+    (first,) = for_model(tokenizer, [train[:_ROWS]], config.data.plain_prompts)
+    return [lengths(tokenizer, row) for row in first], len(train)
 
 
 def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[int]]]]:
@@ -254,16 +255,10 @@ def _pair_lengths(made: pairs.Pair) -> tuple[int, list[int]]:
 
 
 def _tokenizer(path: str) -> Any:
-    refuse_run(path)
-    if not Path(path).exists():
-        go_offline_without_network()
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"The tokenizer of {path!r}, which measures the dataset, cannot be loaded ({reason_of(error)}); give a folder that "
-            "has one, or leave the dataset out and give --prompt-length."
-        ) from error
+        return load_tokenizer(path)
+    except UserError as error:
+        raise UserError(f"{error} Or leave the dataset out and give --prompt-length.") from error
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config, bool]]:

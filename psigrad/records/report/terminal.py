@@ -55,6 +55,13 @@ def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = N
     _print(["", "value", "95 % interval", ""], cells, console)
 
 
+def print_lines(lines: Iterable[tuple[str, str]]) -> None:
+    """(line, style) one by one, styled where the terminal can."""
+    console = Console(highlight=False)
+    for line, style in lines:
+        console.print(Text(fit_line(line, 10_000, console.encoding), style=style), soft_wrap=True)
+
+
 def print_figures(values: Mapping[str, Any]) -> None:
     """The figures of one evaluation."""
     _print(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])

@@ -56,7 +56,7 @@ export class About {
   draw(run, watch) {
     const picture = run.picture ? episodePicture(run.id) : "";
     if (picture && watch) picture.open = true;
-    this.node.replaceChildren(picture, this.alerts(run), this.events(run), this.settings(run));
+    this.node.replaceChildren(picture, this.alerts(run), this.rows(run), this.events(run), this.settings(run));
   }
 
   alerts(run) {
@@ -80,6 +80,23 @@ export class About {
   way(run, row) {
     const said = `#${row.k} of step ${whole(row.step)}, reward ${figure(row.reward)}`;
     return el("button", { type: "button", onclick: () => this.open(run.id, row.step, row.n) }, said);
+  }
+
+  /** The first rows as the model reads them: what is prompt, what is trained, what is read without loss. */
+  rows(run) {
+    if (!run.first_rows.length) return "";
+    const kinds = ["prompt", "trained", "masked", "sampled"];
+    const legend = el("p", { class: "row small" }, ...kinds.map((kind) => el("span", { class: `piece ${kind}` }, kind)));
+    const shown = run.first_rows.map(({ title, pieces }) =>
+      el(
+        "div",
+        {},
+        el("p", { class: "soft small" }, title),
+        el("div", { class: "said", tabindex: "0", role: "group", "aria-label": title }, ...pieces.map(([kind, text]) =>
+          el("span", { class: `piece ${kinds.includes(kind) ? kind : ""}`, title: kind }, text))),
+      ),
+    );
+    return el("section", { class: "card" }, el("h2", {}, "First rows, as the model reads them"), legend, ...shown);
   }
 
   events(run) {

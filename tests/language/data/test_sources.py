@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
+from psigrad.config import Data
 from psigrad.errors import UserError
 from psigrad.language.data import sources
 from psigrad.language.data.dataset_rows import Row, RowError, validate
-from psigrad.language.data.sources import LoadedRows, from_rows, holdout, load
+from psigrad.language.data.sources import LoadedRows, from_rows, holdout, load, read_rows
 
 USER = {"role": "user", "content": "hi"}
 BOT = {"role": "assistant", "content": "yes"}
@@ -233,15 +235,52 @@ def test_impossible_names_are_user_errors(name: str) -> None:
         load(name, form="prompt-only")
 
 
-def test_the_last_rows_are_held_out() -> None:
+def test_held_out_rows_are_drawn_by_the_seed() -> None:
     rows = from_rows([*RECORDS, 7], "prompt-only", bad_rows="skip")
-    train, held = holdout(rows, 2)
-    assert (prompts(train), prompts(held)) == (["p0", "p1", "p2"], ["p3", "p4"])
+    train, held = holdout(rows, 2, seed=0)
+    assert len(prompts(held)) == 2 and sorted(prompts(train) + prompts(held)) == [f"p{i}" for i in range(5)]
+    assert prompts(train) == sorted(prompts(train)), "in the order of the source"
+    drawn = Counter(prompt for seed in range(200) for prompt in prompts(holdout(rows, 2, seed)[1]))
+    assert holdout(rows, 2, seed=0)[1] == held and min(drawn.values()) > 50, "each of the five is held out in about 80 of 200"
     assert train.skipped == rows.skipped and held.skipped == []
     assert holdout(rows, 0)[0].rows == rows.rows
     for n in (-1, 5, 6):
         with pytest.raises(UserError, match=rf"Holding out {n} of 5.*--eval-prompts"):
             holdout(rows, n)
+
+
+def test_no_more_than_a_tenth_is_held_out_unless_it_is_asked_for() -> None:
+    def held(count: int, form: str = "prompt-only", asked: int | None = None, **data: Any) -> int:
+        raw = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b"} for i in range(count)]
+        said: list[str] = []
+        found = read_rows(Data(dataset=raw, **data), form, asked, 0, lambda kind, text, **_: said.append(text))[1]
+        if not data and asked != 0:
+            told = f"{len(found)} of {count} rows, drawn at random, are held out"
+            assert [told in text for text in said] == [True], said
+        return len(found)
+
+    assert [held(n) for n in (9, 39, 640, 5000)] == [0, 3, 64, 64]
+    assert [held(n, "preference") for n in (39, 5000)] == [3, 256]
+    assert [held(20, asked=n) for n in (0, 8, 19)] == [0, 8, 19]
+    assert held(9, eval_dataset=[{"prompt": f"q{i}"} for i in range(50)]) == 50, "rows of their own are not taken from any"
+    with pytest.raises(UserError, match="Holding out 20 of 20"):
+        held(20, asked=20)
+
+
+def test_held_out_rows_of_an_eval_dataset_are_not_its_first() -> None:
+    rows = [{"prompt": f"q{i:03}"} for i in range(500)]
+    held = [row.prompt for row in read_rows(Data(dataset=RECORDS, eval_dataset=rows), "prompt-only", 50, 0)[1]]
+    assert len(held) == 50 and held == sorted(held) and held[-1] > "q400"
+
+
+def test_both_answers_of_a_pair_are_on_one_side() -> None:
+    pairs = [{"prompt": f"p{i // 2}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
+    train, held = read_rows(Data(dataset=pairs), "unpaired-preference", 10, 0)
+    assert (len(train), len(held)) == (72, 8), "80 answers to 20 prompts, four each: two prompts fit into ten"
+    assert not {row.prompt for row in train} & {row.prompt for row in held}
+    one = [{**pair, "prompt": "p"} for pair in pairs]
+    train, held = read_rows(Data(dataset=one), "unpaired-preference", 10, 0)
+    assert len(held) == 10 and not {row.source for row in train} & {row.source for row in held}
 
 
 def test_the_splits_of_a_dataset_are_no_rows() -> None:

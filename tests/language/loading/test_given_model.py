@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import psigrad
 from psigrad.errors import UserError
+from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.given_model import weights_digest
 
 SHORT = {
@@ -97,7 +98,7 @@ def test_the_tokenizer_is_found_where_the_model_came_from(objects, job, tmp_path
 
 def test_a_tokenizer_may_be_an_object_where_the_model_is_a_name(objects, job, tmp_path):
     _, tokenizer = objects
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.chat_template = CHATML
     made = psigrad.train(
         "sft", model=job / "base", tokenizer=tokenizer, dataset=job / "train.jsonl", output_dir=tmp_path / "r", **SHORT
     )

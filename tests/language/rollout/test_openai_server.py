@@ -137,6 +137,24 @@ def counts(n, body):
     return chat(str(2 * number) if body["seed"] % 2 == 0 else "no idea", [-0.5], 1)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_plain_prompts_go_to_a_server_as_a_user_turn_unless_they_are_asked_for(plain, tmp_path, capsys):
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"question": "2 + 2 =", "answer": "4"}))
+    data = Data(dataset=str(tmp_path / "plain.jsonl"), columns="question=prompt", plain_prompts=plain)
+
+    def four(n, body):
+        return {"choices": [{"text": "4", "finish_reason": "stop"}]} if "prompt" in body else chat("4", [-0.5], 1)
+
+    with standing_in(four) as (url, seen):
+        out, own = tmp_path / "out.jsonl", Evaluation(eval_prompts=0, num_generations_eval=1)
+        sample.run(SampleConfig(server=url, data=data, run=Run(threads=1), evaluation=own, output=str(out)))
+    sent = seen[0].get("prompt") if plain else seen[0].get("messages")
+    assert sent == ("2 + 2 =" if plain else [{"role": "user", "content": "2 + 2 ="}])
+    row = json.loads(out.read_text())
+    assert (row["prompt"], row["completion"], row["answer"]) == ("2 + 2 =", "4", "4"), "rows are written as they came"
+    assert ("one user turn" in capsys.readouterr().err) != plain
+
+
 def test_evaluation_best_of_n_and_samples_come_from_a_server(tmp_path):
     shared = {"data": Data(dataset=sums(tmp_path)), "run": Run(threads=1), "reward": ("exact",), "sampling": Sampling(8)}
     six = Evaluation(eval_prompts=0, num_generations_eval=6)

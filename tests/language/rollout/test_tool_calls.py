@@ -19,7 +19,7 @@ from psigrad.language.data.templates import decode
 from psigrad.language.recipes import conversation
 from psigrad.language.rewards.builtin import NAMES
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
-from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, form_of
+from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, call_form_of
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.online.figures import collection_metrics
 
@@ -83,7 +83,7 @@ def turn_of(tokenizer, *calls: ToolCall) -> str:
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_a_call_that_a_chat_template_wrote_is_read_back(name, family, special):
     tokenizer = from_trl(name, special)
-    form = form_of(tokenizer)
+    form = call_form_of(tokenizer)
     assert form.family == family and form.probe(form.seen) == [PROBE]
     assert form.read(turn_of(tokenizer, MEANT), TYPES) == [MEANT]
     others = [other for other in FAMILIES if other.name != family and other.calls(form.seen, TYPES) == [PROBE]]
@@ -107,16 +107,16 @@ def test_these_are_all_templates_with_tools_but_one_that_writes_no_calls():
 
 def test_a_template_that_writes_no_calls_is_told_by_the_vocabulary():
     template = (TEMPLATES / "lfm2.jinja").read_text()
-    assert form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>")).family == "LFM2"
-    assert form_of(tokenizer_for(template)) == CallForm()
-    assert form_of(from_trl("deepseek_r1_distill")).family == "DeepSeek"
+    assert call_form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>")).family == "LFM2"
+    assert call_form_of(tokenizer_for(template)) == CallForm()
+    assert call_form_of(from_trl("deepseek_r1_distill")).family == "DeepSeek"
 
 
 @pytest.mark.parametrize("name", [name for name, family in CASES if family not in ("Llama", "Harmony")])
 def test_two_calls_of_a_turn_are_two(name):
     tokenizer = from_trl(name)
     second = ToolCall("find_price", {"item": "ink", "count": 1, "options": {}})
-    assert form_of(tokenizer).read(turn_of(tokenizer, MEANT, second), TYPES) == [MEANT, second]
+    assert call_form_of(tokenizer).read(turn_of(tokenizer, MEANT, second), TYPES) == [MEANT, second]
 
 
 ONE = [ToolCall("add", {"a": 1})]
@@ -319,12 +319,12 @@ def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls
     field = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": call}
     start = {"start_anchor": "<|im_start|>assistant\n"}
     tokenizer.response_template = {**start, "fields": {"content": {}, "tool_calls": field}}
-    form = form_of(tokenizer)
+    form = call_form_of(tokenizer)
     assert form.response_template and not form.family and form.probe(form.seen) == [PROBE]
     broken = ToolBox([add], form).step("<tool_call>{</tool_call>").observation[0]["content"]
     assert broken.startswith("error: the call cannot be read (json parser could not parse") and form.seen in broken
     tokenizer.response_template = {**start, "fields": {"content": {}}}
-    assert form_of(tokenizer).family == "Hermes", "one that finds no calls is not used"
+    assert call_form_of(tokenizer).family == "Hermes", "one that finds no calls is not used"
 
 
 @pytest.mark.parametrize(("name", "told"), [("qwen3", 0), ("phi3", 1)])

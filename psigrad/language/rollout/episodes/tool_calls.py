@@ -313,7 +313,7 @@ FAMILIES = (
     CallFamily("Command", "Command R7B, A", "<|START_ACTION|>", _ACTION, "<|END_ACTION|>", _objects, thought="<|END_THINKING|>"),
     CallFamily("Llama", "Llama 3.1 to 3.3", "<|python_tag|>", _PARAMETERS, "", _LLAMA, bare=True),
 )
-"""All forms; which is a model's, its chat template tells (`tools.form_of`)."""
+"""All forms; which is a model's, its chat template tells (`tools.call_form_of`)."""
 
 
 def find_families(text: str) -> list[CallFamily]:

@@ -111,7 +111,7 @@ class CallForm:
             return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
 
 
-def form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
+def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
     """The form in which the tokenizer's chat template writes calls: the one that reads a call that it wrote back exactly.
 
     A template that writes no calls is told by the marks in the vocabulary. `arguments` are those of the template.

@@ -66,7 +66,7 @@ def sampling_params(
 
     Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
     """
-    chat = (stop_token_id(model.tokenizer),) if rows and not isinstance(rows[0].prompt, str) else ()
+    chat = (stop_token_id(model.tokenizer),) if any(not isinstance(row.prompt, str) for row in rows) else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature if temperature is None else temperature,

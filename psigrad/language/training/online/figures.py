@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
+from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Trajectory
 from psigrad.objective import Batch, Loss, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World, sum_figures
@@ -143,6 +144,9 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     }
     if any(t.mask for t in trajectories):
         figures["turns/mean"] = sum(t.turns for t in trajectories) / len(trajectories)
+        for kind in ("cut", "dropped"):
+            if count := sum(cut.kind == kind for t in trajectories for cut in t.cuts):
+                figures[f"observations/{kind}"] = count
     if answers := [str(said.get("content")) for t in trajectories for said in t.messages if said.get("role") == "tool"]:
         figures["tools/call_frequency"] = len(answers) / len(trajectories)
         figures["tools/failure_frequency"] = sum(text.startswith("error: ") for text in answers) / len(answers)
@@ -241,7 +245,7 @@ def rollout_rows(
     tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
     return [
         {
-            **rollout_row(t, step, "train", rows[t.row].prompt, advantage.get(id(t))),
+            **rollout_row(t, step, "train", prompt_for_reward(rows[t.row]), advantage.get(id(t))),
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }

@@ -1,0 +1,249 @@
+"""Rows as people post them, brought to the words of `dataset_rows`: renamed columns, ShareGPT, Alpaca, a system column, answers
+that carry their prompt; and plain prompts as the turns of a chat model.
+
+A form is recognised by its keys, and what was recognised has a name that a run can tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from psigrad.errors import nearest
+from psigrad.language.data.dataset_rows import BadRow, Message, Row, RowError, name_columns, role_of, show, text_of_content
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tell = Callable[..., None]
+ANSWERS = ("completion", "chosen", "rejected")
+SYSTEM = ("system", "system_prompt")
+_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
+_USUAL = ("question", "problem", "query", "instruction", "input", "user")
+
+
+def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
+    """The row under the names that `columns` gives: {"question": "prompt"} renames a column, {"prompt": "{question} Think."}
+    makes one of others. "a.b" is the entry b of the object in column a; {{ and }} are braces.
+
+    Raises `RowError` naming the columns that are there.
+    """
+    row = dict(raw)
+
+    def at(name: str, wanted: str) -> Any:
+        value: Any = raw
+        for part in [name] if name in raw else name.split("."):
+            value = value[part] if isinstance(value, Mapping) and part in value else _MISSING
+        if value is _MISSING:
+            turned = f"; to rename {wanted!r} write {wanted}={name}" if wanted in raw else nearest(name, raw)
+            _fail(source, name, f"is named in columns and is not there (found: {name_columns(raw)}{turned})")
+        return value
+
+    def fill(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0][0]
+        value = at(found[1], "")
+        if value is None or isinstance(value, Mapping | list):
+            _fail(source, found[1], f"is {show(value)}; a template takes text and numbers")
+        return str(value)
+
+    renamed = {name: new for name, new in columns.items() if not _is_template(new)}
+    made = {new: at(name, new) for name, new in renamed.items()}
+    made |= {name: _FIELD.sub(fill, text) for name, text in columns.items() if _is_template(text)}
+    return {**{name: value for name, value in row.items() if name not in renamed}, **made}
+
+
+_MISSING = object()
+
+
+def _is_template(text: str) -> bool:
+    return any(found[1] is not None for found in _FIELD.finditer(text))
+
+
+def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
+    """(the row in TRL's columns, what was recognised in it). Columns that are not used up stay. Raises `RowError`."""
+    row, found = dict(raw), []
+    for step in (_conversations, _alpaca, _split_messages, _same_kind, _system_turn):
+        if said := step(row, form, source):
+            found.append(said)
+    return row, found
+
+
+def _conversations(row: dict[str, Any], form: str, source: str) -> str:
+    """ShareGPT: `conversations` of from and value. The messages themselves are read by `dataset_rows`."""
+    for name in ("conversations", "conversation"):
+        if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
+            row["messages"] = row.pop(name)
+            return f"{name} are messages"
+    return ""
+
+
+def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
+    asked = row.get("instruction")
+    answered = row.get("output") is not None or row.get("chosen") is not None
+    if not isinstance(asked, str) or not answered or any(row.get(name) is not None for name in ("prompt", "messages")):
+        return ""
+    asked += f"\n\n{row['input']}" if row.get("input") else ""
+    history = row.get("history") or []
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
+        _fail(source, "history", "must be a list of pairs, each a question and its answer")
+    turns = [turn for question, answer in history for turn in (_turn("user", question), _turn("assistant", answer))]
+    row["prompt"] = [*turns, _turn("user", asked)] if turns else asked
+    if row.get("output") is not None and row.get("completion") is None:
+        row["completion"] = row["output"]
+    return "instruction, input and output (Alpaca) are prompt and completion"
+
+
+def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
+    """A conversation where a prompt is wanted: what comes before its last answer. With answers of its own it is all prompt."""
+    said = row.get("messages")
+    if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
+        return ""
+    own = _answers(row, form)
+    if form == "preference" and not own:
+        return ""
+    ends = isinstance(said[-1], Mapping) and role_of(said[-1]) == "assistant" and not own and len(said) > 1
+    row["prompt"] = said[:-1] if ends else said
+    if ends:
+        row["completion"] = said[-1:]
+    return "the prompt is what comes before the last answer of messages" if ends else "messages are the prompt"
+
+
+def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
+    """Prompt and answers as text, or all as messages: of ultrafeedback_binarized the prompt is text, and the answers, which are
+    conversations, begin with it.
+    """
+    prompt, names = row.get("prompt"), _answers(row, form)
+    row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
+    lists = [row[name] for name in names if isinstance(row[name], list)]
+    if isinstance(prompt, list) and prompt:
+        begin = {name: turns for name in names if isinstance(turns := row[name], list) and turns[: len(prompt)] == prompt}
+        row |= {name: turns[len(prompt) :] for name, turns in begin.items()}
+        texts = {name: [_turn("assistant", row[name])] for name in names if isinstance(row[name], str) and row[name]}
+        row |= texts
+        return (
+            "the answers are text and the prompt is messages" if texts else "the answers begin with the prompt" if begin else ""
+        )
+    if not isinstance(prompt, str) or not lists or len(lists) < len(names):
+        return ""
+    lead = _common_lead(lists)
+    users = [_said(turn) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
+    if users and prompt.strip() not in users:
+        _fail(source, "prompt", f"is text and {names[0]} does not hold it as a user's turn; leave the column out, or mend it")
+    row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
+    row |= {name: turns[len(lead) :] for name, turns in zip(names, lists, strict=True)}
+    return "the prompt is text and the answers are conversations"
+
+
+def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
+    """A column of that name is the conversation's first turn. Beside a plain prompt it waits for `as_turns`."""
+    name, text = system_of(row)
+    if not text or form == "stepwise":
+        return ""
+    talks = form == "messages" or (form == "sft" and row.get("completion") is None and row.get("messages") is not None)
+    places = ["messages"] if talks else ["prompt"] if row.get("prompt") is not None else _answers(row, form)
+    lists = [place for place in places if isinstance(row.get(place), list) and row[place] and isinstance(row[place][0], Mapping)]
+    for place in lists:
+        first = row[place][0]
+        if role_of(first) not in ("system", "developer"):
+            row[place] = [_turn("system", text), *row[place]]
+        elif _said(first) != text.strip():
+            _fail(source, name, f"and the first turn of {place} are two system turns that differ; keep one of them")
+    return f"{name} is the system turn" if lists or (places == ["prompt"] and isinstance(row["prompt"], str)) else ""
+
+
+def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """(name, text) of the column with the system turn; empty where there is none."""
+    return next(((n, row[n]) for n in SYSTEM if isinstance(row.get(n), str) and row[n].strip()), ("", ""))
+
+
+def usual_names(raw: Mapping[str, Any]) -> str:
+    """How to map a column that is likely to be the prompt, for a message; empty where none looks like one."""
+    found = next((name for name in _USUAL if isinstance(raw.get(name), str)), "")
+    return f"; to read another column as the prompt give --columns {found}=prompt" if found and "prompt" not in raw else ""
+
+
+def for_model(
+    tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, tell: Tell | None = None
+) -> list[list[Row]]:
+    """The rows as this model reads them (`as_turns`), part by part. `tell` hears which way plain prompts go. Without a tokenizer
+    it is a server's model, which is taken for one with a template.
+    """
+    words = _special_words(tokenizer)
+    made = [[as_turns(tokenizer, row, plain_prompts, words) for row in part] for part in parts]
+    rows = [row for part in made for row in part]
+    sent = [isinstance(row.prompt, list) for row in rows if row.plain_prompt is not None or isinstance(row.prompt, str)]
+    begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for row in rows)
+    if tell is not None and begun:
+        tell("prefill", f"{begun} prompts end with an assistant's turn, which the model continues.", count=begun)
+    if tell is not None and sent:
+        turns, rest = sum(sent), len(sent) - sum(sent)
+        why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
+        why = why if _has_template(tokenizer) else "the tokenizer has no chat template"
+        text = f"{turns} plain prompts are one user turn of the chat template each; --plain-prompts sends them as they are."
+        told = ([text] if turns else []) + ([f"{rest} plain prompts are sent as they are: {why}."] if rest else [])
+        tell("prompt_form", " ".join(told), user_turns=turns, plain=rest)
+    return made
+
+
+def as_turns(
+    tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False, words: Sequence[str] | None = None
+) -> Row:
+    """The row with its plain prompt as one user turn, and its plain answers as the assistant's, where the tokenizer has a chat
+    template. A prompt with special tokens in it (`words`) has been rendered already and stays as it is. Without a template the
+    text of a system column goes before the prompt.
+    """
+    if not isinstance(row.prompt, str):
+        return row
+    _, system = system_of(row.columns)
+    plain = plain_prompts or not _has_template(tokenizer)
+    if plain or any(word in row.prompt for word in (_special_words(tokenizer) if words is None else words)):
+        return replace(row, prompt=f"{system}\n\n{row.prompt}", plain_prompt=row.prompt) if system else row
+    asked = _turn("user", row.prompt.rstrip("\n") or row.prompt)
+    turns = [*([_turn("system", system)] if system else []), asked]
+    answer, worse = _answer(row.completion), _answer(row.rejected)
+    return replace(row, prompt=turns, completion=answer, rejected=worse, plain_prompt=row.prompt)
+
+
+def _has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    return tokenizer is None or bool(tokenizer.chat_template)
+
+
+def _special_words(tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    return [] if tokenizer is None else [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def _answer(answer: str | list[Message] | None) -> list[Message] | None:
+    return [_turn("assistant", answer)] if isinstance(answer, str) else answer
+
+
+def _turn(role: str, content: Any) -> Message:
+    return {"role": role, "content": content}
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    return str(text_of_content(turn.get("content", turn.get("value")))).strip()
+
+
+def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
+    """What conversations have in common before the answer in which they differ; of one, what comes before its first answer."""
+    lead: list[Any] = []
+    for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
+        is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"
+        if (is_answer and len(answers) == 1) or any(turn != turns[0] for turn in turns):
+            break
+        lead.append(turns[0])
+    return lead
+
+
+def _answers(row: Mapping[str, Any], form: str) -> list[str]:
+    """The columns with answers that this form reads."""
+    names = {"prompt-only": (), "preference": ANSWERS[1:], "unpaired-preference": ANSWERS}.get(form, ANSWERS[:1])
+    return [name for name in names if row.get(name) is not None]
+
+
+def _fail(source: str, column: str, reason: str) -> NoReturn:
+    raise RowError(BadRow(source, column, reason))

@@ -1,0 +1,71 @@
+"""What a model reads of a row, for people: its tokens as text, and which of them are trained."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.pairs import encode_steps
+from psigrad.language.data.templates import example, prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN, _LONGEST = 3, 2000
+_COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled": "magenta"}
+
+
+class Segment(NamedTuple):
+    """Tokens of one kind in a row: prompt, trained, masked (read behind what was trained, without loss), or sampled."""
+
+    kind: str
+    text: str
+
+
+class Rendered(NamedTuple):
+    """A row, or one of its two answers, from its first token to its last."""
+
+    title: str
+    pieces: list[Segment]
+
+
+def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[Rendered]:
+    """The row as its model reads it, special tokens and all; a pair as its two texts. Long pieces lose their middle."""
+    if row.steps:
+        made = encode_steps(tokenizer, row, separator)
+        first = len(prompt_ids(tokenizer, row))
+        return [_rendered(tokenizer, row.source, made.ids, [i >= first for i in range(len(made.ids))])]
+    if row.completion is None and row.messages is None:
+        ids = prompt_ids(tokenizer, row)
+        found = _rendered(tokenizer, row.source, ids, [False] * len(ids))
+        return [found._replace(pieces=[*found.pieces, Segment("sampled", "(the model's completion, which is trained)")])]
+    answers = {"": row} if row.rejected is None else {", chosen": row, ", rejected": replace(row, completion=row.rejected)}
+    made_of = {name: example(tokenizer, one) for name, one in answers.items()}
+    return [_rendered(tokenizer, row.source + name, one.ids, one.mask) for name, one in made_of.items()]
+
+
+def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[Rendered]:
+    """The first three rows as their model reads them."""
+    return [one for row in rows[:SHOWN] for one in render(tokenizer, row, separator)]
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> Rendered:
+    pieces: list[Segment] = []
+    for trained, group in itertools.groupby(zip(ids, mask, strict=True), key=lambda one: one[1]):
+        text = str(tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False))
+        if len(text) > _LONGEST:
+            text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+        pieces.append(Segment("trained" if trained else "masked" if pieces else "prompt", text))
+    return Rendered(title, pieces)
+
+
+def lines(rendered: Iterable[Rendered]) -> Iterable[tuple[str, str]]:
+    """(line, colour) for a terminal. Each line of text begins with its kind, so that nothing is lost without colours."""
+    for title, pieces in rendered:
+        yield title, "bold"
+        for kind, text in pieces:
+            for line in text.removesuffix("\n").split("\n"):
+                yield f"  {kind:<7} | {line}", _COLOURS[kind]

@@ -1,0 +1,257 @@
+"""Rows as people post them: each form with the row it must become, worked out by hand, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psigrad.cli import flags
+from psigrad.config import Data, OnlineConfig
+from psigrad.config.load import load as settings
+from psigrad.config.load import to_dict
+from psigrad.config.sections import columns_of
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import as_turns, for_model, map_columns
+from psigrad.language.data.sources import from_rows, read_dataset
+from psigrad.language.data.templates import example, prompt_for_reward, prompt_ids
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def bot(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+def human(text: str) -> dict[str, str]:
+    return {"from": "human", "value": text}
+
+
+def gpt(text: str) -> dict[str, str]:
+    return {"from": "gpt", "value": text}
+
+
+TALK = [human("1?"), gpt("one"), human("2?"), gpt("two")]
+OURS = [user("1?"), bot("one"), user("2?"), bot("two")]
+UP = {"prompt": "Hi?", "prompt_id": "7", "messages": [user("Hi?"), bot("good")], "score_chosen": 8.0}
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+
+# (form, row as posted, what the row must hold)
+POSTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("sharegpt", "sft", {"conversations": TALK}, {"messages": OURS}),
+    ("sharegpt, its singular", "sft", {"conversation": OURS, "id": 3}, {"messages": OURS}),
+    ("sharegpt, system", "sft", {"conversations": [{"from": "system", "value": "s"}, *TALK]}, {"messages": [system("s"), *OURS]}),
+    ("sharegpt for rl", "prompt-only", {"conversations": TALK}, {"prompt": OURS[:3]}),
+    ("messages for rl", "prompt-only", {"messages": OURS[:3]}, {"prompt": OURS[:3]}),
+    ("messages to score", "prompt-completion", {"messages": OURS}, {"prompt": OURS[:3], "completion": OURS[3:]}),
+    ("messages judged", "unpaired-preference", {"messages": OURS, "label": True}, {"prompt": OURS[:3], "completion": OURS[3:]}),
+    (
+        "sharegpt pair",
+        "preference",
+        {"conversations": TALK[:3], "chosen": gpt("two"), "rejected": gpt("three")},
+        {"prompt": OURS[:3], "completion": [bot("two")], "rejected": [bot("three")]},
+    ),
+    ("alpaca", "sft", ALPACA, {"prompt": "Add.\n\n1 2", "completion": "3"}),
+    ("alpaca without input", "sft", ALPACA | {"input": ""}, {"prompt": "Add.", "completion": "3"}),
+    ("alpaca for rl", "prompt-only", ALPACA, {"prompt": "Add.\n\n1 2", "columns": ALPACA}),
+    (
+        "alpaca with history",
+        "sft",
+        ALPACA | {"history": [["a", "b"]], "completion": [bot("3")]},
+        {"prompt": [user("a"), bot("b"), user("Add.\n\n1 2")], "completion": [bot("3")]},
+    ),
+    ("alpaca history, text", "sft", ALPACA | {"history": [["a", "b"]]}, {"completion": [bot("3")]}),
+    (
+        "ultrafeedback_binarized",
+        "preference",
+        UP | {"chosen": [user("Hi?"), bot("good")], "rejected": [user("Hi?"), bot("bad")]},
+        {"prompt": [user("Hi?")], "completion": [bot("good")], "rejected": [bot("bad")]},
+    ),
+    (
+        "the same over two turns",
+        "preference",
+        {"prompt": "1?", "chosen": OURS, "rejected": [*OURS[:3], bot("three")]},
+        {"prompt": OURS[:3], "completion": [bot("two")], "rejected": [bot("three")]},
+    ),
+    (
+        "prompt as text, answers as messages",
+        "preference",
+        {"prompt": "Hi?", "chosen": [bot("good")], "rejected": [bot("bad")]},
+        {"prompt": [user("Hi?")], "completion": [bot("good")], "rejected": [bot("bad")]},
+    ),
+    (
+        "prompt as messages, answers as text",
+        "preference",
+        {"prompt": [user("Hi?")], "chosen": "good", "rejected": "bad"},
+        {"prompt": [user("Hi?")], "completion": [bot("good")], "rejected": [bot("bad")]},
+    ),
+    (
+        "answers that hold a prompt of messages",
+        "preference",
+        {"prompt": OURS[:1], "chosen": [*OURS[:1], bot("good")], "rejected": [*OURS[:1], bot("bad")]},
+        {"prompt": OURS[:1], "completion": [bot("good")], "rejected": [bot("bad")]},
+    ),
+    ("judged with its prompt", "unpaired-preference", {"prompt": "1?", "completion": OURS[:2], "label": 0}, {"prompt": OURS[:1]}),
+    ("system beside messages", "sft", {"system": "s", "messages": OURS}, {"messages": [system("s"), *OURS]}),
+    ("system said twice", "sft", {"system": "s", "messages": [system("s"), *OURS]}, {"messages": [system("s"), *OURS]}),
+    ("system of orca", "prompt-only", {"system_prompt": "s", "prompt": [user("a")]}, {"prompt": [system("s"), user("a")]}),
+    (
+        "system of a pair without a prompt",
+        "preference",
+        {"system": "s", "chosen": [user("a"), bot("b")], "rejected": [user("a"), bot("c")]},
+        {"prompt": [system("s"), user("a")], "completion": [bot("b")], "rejected": [bot("c")]},
+    ),
+    ("system beside both", "sft", {"system": "s", "prompt": "1?", "messages": OURS}, {"messages": [system("s"), *OURS]}),
+    ("system is empty", "sft", {"system": "", "messages": OURS}, {"messages": OURS}),
+    (
+        "content parts",
+        "sft",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, bot("c")]},
+        {"messages": [user("ab"), bot("c")]},
+    ),
+    ("prefill", "prompt-only", {"prompt": [user("a"), bot("The answer is")]}, {"prompt": [user("a"), bot("The answer is")]}),
+]
+
+
+@pytest.mark.parametrize(("form", "raw", "holds"), [case[1:] for case in POSTED], ids=[case[0] for case in POSTED])
+def test_a_posted_row_becomes_the_row_it_means(form: str, raw: dict[str, Any], holds: dict[str, Any]) -> None:
+    before = json.dumps(raw)
+    (row,) = from_rows([raw], form).rows
+    assert {name: getattr(row, name) for name in holds} == holds
+    assert json.dumps(raw) == before, "the caller's row stays as it is"
+
+
+def test_what_was_recognised_is_said_and_counted() -> None:
+    said: list[str] = []
+    rows = [{"conversations": TALK}, {"conversations": TALK, "system": "s"}, {"messages": OURS}, {"messages": 3}]
+    data = Data(dataset=rows, bad_rows="skip")
+    read_dataset(data, "sft", rows, "", lambda kind, text, **_: said.append(text))
+    assert said[:2] == ["In 2 rows conversations are messages.", "In 1 rows system is the system turn."]
+    assert said[2].startswith("1 malformed rows are left out; the first is rows:4: column 'messages' is a number")
+    quiet: list[str] = []
+    read_dataset(Data(), "sft", [{"messages": OURS}], "", lambda kind, text, **_: quiet.append(text))
+    assert quiet == []
+
+
+def test_rows_in_trls_own_words_are_left_alone() -> None:
+    row = {"prompt": "a", "completion": "b", "instruction": "c", "output": "d", "conversations": TALK, "messages": OURS}
+    assert from_rows([row], "sft").rows[0].completion == "b"
+    dolly = {"instruction": "a", "context": "b", "response": "c"}
+    with pytest.raises(UserError, match="--columns instruction=prompt"):  # its context would vanish
+        from_rows([dolly], "sft")
+
+
+MATHS = {"question": "1+1?", "answer": "2", "extra": {"level": 3, "by": None}}
+
+
+@pytest.mark.parametrize(
+    ("columns", "made"),
+    [
+        ("question=prompt", {"prompt": "1+1?", "answer": "2", "extra": MATHS["extra"]}),
+        ("question=prompt,answer=answer", {"prompt": "1+1?", "answer": "2", "extra": MATHS["extra"]}),
+        ("question=prompt, answer=completion", {"prompt": "1+1?", "completion": "2", "extra": MATHS["extra"]}),
+        ("prompt={question} Think, first.", {**MATHS, "prompt": "1+1? Think, first."}),
+        (r"prompt={question}\nLevel {extra.level},answer=gold", {"prompt": "1+1?\nLevel 3", "gold": "2"}),
+        (r"prompt={question} Use \boxed{{x}} {}.", {**MATHS, "prompt": r"1+1? Use \boxed{x} {}."}),
+        ("extra.level=level", {**MATHS, "level": 3}),
+    ],
+)
+def test_columns_are_renamed_and_made(columns: str, made: dict[str, Any]) -> None:
+    found = map_columns(MATHS, columns_of(columns), "x:1")
+    assert {name: found[name] for name in made} == made and ("question" in found) == (not columns.startswith("question"))
+    assert from_rows([MATHS | {"prompt": "p"}], "prompt-only", columns=columns_of(columns)).rows
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ("qestion=prompt", ["'qestion'", "found: question, answer, extra", "did you mean 'question'"]),
+        ("prompt=question", ["'prompt'", "write question=prompt"]),
+        ("prompt={quest} a", ["'quest'", "found: question"]),
+        ("prompt={extra}", ["'extra'", "text and numbers"]),
+        ("prompt={extra.by}", ["'extra.by'", "None"]),
+        ("extra.none=x", ["'extra.none'", "is not there"]),
+    ],
+)
+def test_a_wrong_mapping_names_the_columns_that_are_there(columns: str, said: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        from_rows([MATHS], "prompt-only", columns=columns_of(columns))
+    assert [part for part in ("rows:1", *said) if part not in str(caught.value)] == [], caught.value
+
+
+def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
+    made = {"question": "prompt", "prompt2": "{question}, run.seed=3?"}
+    typed = flags.parse(OnlineConfig, "grpo", ["--columns", "question=prompt,prompt2={question}, run.seed=3?", "run.seed=2"])
+    assert typed.data.columns == {"question": "prompt", "prompt2": "{question}", "run.seed": "3?"} and typed.run.seed == 2
+    (tmp_path / "a.yaml").write_text(f"data: {{columns: {json.dumps(made)}}}")
+    assert settings(OnlineConfig, tmp_path / "a.yaml").data.columns == made
+    assert settings(OnlineConfig, flags={"columns": made}).data.columns == made
+    assert settings(OnlineConfig, flags={"data.columns": "a=b"}).data.columns == {"a": "b"}
+    config = settings(OnlineConfig, flags={"columns": made})
+    assert to_dict(config)["data"]["columns"] == made and settings(OnlineConfig, flags=to_dict(config)) == config
+    for wrong in ("question", "=prompt", "question="):
+        with pytest.raises(UserError, match="expected pairs such as"):
+            settings(OnlineConfig, flags={"columns": wrong})
+
+
+def test_a_row_without_a_prompt_says_how_to_map_one() -> None:
+    with pytest.raises(UserError, match=r"found: question, answer.*--columns question=prompt"):
+        from_rows([{"question": "a", "answer": "b"}], "prompt-only")
+
+
+def test_a_plain_prompt_is_one_user_turn_of_a_chat_model(plain_chatml: Any, bare: Any) -> None:
+    row = Row("x:1", prompt="hello\n", completion="there", rejected="world", columns={"answer": 1})
+    turns = as_turns(plain_chatml, row)
+    said = Row("x:1", [user("hello")], [bot("there")], rejected=[bot("world")], columns={"answer": 1})
+    assert turns == replace(said, plain_prompt="hello\n") and prompt_for_reward(turns) == "hello\n"
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert plain_chatml.decode(prompt_ids(plain_chatml, turns)) == text
+    assert as_turns(plain_chatml, row, plain_prompts=True) is row and as_turns(bare, row) is row
+    assert as_turns(plain_chatml, turns) is turns
+    rendered = Row("x:2", prompt=text)
+    assert as_turns(plain_chatml, rendered) is rendered, "it would be rendered twice"
+
+
+def test_a_system_column_beside_a_plain_prompt_is_used_with_a_template_and_without(plain_chatml: Any, bare: Any) -> None:
+    row = from_rows([{"system": "be brief", "prompt": "hello"}], "prompt-only").rows[0]
+    assert as_turns(plain_chatml, row).prompt == [system("be brief"), user("hello")]
+    assert as_turns(bare, row).prompt == "be brief\n\nhello" and prompt_for_reward(as_turns(bare, row)) == "hello"
+
+
+def test_which_way_plain_prompts_go_is_said(plain_chatml: Any, bare: Any) -> None:
+    def said(tokenizer: Any, rows: list[Row], plain: bool = False) -> list[str]:
+        told: list[str] = []
+        for_model(tokenizer, [rows, []], plain, lambda kind, text, **_: told.append(text))
+        return told
+
+    rows = [Row("x", prompt="a"), Row("x", prompt="<|im_start|>b"), Row("x", prompt=[user("c")])]
+    one = "1 plain prompts are one user turn of the chat template each; --plain-prompts sends them as they are."
+    assert said(plain_chatml, rows) == [
+        f"{one} 1 plain prompts are sent as they are: they hold special tokens, as rendered text does."
+    ]
+    assert said(plain_chatml, rows, plain=True) == ["2 plain prompts are sent as they are: plain_prompts is set."]
+    assert said(bare, rows) == ["2 plain prompts are sent as they are: the tokenizer has no chat template."]
+    assert said(plain_chatml, rows[2:]) == []
+    begun = [Row("x", prompt=[user("a"), bot("b")])]
+    assert said(plain_chatml, begun) == ["1 prompts end with an assistant's turn, which the model continues."]
+
+
+@pytest.mark.parametrize("template", ["plain_chatml", "marked_chatml"])
+def test_the_beginning_of_an_answer_is_continued(template: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(template)
+    row = Row("x", prompt=[user("hello"), bot("the cat")], completion=[bot(" sat")])
+    head = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthe cat"
+    assert tokenizer.decode(prompt_ids(tokenizer, row)) == head
+    built = example(tokenizer, row)
+    assert tokenizer.decode(built.ids) == f"{head} sat<|im_end|>\n"
+    assert tokenizer.decode([i for i, trained in zip(built.ids, built.mask, strict=True) if trained]) == " sat<|im_end|>"

@@ -1,0 +1,183 @@
+"""What a run makes of its rows: which are turned into turns, left out, held out and said; what rewards are shown of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_jobs import online_config
+
+from psigrad import cli
+from psigrad.config import Data, Evaluation, Model, Run, SFTConfig
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.rendered_rows import Segment, render
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import tiny
+from psigrad.language.recipes import conversation, online, sft
+
+HEAD = "<|im_start|>user\nsay a:<|endoftext|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = tiny.tokenizer(["say a: user assistant"] * 5, 280)
+    tokenizer.chat_template = CHATML
+    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=128).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_plain_prompts_of_a_run_with_a_chat_model(plain: bool, chat: Path, job: Any, tmp_path: Path, capsys: Any) -> None:
+    config = online_config(job, tmp_path / "run", max_steps=1)
+    data = Data(dataset=[{"question": "say a:"}] * 4, columns="question=prompt", plain_prompts=plain)
+    config = replace(config, evaluation=replace(config.evaluation, eval_prompts=None))
+    online.run(replace(config, model=Model(path=str(chat)), data=data, reward=("length",)))
+    said = capsys.readouterr().err
+    how = "are sent as they are: plain_prompts is set" if plain else "are one user turn of the chat template each"
+    assert said.count("4 plain prompts") == 1 and how in said and "0 of 4 rows, drawn at random, are held out" in said
+    (told,) = events(tmp_path / "run", "prompt_form")
+    assert (told["user_turns"], told["plain"]) == ((0, 4) if plain else (4, 0))
+    (shown,) = events(tmp_path / "run", "first_rows")
+    assert shown["rows"][0][1][0] == ["prompt", "say a:" if plain else HEAD] and len(shown["rows"]) == 3
+    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert {row["prompt"] for row in rollouts} == {"say a:"}, "people see what the dataset has"
+
+
+def test_rewards_are_shown_the_text_of_the_dataset(chat: Path) -> None:
+    from psigrad.language.data.posted_forms import as_turns
+    from psigrad.language.loading.load_model import load_model
+    from psigrad.language.rewards.outcomes import Scored, Scoring
+    from psigrad.language.rollout.samplers import samplers
+    from psigrad.language.rollout.types import Prompt, SamplingParams
+    from psigrad.language.training.online.collect import rollout
+
+    model = load_model(Model(path=str(chat)), Run(device="cpu"), None)
+    row = as_turns(model.tokenizer, Row("x", prompt="say a:\n", columns={"answer": "a"}))
+    seen: list[Any] = []
+
+    class Watching:
+        def begin(self) -> Scoring:
+            return Scoring(lambda groups: [seen.append(g) or Scored(1.0) for g in groups for _ in range(len(g))])
+
+    from psigrad.config import Sampling
+    from psigrad.language.data.templates import prompt_ids
+
+    prompt = Prompt(0, tuple(prompt_ids(model.tokenizer, row)), row)
+    sampler = samplers.make(Sampling(), model)
+    rollout(sampler, Watching(), [prompt], SamplingParams(4), num_generations=2, seed_of=lambda i, k: k, model=model, version=0)
+    assert list(seen[0].prompts) == ["say a:\n"] * 2 and all(isinstance(text, str) for text in seen[0].completions)
+
+
+def test_tools_go_with_plain_prompts_of_a_chat_model_and_an_environment_gets_the_text(chat: Path) -> None:
+    from psigrad.language.data.posted_forms import as_turns
+    from psigrad.language.loading.load_model import load_model
+
+    tokenizer = load_model(Model(path=str(chat)), Run(device="cpu"), None).tokenizer
+    row = as_turns(tokenizer, Row("x", prompt="say a:"))
+
+    def add(a: int, b: int) -> int:
+        """The sum.
+
+        Args:
+            a: one
+            b: another
+        """
+        return a + b
+
+    config = online_config_of_tools(chat, add)
+    (offered,) = conversation.offer_tools(config, [row])
+    assert offered.columns["tools"][0]["function"]["name"] == "add"
+    with pytest.raises(ValueError, match="tools need a chat template"):
+        conversation.offer_tools(config, [Row("x", prompt="say a:")])
+
+
+def online_config_of_tools(chat: Path, tool: Any) -> Any:
+    from psigrad.config import OnlineConfig
+
+    return OnlineConfig(model=Model(path=str(chat)), tools=(tool,))
+
+
+def test_rows_without_a_token_to_learn_are_left_out_and_counted(chat: Path, tmp_path: Path, capsys: Any) -> None:
+    """Half of the rows have a prompt that alone is longer than max_length: their loss is 0 and their steps are lost."""
+    rows = [{"prompt": "say a:" * (20 if i % 2 else 1), "completion": "a"} for i in range(20)]
+    config = SFTConfig(
+        model=Model(path=str(chat)),
+        data=Data(dataset=rows, plain_prompts=True),
+        run=Run(output_dir=str(tmp_path / "run"), max_steps=10, device="cpu", report=False, progress=False),
+        evaluation=Evaluation(eval_prompts=0),
+        batch_size=1,
+        max_length=40,
+    )
+    sft.run(config)
+    assert "10 of 20 rows have no token to learn within 40 tokens and are left out" in capsys.readouterr().err
+    (told,) = events(tmp_path / "run", "rows_left_out")
+    assert (told["nothing_to_learn"], told["kept"]) == (10, 10)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 10 and min(losses) > 0.1
+
+
+def test_a_row_is_shown_as_its_model_reads_it(chat: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    user, bot = {"role": "user", "content": "say a:"}, {"role": "assistant", "content": "a"}
+    end = "<|endoftext|>"
+    (talk,) = render(tokenizer, Row("x:1", messages=[user, bot, user, bot]))
+    assert talk.title == "x:1" and talk.pieces == [
+        Segment("prompt", HEAD),
+        Segment("trained", f"a{end}"),
+        Segment("masked", f"\n{HEAD}"),
+        Segment("trained", f"a{end}"),
+        Segment("masked", "\n"),
+    ]
+    pair = render(tokenizer, Row("x:2", prompt="say a:", completion="a", rejected="b"))
+    assert [(one.title, one.pieces) for one in pair] == [
+        (f"x:2, {name}", [Segment("prompt", "say a:"), Segment("trained", f"{text}{end}")])
+        for name, text in (("chosen", "a"), ("rejected", "b"))
+    ]
+    (steps,) = render(tokenizer, Row("x:3", prompt="say a:", steps=("a", "b"), labels=(1.0, 0.0)))
+    assert steps.pieces == [Segment("prompt", "say a:"), Segment("trained", "a\nb\n")]
+    (asked,) = render(tokenizer, Row("x:4", prompt=[user]))
+    assert [piece.kind for piece in asked.pieces] == ["prompt", "sampled"] and asked.pieces[0].text == HEAD
+    (long,) = render(tokenizer, Row("x:5", prompt="a" * 9000, completion="b"))
+    assert len(long.pieces[0].text) < 2100 and " … " in long.pieces[0].text
+
+
+def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    from psigrad.preflight import check
+
+    monkeypatch.setattr(check, "run", lambda config: [])
+    monkeypatch.setattr(check, "report", lambda findings, **how: json.dumps([list(row) for row in how["rows"]]))
+    file = tmp_path / "a.jsonl"
+    talk = {"conversations": [{"from": "human", "value": "say a:"}, {"from": "gpt", "value": "a"}]}
+    file.write_text("".join(json.dumps(talk) + "\n" for _ in range(5)))
+    assert cli.main(["check", "--model", str(chat), "--dataset", str(file), "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert "In 5 rows conversations are messages." in err
+    lines = out.splitlines()
+    assert lines[:6] == [
+        "a.jsonl:1",
+        "  prompt  | <|im_start|>user",
+        "  prompt  | say a:<|endoftext|>",
+        "  prompt  | <|im_start|>assistant",
+        "  trained | a<|endoftext|>",
+        "  masked  | ",
+    ]
+    assert sum(line.startswith("a.jsonl") for line in lines) == 3 and "\033" not in out, "no colours where there are none"
+    file.write_text(json.dumps({"question": "say a:", "answer": "a"}) + "\n")
+    arguments = ["check", "--model", str(chat), "--dataset", str(file), "--columns", "question=prompt", "--json"]
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "1 plain prompts are one user turn of the chat template each" in err
+    assert json.loads(out)[0][1][0] == ["prompt", HEAD]
