@@ -138,6 +138,9 @@ class SFTConfig(PackingSettings, RewardSettings):
     """Rows per optimiser step."""
     max_length: Annotated[Count, MAIN] = 1024
     """Rows with more tokens than this are cut at the end."""
+    train_empty_thinking: bool = False
+    """Also learn the empty thought that some chat templates write before an answer without one (Qwen3: <think></think>); else it
+    is context, as where sampling is asked not to think."""
 
 
 @dataclass(frozen=True)

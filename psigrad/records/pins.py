@@ -27,7 +27,7 @@ from psigrad.records.rows import FORMAT
 
 # What is pinned besides the settings, by the names that `run.allow` takes.
 PINS = (
-    *("dataset", "eval_dataset", "tokenizer", "chat_template"),
+    *("dataset", "eval_dataset", "tokenizer", "chat_template", "date"),
     *("model", "reference", "critic", "reward_model"),
     *("reward", "environment", "tools", "algorithm", "sampler"),
     *("kernels", "threads", "device"),

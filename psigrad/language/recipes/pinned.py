@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
+from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.recipes.scorers import RewardSetup
@@ -40,7 +41,8 @@ def collect_pins(
         "tokenizer": tokenizer.get_vocab(),
         "chat_template": tokenizer.chat_template,
     }
-    return {**pins.hash_parts(content), **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
+    day = {"date": day_of(tokenizer).isoformat()} if prints_date(tokenizer) else {}
+    return {**pins.hash_parts(content), **day, **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
 
 
 def _models(config: Config) -> dict[str, str]:

@@ -105,11 +105,12 @@ def test_these_are_all_templates_with_tools_but_one_that_writes_no_calls():
     assert {name for name, _ in CASES} - with_tools == {"deepseekv3"}, "it offers none and writes calls"
 
 
-def test_a_template_that_writes_no_calls_is_told_by_the_vocabulary():
+def test_under_a_template_that_writes_no_calls_psigrads_are_read_and_those_of_the_vocabulary():
     template = (TEMPLATES / "lfm2.jinja").read_text()
-    assert call_form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>")).family == "LFM2"
-    assert call_form_of(tokenizer_for(template)) == CallForm()
-    assert call_form_of(from_trl("deepseek_r1_distill")).family == "DeepSeek"
+    assert call_form_of(tokenizer_for(template)).family == "Hermes"
+    both = call_form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>"))
+    hermes = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert both.read(hermes, TYPES) == both.read("<|tool_call_start|>[add(a=1)]<|tool_call_end|>", TYPES) == ONE
 
 
 @pytest.mark.parametrize("name", [name for name, family in CASES if family not in ("Llama", "Harmony")])
