@@ -91,7 +91,10 @@ class EpisodeSettings:
     environment_workers: Annotated[Count, RECORDED] = 1
     """Processes that environments and tools run in."""
     environment_sandbox: Annotated[bool, RECORDED] = False
-    """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
+    """Run them in bubblewrap too: no network, nothing to write to but a temporary folder, and of the machine's files only Python,
+    the working folder and where they are imported from."""
+    environment_files: Annotated[tuple[str, ...], RECORDED] = ()
+    """Files and folders that they may read besides, with environment_sandbox."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is cut."""
     max_turn_length: CountOrZero = 0

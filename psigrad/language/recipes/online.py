@@ -45,6 +45,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
         rows, held_out = rows_for(config, episodes, model.tokenizer, journal.tell)
+        rows = rewards.judgeable(rows, journal)
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))

@@ -112,6 +112,23 @@ class RewardSetup:
         with self.pool() as pool:
             yield pool
 
+    def judgeable(self, rows: Sequence[Row], journal: Journal | None = None) -> list[Row]:
+        """The rows whose tests can be judged. Another is refused by its place in the file, or left out with `bad_rows: skip`."""
+        codes, bad = [function for function in self.functions if isinstance(function, Code)], dict[int, UserError]()
+        for i, row in enumerate(rows) if codes else ():
+            try:
+                codes[0].check_row(row.columns)
+            except UserError as error:
+                bad[i] = error
+        kept = [row for i, row in enumerate(rows) if i not in bad]
+        if bad and (self.config.data.bad_rows == "stop" or not kept):
+            first, more = next(iter(bad)), f" ({len(bad)} such rows.)" if len(bad) > 1 else ""
+            raise UserError(f"{rows[first].source}: {bad[first]} Mend it, or leave such rows out with bad_rows=skip.{more}")
+        if bad and journal is not None:
+            text = f"{len(bad)} of {len(rows)} rows have tests that cannot be judged and are left out."
+            journal.tell("rows_left_out", text, tests=len(bad), kept=len(kept))
+        return kept
+
     def pool(self) -> RewardPool:
         """The reward functions in processes of this machine."""
         config = self.config
@@ -189,7 +206,7 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by these rewards, which `scorer` gives."""
     return Evaluator(
-        prompts=encode_prompts(rows, model, config.data, completion_room(config)),
+        prompts=encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config)),
         scorer=scorer,
         metric=rewards.metric,
         params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),

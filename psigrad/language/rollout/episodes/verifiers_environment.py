@@ -24,7 +24,7 @@ from typing import Any
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.rollout.episodes.environments import Message, Observation
-from psigrad.language.rollout.episodes.tools import calls
+from psigrad.language.rollout.episodes.tool_calls import ToolCall, read_calls
 
 # The column of a row that says which task of the taskset it is.
 TASK = "task_idx"
@@ -255,13 +255,15 @@ def _prompt(task: Any) -> list[Message]:
 
 def _reply(text: str, body: Mapping[str, Any]) -> tuple[Iterator[str], dict[str, Any]]:
     """The policy's turn in the forms of an OpenAI-compatible server: as chunks of a stream, and whole."""
-    found = calls(text) if body.get("tools") else []
+    offered = [tool["function"] for tool in body.get("tools") or ()]
+    parameters = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in offered}
+    found = [call for call in read_calls(text, parameters) if isinstance(call, ToolCall)] if offered else []
     asked = [
         {
             "index": n,
             "id": f"call-{next(_NUMBERS)}",
             "type": "function",
-            "function": {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))},
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
         for n, call in enumerate(found)
     ]
