@@ -5,6 +5,7 @@ A call is answered in a turn of its own. What the policy got wrong is said in th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -115,22 +116,22 @@ class CallForm:
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
     """The form in which a row's calls are written under the tokenizer's chat template: the one that reads a call back exactly.
 
-    Where a template writes no calls psigrad writes them in Hermes' form, and a model whose vocabulary has the marks of another
-    may write that: then each form is read by its marks. `arguments` are those of the template.
+    Where a template offers no tools or writes no calls psigrad does so in Hermes' form, and a model whose vocabulary has the
+    marks of another may write that: then each form is read by its marks. `arguments` are those of the template.
     """
-    before, seen, is_ours = _play(tokenizer, arguments)
+    before, seen, shows_hermes = _play(tokenizer, arguments)
     own = getattr(tokenizer, "response_template", None)
     written = [CallForm("", own, before, seen)] if own else []
     written += [CallForm(family.name, seen=seen) for family in find_families(seen) if seen]
     exact = [form for form in written if form.probe(seen) == [PROBE]]
-    if is_ours and any(family.opens in tokenizer.get_added_vocab() for family in FAMILIES):
+    if shows_hermes and any(family.opens in tokenizer.get_added_vocab() for family in FAMILIES):
         return CallForm(seen=seen)
     return next(iter(exact), CallForm(seen=seen))
 
 
 def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """The prompt of a question, behind it the turn that calls a tool, as `decode` gives it, and whether psigrad wrote the call
-    because the template writes none.
+    """The prompt of a question, behind it the turn that calls a tool, as `decode` gives it, and whether psigrad offered the tool
+    or wrote the call because the template does not.
     """
     question: Message = {"role": "user", "content": "What is the price?"}
     call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": PROBE.arguments}}
@@ -142,8 +143,11 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
     except UserError:  # no template, or one that refuses calls
         return "", "", False
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-    seen = decode(tokenizer, tokenizer(after[shared:], add_special_tokens=False)["input_ids"])
-    return (before, seen, talk.dialect.calls == "hermes") if PROBE.name in seen else ("", "", False)
+    # <think> and <tool_call> share their first letters
+    mark = re.search(r"[<\[][^<>\[\]\s]*$", before[:shared])
+    seen = decode(tokenizer, tokenizer(after[mark.start() if mark else shared :], add_special_tokens=False)["input_ids"])
+    shows_hermes = talk.dialect.calls == "hermes" or not talk.dialect.tools
+    return (before, seen, shows_hermes) if PROBE.name in seen else ("", "", False)
 
 
 @dataclass(frozen=True)
