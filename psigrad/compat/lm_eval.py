@@ -25,7 +25,6 @@ from psigrad.compat.likelihood import EVERYDAY, likelihoods
 from psigrad.config import LmEvalConfig, Model, Run, Sampling
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.intervals import Interval, mean_interval, over_seeds
-from psigrad.language.data.templates import decode
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
@@ -168,7 +167,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             prompts = [tuple(self.tok_encode(requests[i].args[0])[-room:]) for i in places]
             asked = [Request(ids, (seeds.derive(self.seed, "lm-eval", i),)) for i, ids in zip(places, prompts, strict=True)]
             for i, (completion,) in zip(places, self.sampler.sample(asked, params), strict=True):
-                texts[i] = _cut(decode(self.tokenizer, completion.ids), until)
+                ids = list(completion.ids)
+                written = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                texts[i] = _cut(str(written), until)  # as lm-eval decodes
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
 

@@ -84,7 +84,8 @@ class EpisodeSettings:
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
-    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    """What the policy may call, offered through the chat template: typed Python functions, as module:function, and all tools of
+    an MCP server, as "mcp:COMMAND" or mcp:http://…"""
     environment_timeout: Annotated[Positive, RECORDED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
     environment_workers: Annotated[Count, RECORDED] = 1
@@ -93,6 +94,12 @@ class EpisodeSettings:
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is cut."""
+    max_turn_length: CountOrZero = 0
+    """Tokens of one turn of the policy; all its turns together then have max_completion_length. 0: each turn may have that."""
+    max_observation_length: CountOrZero = 0
+    """Tokens of one answer of an environment or tool, which is cut behind them; 0: as many as leave room for another turn."""
+    turns_together: Annotated[bool, RECORDED] = False
+    """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took."""
 
 
 @dataclass(frozen=True)

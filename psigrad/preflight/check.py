@@ -20,11 +20,11 @@ from torch import Tensor
 
 from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_rows
-from psigrad.language.data.templates import ignores_tools, prompt_ids, stop_token_id
+from psigrad.language.data.templates import ignores_tools, observation_ids, prompt_ids, stop_token_id
 from psigrad.language.loading import model_source
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
@@ -32,6 +32,8 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
+from psigrad.language.rollout.episodes.tool_calls import BrokenCall
+from psigrad.language.rollout.episodes.tools import PROBE, call_form_of
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
@@ -164,6 +166,7 @@ def run(config: OnlineConfig) -> list[Finding]:
     for check in (
         check_data,
         check_text,
+        *((check_tools,) if config.tools else ()),
         check_packing,
         check_sharing,
         check_sampling_logps,
@@ -256,6 +259,23 @@ def check_text(subject: Subject) -> Finding:
     control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
     what = "tokens that end a text, chat template, stopping"
     return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join(found))
+
+
+def check_tools(subject: Subject) -> Finding:
+    """tool calls."""
+    tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
+    form = call_form_of(tokenizer)
+    found = [] if form.probe(form.seen) == [PROBE] else ["not read back"]
+    try:
+        observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])
+    except UserError as error:
+        found.append(reason_of(error))
+    # one that breaks off must be answered with what is wrong
+    broken = form.probe(form.seen[: form.seen.find("colours")])
+    seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
+    note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
+    control = sum(isinstance(call, BrokenCall) for call in broken)
+    return Finding("tool calls", "one that the chat template wrote, and its answer", len(found), 0.0, control, note=note)
 
 
 def check_packing(subject: Subject) -> Finding:

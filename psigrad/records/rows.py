@@ -88,6 +88,8 @@ class RolloutRow(TypedDict):
     """Turns of the policy, in episodes of several."""
     mask: NotRequired[list[int]]
     """In episodes of several turns: 1 for tokens that the policy chose."""
+    cuts: NotRequired[list[dict[str, Any]]]
+    """Answers of the environment that were cut, or dropped, which ends the episode: {"turn", "kind", "reason"}."""
     step_rewards: NotRequired[list[list[float]]]
     """(place, reward) of rewards before the end."""
     logprobs: NotRequired[list[float]]
@@ -134,6 +136,8 @@ def rollout_row(
     }
     if trajectory.mask:
         row |= {"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]}
+    if trajectory.cuts:
+        row["cuts"] = [cut._asdict() for cut in trajectory.cuts]
     if trajectory.step_rewards:
         row["step_rewards"] = [list(pair) for pair in trajectory.step_rewards]
     return row

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 from transformers import AutoTokenizer
 
 from psigrad import cli
 from psigrad.config import Data, Model, OnlineConfig, Run, Sampling
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import language_model, tiny
 from psigrad.language.models.language_model import LanguageModel
@@ -268,7 +270,31 @@ def test_a_chat_template_that_shows_no_tools_is_found(models, tmp_path):
     template = model.tokenizer.chat_template
     model.tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}" + template
     model.save_merged(tmp_path / "shown")
-    assert verdicts(config(tmp_path / "shown", data=data, tools=(price,)))["end of text"] == "ok"
+    found = {f.name: f for f in check.run(config(tmp_path / "shown", data=data, tools=(price,)))}
+    assert found["end of text"].verdict == "ok"
+    assert found["tool calls"].verdict == "failed" and "the chat template writes none; not read back" in found["tool calls"].note
+    assert "tool calls" not in NAMES, "without tools it is not asked"
+
+
+def test_one_call_is_played_through_the_chat_template(models, tmp_path):
+
+    model = language_model.load(str(models["qwen3"]))
+    model.tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+    model.save_merged(tmp_path / "calls")
+    subject = check.load_subject(config(tmp_path / "calls", tools=()))
+    subject.prompts[0] = replace(subject.prompts[0], row=Row("chat", prompt=[{"role": "user", "content": "say a"}]))
+    found = check.check_tools(subject)
+    assert (found.verdict, found.value, found.control) == ("ok", 0, 1)
+    assert found.note.startswith("Hermes: ") and '<tool_call> {"name": "find_price", "arguments": {"item":' in found.note
+    # templates that write what nobody reads, and what is no JSON
+    template = subject.model.tokenizer.chat_template
+    for fault in (
+        template.replace("<tool_call>", "<call>"),
+        template.replace("tool_call.arguments | tojson", "tool_call.arguments"),
+    ):
+        assert fault != template
+        subject.model.tokenizer.chat_template = fault
+        assert check.check_tools(subject).verdict == "failed"
 
 
 def test_the_command_prints_a_table_or_json_and_its_status_tells(models, tmp_path, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -41,6 +42,15 @@ class Counting:
         if text == "print":
             for _ in range(100):
                 sys.stderr.write("y" * (1 << 20))
+
+
+class Sleepy(Counting):
+    """Takes its time, another each time; three turns."""
+
+    def step(self, text):
+        time.sleep(random.random() / 50)
+        said, _, _ = super().step("")
+        return said, float(len(text)), self.turn == 3
 
 
 class Odd(Counting):

@@ -10,6 +10,7 @@ With CI=true or PSIGRAD_TEST_EVERYTHING=1 a program that is missing fails the ru
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -189,6 +190,11 @@ def _root() -> Lack | None:
     return None if os.geteuid() == 0 else Lack("only root can give files away", advice="run them as root")
 
 
+def _mcp() -> Lack | None:
+    there = importlib.util.find_spec("mcp") is not None
+    return None if there else Lack("the package mcp is not installed", advice="pip install mcp")
+
+
 NEEDS = {
     "bubblewrap": Need("the sandbox", _bubblewrap, ("bubblewrap", "util-linux")),
     "nobody": Need("the sandbox of an ordinary user", _nobody),
@@ -198,6 +204,7 @@ NEEDS = {
     "git": Need("the wheel", _git, ("git",)),
     "zsh": Need("completion in zsh", lambda: _program("zsh"), ("zsh",)),
     "fish": Need("completion in fish", lambda: _program("fish"), ("fish",)),
+    "mcp": Need("MCP servers", _mcp),
     "root": Need("files of other users", _root),
 }
 FIXTURES = {"browser": "chromium", "postgres": "postgresql", "postgres_server": "postgresql"}

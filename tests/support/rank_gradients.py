@@ -34,6 +34,7 @@ from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.processes.parallel import sharded
+from psigrad.processes.parallel.shards import like
 from psigrad.processes.parallel.world import World, shard
 
 VOCABULARY, BUDGET = 300, 120
@@ -208,7 +209,9 @@ def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[
     found = {}
     for prefix, optimizer in zip(learners, optimizers, strict=True):
         for name, p in optimizer.parameters.items():
-            whole = p.grad if p.grad is None or not hasattr(p.grad, "full_tensor") else p.grad.full_tensor()
+            master = optimizer.masters[name]  # where half-precision gradients of several passes are added up
+            own = p.grad if p.grad is not None or master.grad is None else like(master.grad, p)
+            whole = own if own is None or not hasattr(own, "full_tensor") else own.full_tensor()
             found[prefix + name] = torch.full(p.shape, float("nan")) if whole is None else whole.detach().clone()
             if control == "mean":
                 found[prefix + name] /= world.size

@@ -6,6 +6,8 @@ token for token, the one in which it would be sampled: tokens never merge across
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -130,14 +132,28 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
-    """Text for people and verifiers, without special tokens. It is never encoded again."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    """Text for people, rewards and tools. It is never encoded again.
+
+    The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are left out. Other special tokens are the policy's
+    words, as <think>, <answer> and <tool_call> are in some vocabularies, and stay.
+    """
+    hidden = _unsaid_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
+    text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
 
 
 def prompt_for_reward(row: Row) -> Any:
     """The prompt as the dataset has it, which reward functions, environments and people are shown."""
     return row.prompt if row.plain_prompt is None else row.plain_prompt
+
+
+@functools.lru_cache(maxsize=8)
+def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
+    """`template` and `named` are the tokenizer's own; a cache that did not know them would outlive a change of theirs."""
+    ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
+    with contextlib.suppress(UserError):  # no template, or one that does not end turns
+        ids.add(stop_token_id(tokenizer))
+    return frozenset(i for i in ids if isinstance(i, int))
 
 
 def completion_for_reward(row: Row, text: str) -> str | list[Message]:

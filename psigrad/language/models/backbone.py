@@ -68,7 +68,8 @@ class Pretrained(ABC):
     @property
     def max_length(self) -> int:
         """The most tokens of one sequence, prompt and completion together."""
-        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", 1 << 31))
+        config = self.network.config.get_text_config()
+        return min(int(getattr(config, "max_position_embeddings", 1 << 31)), *_unscaled_lengths(config))
 
     def as_transformers(self) -> PreTrainedModel:
         """transformers' model around the same parameters. The first call replaces `network` by it; `decoder` stays in use."""
@@ -170,7 +171,10 @@ class Pretrained(ABC):
                 recompute_activations(hf)
             if not self.why_padded:
                 self.decoder, self.why_unfused = fuse(self, gradient_checkpointing)
-        self.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
+        drops = lora is not None and lora.dropout > 0
+        self.train_mode = gradient_checkpointing or drops
+        if gradient_checkpointing and self.decoder is None and not drops:
+            _check_repeatable(self)
         return self
 
     def attend_by_flex(self) -> None:
@@ -236,15 +240,40 @@ def reshard(model: Pretrained) -> None:
             module.reshard()
 
 
+def _unscaled_lengths(config: Any) -> list[int]:
+    """Up to where rotary embeddings that change with the longest position of a pass (Phi's longrope, dynamic NTK) are one and the
+    same: beyond, what a sequence gets would depend on who shares its pass.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
+    lengths = [
+        table.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for table in tables
+        if table.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return [int(length) for length in lengths if length] or [1 << 31]
+
+
 def switch_dropout_off(hf: PreTrainedModel) -> None:
-    """No dropout and evaluation mode."""
-    module: Any
+    """No dropout, no noise on what a router decides, and evaluation mode."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):  # a number where attention is a function
-            module.attention_dropout = 0.0
+        for name, value in list(vars(module).items()):  # numbers, where a module calls a function with them
+            if isinstance(value, float) and any(part in name for part in ("dropout", "layerdrop", "jitter_noise")):
+                setattr(module, name, 0.0)
     hf.eval()
+
+
+def _check_repeatable(model: Pretrained) -> None:
+    """Refuse a model that computes otherwise in training mode each time: gradient checkpointing needs that mode."""
+    with torch.enable_grad():  # training mode is where a gradient is wanted
+        one, other = (model._probe(packed=not model.why_padded).detach() for _ in range(2))
+    if gap := float((one - other).abs().max()):
+        raise UserError(
+            f"{type(model.network).__name__} draws random numbers in training mode that psigrad cannot switch off (two passes "
+            f"differ by {gap:.1g}); leave gradient_checkpointing off."
+        )
 
 
 def recompute_activations(hf: PreTrainedModel) -> None:

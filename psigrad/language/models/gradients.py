@@ -45,6 +45,8 @@ class Sums:
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
         self.recompute = recompute
         self.tensors: dict[Tensor, Tensor] = {}
+        self.wide: dict[Tensor, Tensor] = {}
+        """Float32 sums of the gradients of half-precision weights, of the uses that asked for one."""
         self.uses: dict[Tensor, list[Use]] = {}
         self._weights = None if weights is None else set(weights)
 
@@ -64,6 +66,13 @@ class Sums:
             weight.grad = before.zero_() if before is not None and fits else torch.zeros_like(weight)
             self.tensors[weight] = weight.grad
         return weight.grad
+
+    def add_wide(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add to the float32 sum of a half-precision weight's gradients."""
+        if weight in self.wide:
+            self.wide[weight].add_(gradient)
+        else:
+            self.wide[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
         """Whether the use's gradient is left for `blocks` to compute; if not, the caller adds it to the sum now."""
@@ -96,8 +105,8 @@ class Sums:
             yield rows, block
 
     def forget(self) -> None:
-        """Drop all deferred uses."""
-        self.uses = {}
+        """Drop all deferred uses, and the float32 sums."""
+        self.uses, self.wide = {}, {}
 
     def _store(self, weight: Tensor) -> None:
         for use in self.uses.pop(weight, []):
@@ -124,8 +133,16 @@ def sums_for(weight: Tensor) -> Sums | None:
 
     Forward passes call this: backward passes may run in another thread, where `in_place` is not set.
     """
-    whole = weight.dtype in (torch.float32, torch.float64)
-    if not (whole and weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()):
+    return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None
+
+
+def wide_sums_for(weight: Tensor) -> Sums | None:
+    """The `Sums` whose `add_wide` takes the gradients of a half-precision `weight`; None if autograd must."""
+    return _sums_of(weight) if weight.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _sums_of(weight: Tensor) -> Sums | None:
+    if not (weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()):
         return None
     return next((sums for sums in _SUMS.get() if sums.owns(weight)), None)
 

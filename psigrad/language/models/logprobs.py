@@ -103,19 +103,28 @@ class TokenStatsRequest:
 
 
 class _Logits(torch.autograd.Function):
-    """h·Wᵀ, with products in both directions that need no code compiled for every number of tokens."""
+    """h·Wᵀ, with products in both directions that need no code compiled for every number of tokens. With `sums` the weight's
+    gradient goes to their float32 sum: autograd's own, of many chunks in half precision, would lose what is small.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: gradients.Sums | None) -> Tensor:
+        ctx.head, ctx.sums = weight, sums
         ctx.save_for_backward(hidden, weight)
         return multiply(hidden, weight.t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return multiply(dlogits, weight) if wanted[0] else None, multiply(dlogits.t(), hidden) if wanted[1] else None
+        dhidden = multiply(dlogits, weight) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dhidden, None, None
+        dweight = multiply(dlogits.t(), hidden)
+        if ctx.sums is None:
+            return dhidden, dweight, None
+        ctx.sums.add_wide(ctx.head, dweight)
+        return dhidden, None, None
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -275,10 +284,12 @@ def token_stats(
         )
     rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if hidden.is_cuda else 1) // vocabulary)
 
-    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return wanted.of(_Logits.apply(h, linear.weight) if plain else head(h), i, r)
-
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
+    sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None
+
+    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return wanted.of(_Logits.apply(h, linear.weight, sums) if plain else head(h), i, r)
+
     parts = []
     for start in range(0, max(hidden.shape[0], 1), rows):
         cut = slice(start, start + rows)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
-from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
@@ -21,20 +20,23 @@ from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
-from psigrad.language.rollout.episodes.tools import ToolBox, schemas
+from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.processes.sandbox import enclosing_command
 from psigrad.runs.journal import Journal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Rows of a built-in environment when no dataset was given.
 OWN_ROWS = 2000
 
 
 @contextlib.contextmanager
-def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Episodes | None]:
+def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Episodes | None]:
     """How episodes are played; None where a completion is all there is.
 
     psigrad's own games run in this process, a user's environments and tools in workers that can be killed, and all of them on a
-    cluster if the placement says so.
+    cluster if the placement says so. How calls of tools are read, the tokenizer tells.
     """
     if config.environment and config.tools:
         raise UserError("Both environment and tools are given; tools are an environment of their own, so leave one of them out.")
@@ -42,21 +44,32 @@ def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Epi
         yield None
         return
     placement: Placement | None = getattr(config, "placement", None)
+    form = call_form_of(tokenizer) if config.tools else CallForm()
+    if config.tools and journal is not None and not (form.family or form.response_template):
+        text = "The chat template does not tell in which form the model calls tools, so calls are read in every known form."
+        journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield Episodes(stack.enter_context(_playing(config)), config.max_turns)
+            yield _episodes(config, stack.enter_context(_playing(config, form)))
             return
         pool = None
         if journal.world.rank == 0:
             wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
-            make = partial(_playing, config)
+            make = partial(_playing, config, form)
             actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
             pool = stack.enter_context(actors)
-        yield Episodes(RayEnvironments(pool, journal.world), config.max_turns)
+        yield _episodes(config, RayEnvironments(pool, journal.world))
 
 
-def _playing(config: Played) -> Playing:
-    factory: Any = environments.resolve(config.environment) if config.environment else partial(ToolBox, _tools(config))
+def _episodes(config: Played, playing: Playing) -> Episodes:
+    return Episodes(
+        playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
+    )
+
+
+def _playing(config: Played, form: CallForm) -> Playing:
+    tools = resolve(config.tools, config.worker_env)
+    factory: Any = environments.resolve(config.environment) if config.environment else ToolBoxes(tools, form)
     if config.environment and environments.is_ours(config.environment):
         return InProcess(factory)
     return EnvironmentPool(
@@ -67,10 +80,6 @@ def _playing(config: Played) -> Playing:
         variables=config.worker_env,
         prefix=enclosing_command() if config.environment_sandbox else (),
     )
-
-
-def _tools(config: Played) -> list[Callable[..., Any]]:
-    return [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
 
 
 def rows_for(config: OnlineConfig, episodes: Episodes | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
@@ -104,7 +113,7 @@ def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     """The rows with the tools' schemas, which the chat template shows to the model."""
     if not config.tools:
         return list(rows)
-    shown = schemas(_tools(config))
+    shown = schemas(resolve(config.tools, config.worker_env))
     for row in rows:
         if isinstance(row.prompt, str):
             raise UserError(

@@ -83,7 +83,7 @@ def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
         with rewards.scorer(None) as scorer:
             return _choose(config, rewards, *_by_server(config, rewards, scorer, size))
     model = load_model(replace(config.model, adapter="merge"), config.run, None)
-    with episodes_for(config) as episodes, rewards.scorer(model.tokenizer) as scorer:
+    with episodes_for(config, model.tokenizer) as episodes, rewards.scorer(model.tokenizer) as scorer:
         return _choose(config, rewards, *_by_model(config, rewards, scorer, size, model, episodes))
 
 

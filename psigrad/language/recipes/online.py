@@ -43,7 +43,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
-        episodes = stack.enter_context(episodes_for(config, journal))
+        episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
         rows, held_out = rows_for(config, episodes, model.tokenizer, journal.tell)
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
@@ -52,7 +52,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if held_out:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             evaluator = evaluator_for(config, model, metric or rewards, judge, held_out, reference, episodes, world=journal.world)
-        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config, episodes), journal)
+        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), journal)
         prompts = row_limits.add_teacher_prompts(prompts, config, model, reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal))

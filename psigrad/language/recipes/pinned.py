@@ -14,7 +14,7 @@ from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.episodes import environments
+from psigrad.language.rollout.episodes import environments, tools
 from psigrad.records import pins
 from psigrad.runs.machine import pins_of
 
@@ -60,7 +60,7 @@ def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, 
     users: dict[str, list[object]] = {"reward": list(functions)}
     if isinstance(config, OnlineConfig):
         users["environment"] = [environments.resolve(config.environment)] if config.environment else []
-        users["tools"] = [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
+        users["tools"] = list(tools.resolve(config.tools, config.worker_env))
         algorithm = resolve_online(config.algorithm)
         users["algorithm"] = [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     if isinstance(config, PreferenceConfig):

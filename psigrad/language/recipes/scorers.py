@@ -169,9 +169,11 @@ def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
     return spec
 
 
-def completion_room(config: Scored, episodes: Episodes | None) -> int:
-    """Tokens that a prompt must leave free: a whole completion's; an episode ends by itself where its room does."""
-    return config.sampling.max_completion_length if episodes is None else 1
+def completion_room(config: Scored) -> int:
+    """Tokens that a prompt must leave free: those of a completion, or of an episode's first turn."""
+    whole = config.sampling.max_completion_length
+    turn = config.max_turn_length if isinstance(config, EpisodeSettings) and (config.environment or config.tools) else 0
+    return min(turn or whole, whole)
 
 
 def evaluator_for(
@@ -187,7 +189,7 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by these rewards, which `scorer` gives."""
     return Evaluator(
-        prompts=encode_prompts(rows, model, config.data, completion_room(config, episodes)),
+        prompts=encode_prompts(rows, model, config.data, completion_room(config)),
         scorer=scorer,
         metric=rewards.metric,
         params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),

@@ -14,7 +14,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.outcomes import Failure, text_of
+from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
 from psigrad.language.rewards.rubric import Rubric
 
 
@@ -198,6 +198,8 @@ class Verl:
     """
 
     function: str = ""
+    whole_conversation: bool = False
+    """Whether `solution_str` is all that was said, tools and environment too, in place of what the policy said last."""
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """One score per completion, from verl's columns."""
@@ -207,7 +209,8 @@ class Verl:
         models = columns.get("reward_model") or [{"ground_truth": g} for g in columns.get("ground_truth") or [None] * count]
         scores: list[float | None] = []
         for completion, source, model, extra in zip(completions, sources, models, extras, strict=True):
-            score = compute(source, text_of(completion), (model or {}).get("ground_truth"), extra)
+            read = transcript_of if self.whole_conversation else text_of
+            score = compute(source, read(completion), (model or {}).get("ground_truth"), extra)
             scores.append(score["score"] if isinstance(score, Mapping) else score)
         return scores
 
@@ -220,6 +223,7 @@ class Verifiers:
     """
 
     function: str = ""
+    whole_conversation: bool = True
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """One score per completion."""

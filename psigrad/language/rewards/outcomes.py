@@ -21,6 +21,10 @@ class Samples:
     """The other columns of the prompts' rows, by name."""
     prompt_ids: Sequence[Sequence[int]] | None = None
     """For scorers that read the policy's own tokens."""
+    policy_turns: Sequence[Sequence[str]] | None = None
+    """What the policy wrote, turn by turn, where a completion holds what others said too; None: see `turns_of`."""
+    policy_ids: Sequence[Sequence[int]] | None = None
+    """The tokens that the policy wrote; None: all of `completion_ids`."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.shown.items()}
@@ -34,29 +38,31 @@ class Samples:
 
     @property
     def shown(self) -> dict[str, Sequence[Any]]:
-        """What reward functions are shown, by name."""
+        """What goes to the reward functions' workers, by name."""
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
-        return {**self.columns, **own}
+        policy = {"policy_turns": self.policy_turns, "policy_ids": self.policy_ids}
+        return {**self.columns, **own, **{name: values for name, values in policy.items() if values is not None}}
 
 
 def join(parts: Sequence[Samples]) -> Samples:
     """All of these, one behind the other. Raises `ValueError` unless they say the same kinds of things of every completion."""
-    kinds = {(tuple(sorted(part.columns)), part.prompt_ids is None) for part in parts}
+    optional = ("prompt_ids", "policy_turns", "policy_ids")
+    kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
-        raise ValueError(f"These samples have different columns, or only some have prompt_ids: {sorted(kinds)}.")
+        raise ValueError(f"These samples have different columns, or only some have {', '.join(optional)}: {sorted(kinds)}.")
 
     def all_of(lists: Sequence[Sequence[Any]]) -> list[Any]:
         return list(itertools.chain(*lists))
 
     if not parts:
         return Samples([], [], [])
-    known = [part.prompt_ids for part in parts if part.prompt_ids is not None]
+    known = {name: [getattr(part, name) for part in parts] for name in optional if getattr(parts[0], name) is not None}
     return Samples(
         all_of([part.prompts for part in parts]),
         all_of([part.completions for part in parts]),
         all_of([part.completion_ids for part in parts]),
         {name: all_of([part.columns[name] for part in parts]) for name in parts[0].columns},
-        all_of(known) if known else None,
+        **{name: all_of(values) for name, values in known.items()},
     )
 
 
@@ -137,8 +143,22 @@ class Scorer(Protocol):
         ...
 
 
-def text_of(completion: Any) -> str:
-    """The text of a completion: plain, or the contents of its messages."""
+def turns_of(completion: Any) -> list[str]:
+    """What the policy wrote in a completion, turn by turn: the text, or the contents of the assistant's messages."""
     if isinstance(completion, str):
-        return completion
-    return "\n".join(str(message.get("content") or "") for message in completion)
+        return [completion]
+    return [_content(message) for message in completion if message.get("role") == "assistant"]
+
+
+def text_of(completion: Any) -> str:
+    """What the policy said last: a text as it is, of messages the assistant's last."""
+    return (turns_of(completion) or [""])[-1]
+
+
+def transcript_of(messages: Any) -> str:
+    """All that was said: a text as it is, or the contents of all messages."""
+    return messages if isinstance(messages, str) else "\n".join(map(_content, messages))
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    return str(message.get("content") or "")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from psigrad.errors import kind_of
-from psigrad.language.rewards.outcomes import Failure, Unscored
+from psigrad.language.rewards.outcomes import Failure, Unscored, transcript_of, turns_of
 from psigrad.language.rewards.rubric import Rubric
 from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import message_of, reason_for
@@ -95,8 +95,8 @@ def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> lis
 
 
 def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part]:
-    """What `function` gives to each sample. `samples` has prompts, completions, completion_ids and the columns, as equally
-    long lists.
+    """What `function` gives to each sample. `samples` has prompts, completions, completion_ids, the columns, and what else
+    `Samples.shown` names, as equally long lists.
 
     Raises what the function raises, and `Malformed` where the return as a whole is no list of rewards. A `Failure` raised for one
     sample alone is its result; raised for several it does not say which is at fault, and is raised here too.
@@ -130,20 +130,49 @@ def _finish(returned: Any) -> Any:
     return asyncio.run(work)
 
 
+def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What every function is given, and what it is given besides if it asks for it by name: three texts of each completion, and
+    the policy's own tokens.
+
+    psigrad's own functions take what the policy said last for the completion, and its own tokens for the completion's, unless
+    they have `whole_conversation`: what an environment or a tool said is no merit of the policy's.
+    """
+    given = dict(samples)
+    completions, ids = given["completions"], given["completion_ids"]
+    turns = given.pop("policy_turns", None) or [turns_of(completion) for completion in completions]
+    own = given.pop("policy_ids", ids)
+    last = [(each or [""])[-1] for each in turns]
+    besides = {
+        "last_turns": last,
+        "policy_texts": ["\n".join(each) for each in turns],
+        "transcripts": [transcript_of(completion) for completion in completions],
+        "policy_ids": own,
+    }
+    module = getattr(function, "__module__", None) or type(function).__module__
+    if module.startswith("psigrad.") and not getattr(function, "whole_conversation", False):
+        said = [
+            x if isinstance(c, str) else [{"role": "assistant", "content": x}] for c, x in zip(completions, last, strict=True)
+        ]
+        given |= {"completions": said, "completion_ids": own}
+    return given, besides
+
+
 def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
     """Only the arguments that the function takes, where it does not take all. Raises `Malformed` where one is missing."""
+    samples, besides = name_texts(function, samples)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return samples
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    samples |= {p.name: besides[p.name] for p in named if p.name in besides}
     if missing := [p.name for p in named if p.default is p.empty and p.name not in samples]:
         if missing[0] in _TRAINERS:
             raise Malformed(
                 f"{name} needs {missing[0]!r}, which TRL's trainer gives and psigrad does not: rewards run in processes of their "
                 "own, on completions and columns alone"
             )
-        columns = ", ".join(column for column in samples if column not in _ALWAYS) or "only prompts"
+        columns = ", ".join(column for column in samples if column not in (*_ALWAYS, *besides)) or "only prompts"
         raise Malformed(f"{name} needs the column {missing[0]!r}, which the dataset does not have (found: {columns})")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return samples

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.activation_cache import ActivationCache
@@ -109,6 +110,14 @@ class Sampler(ABC):
         """Episodes of several turns that begin with these prompts; those of a group stand together."""
         return RestartedDialogue(self, prompts, params)
 
+    def log_probs(
+        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[float]] | None:
+        """Log-probs of these completions of a prompt under the weights that it samples from, after temperature, by a pass that
+        depends on nothing else; None where it has none that is exact.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027
         """Give back what it holds besides memory of this process; it samples no more."""
 
@@ -123,10 +132,14 @@ class Dialogue(ABC):
     """Episodes under way, by their place among the prompts."""
 
     @abstractmethod
-    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
-        """The next turn of the policy in the episodes that go on: to the tokens that each has heard since its last turn, and the
-        seed of the new one. Episodes that are not named are over.
+    def turns(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> Iterator[tuple[int, Completion]]:
+        """The next turn of the policy in these episodes, each as it ends: to the tokens that each has heard since its last turn,
+        and the seed of the new one. Others may be over, or still be waiting for an answer.
         """
+
+    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
+        """`turns`, when all of them have ended."""
+        return dict(self.turns(heard))
 
 
 class RestartedDialogue(Dialogue):
@@ -136,21 +149,24 @@ class RestartedDialogue(Dialogue):
         self.sampler, self.params = sampler, params
         self.contexts = [tuple(prompt) for prompt in prompts]
 
-    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
-        """See `Dialogue`. On the first turn a group shares its prompt."""
+    def turns(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> Iterator[tuple[int, Completion]]:
+        """See `Dialogue`. On the first turn a group shares its prompt, and ends together."""
         requests: list[Request] = []
-        live = sorted(heard)
-        for i in live:
+        owners: list[list[int]] = []
+        for i in sorted(heard):
             ids, seed = heard[i]
             self.contexts[i] += tuple(ids)
             if requests and requests[-1].prompt_ids == self.contexts[i]:
                 requests[-1] = Request(self.contexts[i], (*requests[-1].seeds, seed))
+                owners[-1].append(i)
             else:
                 requests.append(Request(self.contexts[i], (seed,)))
-        drawn = [completion for group in self.sampler.sample(requests, self.params) for completion in group]
-        for i, completion in zip(live, drawn, strict=True):
-            self.contexts[i] += completion.ids
-        return dict(zip(live, drawn, strict=True))
+                owners.append([i])
+        for completed in self.sampler.steps(requests, self.params):
+            for place, completions in completed:
+                for i, completion in zip(owners[place], completions, strict=True):
+                    self.contexts[i] += completion.ids
+                    yield i, completion
 
 
 class ReplicaSampler(Sampler):
@@ -169,6 +185,12 @@ class ReplicaSampler(Sampler):
         """See `Sampler`."""
         return self.inner.dialogue(prompts, params)
 
+    def log_probs(
+        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[float]] | None:
+        """See `Sampler`."""
+        return self.inner.log_probs(prompt, completions, params)
+
     def snapshot(self) -> Sampler:
         """See `Sampler`."""
         self._refresh()
@@ -177,6 +199,14 @@ class ReplicaSampler(Sampler):
     def close(self) -> None:
         """See `Sampler`."""
         self.inner.close()
+
+
+class Cut(NamedTuple):
+    """That an environment's answer to a turn (0: its opening) was cut, or dropped, which ends the episode; and why."""
+
+    turn: int
+    kind: Literal["cut", "dropped"]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -202,13 +232,23 @@ class Trajectory:
     turns: int = 1
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation behind the prompt, in episodes of several turns."""
+    cuts: tuple[Cut, ...] = ()
+    """What an environment said and the policy was not shown, in such episodes."""
+    policy_turns: tuple[str, ...] = ()
+    """What the policy wrote, turn by turn, in such episodes; empty: `text` is its only turn."""
     teacher_prompt_ids: tuple[int, ...] = ()
     """What the reference reads in place of the prompt; empty: the prompt."""
 
     @property
     def chosen(self) -> int:
-        """Tokens that the policy chose."""
+        """How many tokens the policy chose."""
         return sum(self.mask) if self.mask else len(self.completion.ids)
+
+    @property
+    def policy_ids(self) -> tuple[int, ...]:
+        """The tokens that the policy chose."""
+        ids = self.completion.ids
+        return tuple(itertools.compress(ids, self.mask)) if self.mask else ids
 
 
 @dataclass(frozen=True)
@@ -258,4 +298,5 @@ def _trajectory(held: dict[str, Any]) -> Trajectory:
     written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held["completion"].items()}
     fields["completion"] = Completion(**written)
     fields["step_rewards"] = tuple((place, reward) for place, reward in held["step_rewards"])
+    fields["cuts"] = tuple(Cut(*cut) for cut in held.get("cuts", ()))
     return Trajectory(**fields)

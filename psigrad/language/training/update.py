@@ -4,8 +4,9 @@ guard.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Optimizer:
         low_precision = {name: p for name, p in self.held.items() if self.masters[name] is not p}
         stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
         self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
+        self._narrow = {name: self.parameters[name] for name in low_precision}
         betas = (optim.adam_beta1, optim.adam_beta2)
         self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
         self.nonfinite = self.updates = 0
@@ -72,8 +74,44 @@ class Optimizer:
     def clear(self) -> None:
         """Forget the gradients."""
         self.sums.forget()
-        for p in (*self.parameters.values(), *self.held.values()):
+        for p in (*self.parameters.values(), *self.held.values(), *self.masters.values()):
             p.grad = None
+
+    @contextlib.contextmanager
+    def summing_wide(self) -> Iterator[None]:
+        """Inside, gradients of half-precision weights are added up on their float32 masters: a sum in bfloat16 of 1,000
+        micro-batches is 3 % off.
+        """
+        names = {p: name for name, p in self._narrow.items()}
+        handles = [p.register_post_accumulate_grad_hook(lambda p: self._widen(names[p])) for p in names]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _widen(self, name: str) -> None:
+        """Move what autograd has for a weight to its master."""
+        p, master = self.parameters[name], self.masters[name]
+        if p.grad is not None:
+            own, p.grad = local_of(p.grad), None
+            master.grad = own.float() if master.grad is None else master.grad.add_(own)
+
+    def settle(self) -> None:
+        """End the backward passes of a step: each gradient stands in one place, on the weight or on its master."""
+        self.sums.settle()
+        for name, p in self._narrow.items():
+            master = self.masters[name]
+            if p in self.sums.wide:
+                total = self.sums.wide.pop(p)
+                master.grad = total if master.grad is None else master.grad.add_(total)
+            if master.grad is not None:
+                self._widen(name)
+
+    def summed(self) -> list[Tensor]:
+        """Where the gradients are that are not in shards."""
+        whole = [name for name, p in self.parameters.items() if self.held[name] is p]
+        return [self.masters[n] if self.masters[n].grad is not None else self.parameters[n] for n in whole]
 
     def norm(self) -> float:
         """The norm of the gradient that was added up, where it will be applied: on the masters, which those of half-precision
@@ -83,7 +121,8 @@ class Optimizer:
         for p, own in shards:
             own.grad = None if p.grad is None else local_of(p.grad)
         for p, master in self._copied:
-            master.grad = None if p.grad is None else p.grad.float()
+            if p.grad is not None:
+                master.grad = p.grad.float()
         if shards:
             return self._norm_over_ranks()
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
@@ -109,8 +148,9 @@ class Optimizer:
         self.adamw.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
         self.sums.forget()
         with torch.no_grad():
-            for p, master in self._copied:
-                p.copy_(master)
+            for name in self._narrow:
+                if self.masters[name].grad is not None:  # the kernels step the others, weight and master at once
+                    self.held[name].copy_(self.masters[name])
 
     def check(self, step: int) -> None:
         """Raise `NonFiniteError` when too many steps in a row had no finite gradient."""
@@ -123,14 +163,18 @@ class Optimizer:
 
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
     """Give the optimisers the gradient of the sum of `losses`, one micro-batch each, in place of what they had."""
-    for optimizer in optimizers:
-        optimizer.clear()
-    with in_place(*(optimizer.sums for optimizer in optimizers)):
-        for loss in losses:
+    with contextlib.ExitStack() as stack:
+        passes = list(losses)
+        for optimizer in optimizers:
+            optimizer.clear()
+            if len(passes) > 1 or optimizer.world.size > 1:
+                stack.enter_context(optimizer.summing_wide())
+        stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
+        for loss in passes:
             loss().backward()
     for optimizer in optimizers:
-        optimizer.sums.settle()
-        sum_gradients(optimizer.world, [p for name, p in optimizer.parameters.items() if optimizer.held[name] is p])
+        optimizer.settle()
+        sum_gradients(optimizer.world, optimizer.summed())
 
 
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:

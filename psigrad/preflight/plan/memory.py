@@ -181,6 +181,8 @@ class ModelRole:
     """Whether gradients of half-precision weights are copied to float32 before they are applied; the kernels read them as they
     are.
     """
+    several: bool = False
+    """Whether several passes make a gradient, which half-precision weights then have in float32."""
 
     def items(self) -> list[MemoryItem]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
@@ -191,8 +193,9 @@ class ModelRole:
             return found
         half = width < 4
         stored = learns - self.recomputed
+        each = 4 if half and self.several else width + 4 * (half and self.copied)
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
-        found.append(MemoryItem(f"{self.name}: gradients", stored * (width + 4 * (half and self.copied)), "held", note))
+        found.append(MemoryItem(f"{self.name}: gradients", stored * each, "held", note))
         moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
         found.append(
             MemoryItem(

@@ -124,8 +124,9 @@ def predict(
         return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    several = work.micro_batches > 1 or config.placement.processes > 1
     parts = roles_of(
-        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
+        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine), several),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],

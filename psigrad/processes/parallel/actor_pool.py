@@ -272,6 +272,8 @@ class JobBatch:
 
     def add(self, job: Job, affinity: Affinity | None = None) -> None:
         """One more; its place is how many there were."""
+        if not self.pending:
+            self.idle_since = time.monotonic()
         self.waiting.append(len(self.jobs))
         self.jobs.append(job)
         self.affinities.append(affinity)

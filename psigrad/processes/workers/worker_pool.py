@@ -112,8 +112,10 @@ class WorkerPool(Generic[C]):
         place.calls.extend(calls)
         place.worker.ask(message, self.timeout if timeout is None else timeout)
 
-    def answers(self, wait: bool) -> Iterator[tuple[int, C, Any]]:
-        """(worker, call, what it answers, decoded, or `Lost`) as they come in; with `wait` after a worker stirred or was late."""
+    def answers(self, wait: bool, seconds: float = 60.0) -> Iterator[tuple[int, C, Any]]:
+        """(worker, call, what it answers, decoded, or `Lost`) as they come in; with `wait` after a worker stirred or was late, or
+        after so many seconds.
+        """
         self._return()
         busy = [(number, place) for number, place in enumerate(self._places) if place.calls or not place.worker.ready]
         if wait and busy:
@@ -121,7 +123,7 @@ class WorkerPool(Generic[C]):
                 for _, place in busy:
                     place.worker.watch(selector)
                 soonest = min(place.worker.deadline for _, place in busy)
-                selector.select(min(60.0, max(0.0, soonest - time.monotonic())))
+                selector.select(min(seconds, max(0.0, soonest - time.monotonic())))
         for number, place in busy:
             yield from ((number, *answered) for answered in self._answers_of(place))
         self._looked = time.monotonic()

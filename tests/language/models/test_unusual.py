@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from transformers import AutoModelForCausalLM as Causal
 from transformers import (
     DeepseekV3Config,
     MambaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
     Qwen2_5_VLConfig,
     T5Config,
 )
 
 from psigrad.errors import UserError
-from psigrad.language.models import language_model, tiny
+from psigrad.language.models import backbone, language_model, tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import samplers
@@ -109,3 +113,46 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(kind, tmp_path):
     with pytest.raises(UserError) as refused:
         language_model.load(str(tmp_path))
     assert "\n" not in str(refused.value) and str(refused.value).endswith(".")
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1, "eos_token_id": 0}
+OPT = OPTConfig(**SMALL, vocab_size=300, ffn_dim=64, max_position_embeddings=128, word_embed_proj_dim=32, dropout=0.3)
+MIXTRAL = MixtralConfig(
+    **SMALL, vocab_size=300, intermediate_size=64, num_key_value_heads=2, num_local_experts=4, router_jitter_noise=0.3
+)
+
+
+@pytest.mark.parametrize("config", [OPT, MIXTRAL], ids=["dropout by a function", "noise on the router"])
+def test_nothing_is_random_when_activations_are_recomputed(config, tokenizer, monkeypatch):
+    """Gradient checkpointing needs training mode, in which these draw random numbers that are no `nn.Dropout`."""
+    config = deepcopy(config)
+    torch.manual_seed(0)
+    model = prepare(Causal.from_config(config), tokenizer, gradient_checkpointing=True)
+    assert model.train_mode and torch.equal(model._probe(packed=True), model._probe(packed=True))
+    assert model.network.training
+    monkeypatch.setattr(backbone, "switch_dropout_off", lambda hf: hf.eval())
+    with pytest.raises(UserError, match="draws random numbers in training mode that psigrad cannot switch off"):
+        prepare(Causal.from_config(config), tokenizer, gradient_checkpointing=True)
+
+
+def longrope(positions: int):
+    return Phi3Config(
+        **SMALL, vocab_size=300, bos_token_id=0, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=512,
+        original_max_position_embeddings=positions, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": positions,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        },
+    )  # fmt: skip
+
+
+def test_a_sequence_is_no_longer_than_its_rotary_embedding_is_one_and_the_same(tokenizer):
+    """longrope turns all positions of a pass otherwise as soon as one of its sequences is longer than 64."""
+    torch.manual_seed(0)
+    model = prepare(Causal.from_config(longrope(64)), tokenizer)
+    assert model.max_length == 64
+    short, long = (5, 9, 7), tuple(range(3, 67))
+    alone = model.evaluate(Groups([short], [[(4, 2)]])).logp[0, :2]
+    beside = model.evaluate(Groups([short, long[:-2]], [[(4, 2)], [long[-2:]]])).logp[0, :2]
+    assert torch.allclose(alone, beside, atol=1e-5)
+    control = model.evaluate(Groups([short, (*long, 5, 6)], [[(4, 2)], [(7, 8)]])).logp[0, :2]
+    assert not torch.allclose(alone, control, atol=1e-5), "beyond, who shares the pass matters"

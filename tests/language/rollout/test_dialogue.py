@@ -78,6 +78,36 @@ def test_where_there_is_much_to_read_the_episodes_begin_anew(model):
     assert dialogue.prefilled == before
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
+    """Some take part in each round; now and then there is so much to read that those begin anew, beside the waiting ones."""
+    rng, sampler = random.Random(seed), EmbeddedSampler(model)
+    cached, restarted = sampler.dialogue(PROMPTS, PARAMS), RestartedDialogue(sampler, PROMPTS, PARAMS)
+    begun: set[int] = set()
+    for turn in range(9):
+        longest = 40 if turn % 4 == 3 else 5
+        some = [i for i in range(len(PROMPTS)) if (turn == 0 and seed % 2) or rng.random() < 0.5] or [0]
+        heard = {
+            i: (tuple(rng.randrange(5, 190) for _ in range(rng.randint(1, longest))) if i in begun else (), 1000 * turn + i)
+            for i in some
+        }
+        begun.update(some)
+        mine, theirs = cached.turn(heard), restarted.turn(heard)
+        assert {i: c.ids for i, c in mine.items()} == {i: c.ids for i, c in theirs.items()}
+        for i, completion in mine.items():
+            assert completion.logprobs == pytest.approx(theirs[i].logprobs, abs=2e-5)
+    assert cached.prefilled > sum(map(len, set(PROMPTS))), "some began anew"
+
+
+def test_a_turn_is_told_as_it_ends(model):
+    sampler = EmbeddedSampler(model)
+    for dialogue in (sampler.dialogue(PROMPTS, PARAMS), RestartedDialogue(sampler, PROMPTS, PARAMS)):
+        dialogue.turn({i: ((), i) for i in range(len(PROMPTS))})
+        ended = dialogue.turns({i: ((9,), 100 + i) for i in range(len(PROMPTS))})
+        lengths = [len(completion.ids) for _, completion in ended]
+        assert lengths == sorted(lengths) and len(set(lengths)) > 1
+
+
 def test_the_log_probs_are_the_trainers(model):
     heard = observations(4, 5)
     contexts = [list(prompt) for prompt in PROMPTS]
@@ -96,15 +126,15 @@ def test_control_without_the_token_that_ended_the_turn_the_log_probs_are_others(
     sampler = EmbeddedSampler(model)
     expected = played(RestartedDialogue(sampler, PROMPTS, PARAMS), heard)
     dialogue = sampler.dialogue(PROMPTS, PARAMS)
-    original = CachedDialogue.turn
+    original = CachedDialogue.turns
 
     def forgetful(self, said):
-        if self.cache is not None:
-            for i in said:
+        for i in said:
+            if self.held[i]:
                 del self.contexts[i][-1]
         return original(self, said)
 
-    monkeypatch.setattr(CachedDialogue, "turn", forgetful)
+    monkeypatch.setattr(CachedDialogue, "turns", forgetful)
     found = played(dialogue, heard)
     assert any(
         a[i].logprobs[0] != pytest.approx(b[i].logprobs[0], abs=1e-3) for a, b in zip(found, expected, strict=True) for i in a

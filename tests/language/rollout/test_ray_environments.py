@@ -33,15 +33,30 @@ class Workers:
         self.make, self.rng, self.losses, self.stays = make, random.Random(seed), losses, stays
         self.wanted, self.lost, self.actors = 2, 0, [Actor(make), Actor(make)]
 
-    def run(self, jobs, affinities):
-        order = list(enumerate(zip(jobs, affinities, strict=True)))
-        self.rng.shuffle(order)
-        for place, (job, affinity) in order:
-            if self.rng.random() < self.losses:
-                self.actors[self.rng.randrange(2)], self.lost = Actor(self.make), self.lost + 1
-            known = self.stays and affinity.worker in self.actors
-            affinity.worker = affinity.worker if known else self.rng.choice(self.actors)
-            yield place, job(affinity.worker)
+    def begin(self):
+        return Jobs(self)
+
+
+class Jobs:
+    """The jobs of a batch; each look at its answers has some of them done, in any order."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers, self.jobs = workers, []
+
+    def add(self, job, affinity):
+        self.jobs.append((job, affinity))
+
+    def answers(self, seconds):
+        own, found = self.workers, []
+        own.rng.shuffle(self.jobs)
+        for _ in range(own.rng.randint(0, len(self.jobs))):
+            job, affinity = self.jobs.pop()
+            if own.rng.random() < own.losses:
+                own.actors[own.rng.randrange(2)], own.lost = Actor(own.make), own.lost + 1
+            known = own.stays and affinity.worker in own.actors
+            affinity.worker = affinity.worker if known else own.rng.choice(own.actors)
+            found.append((0, job(affinity.worker)))
+        return found
 
 
 class Stepping(Counting):

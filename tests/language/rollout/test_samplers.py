@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError
@@ -130,6 +131,44 @@ def test_embedded_and_generate_write_the_same_tokens_and_the_trainer_agrees(arch
     for n, completion in enumerate(c for g in ours for c in g):
         mine = torch.tensor(completion.logprobs)
         assert torch.allclose(trainer[n, : len(mine)], mine, atol=1e-5, rtol=0)
+
+
+# What a model's generation_config.json may hold, each of which changes what generate writes.
+OF_THE_MODEL = [
+    {"repetition_penalty": 1.3},
+    {"do_sample": True, "temperature": 0.3, "top_k": 2, "top_p": 0.5},
+    {"no_repeat_ngram_size": 1},
+    {"bad_words_ids": [[i] for i in range(5, 130)]},
+    {"suppress_tokens": list(range(5, 130))},
+    {"begin_suppress_tokens": list(range(5, 130))},
+    {"sequence_bias": [[[i], 9.0] for i in range(5, 30)]},
+    {"min_length": 60},
+    {"min_new_tokens": 20},
+    {"forced_bos_token_id": 7},
+    {"forced_eos_token_id": 7},
+    {"exponential_decay_length_penalty": (2, 5.0)},
+    {"max_length": 3},
+    {"num_beams": 2},
+    {"num_return_sequences": 2, "do_sample": True},
+    {"guidance_scale": 3.0},
+    {"max_time": 1e-9},
+    {"cache_implementation": "static"},
+    {"return_dict_in_generate": True, "output_scores": True},
+    {"renormalize_logits": True, "remove_invalid_values": True, "watermarking_config": {"bias": 9.0}},
+]
+
+
+@pytest.mark.parametrize("own", OF_THE_MODEL, ids=lambda own: next(iter(own)))
+def test_nothing_of_the_models_generation_config_acts_on_what_is_sampled(own, models, requests_, monkeypatch):
+    model, params = models["gpt2"], SamplingParams(max_tokens=10, stop_token_ids=tuple(range(200, 260)))
+    network, some = model.as_transformers(), requests_[:3]
+    expected = EmbeddedSampler(model).sample(some, params)
+    monkeypatch.setattr(network, "generation_config", GenerationConfig(eos_token_id=EOS, **own))
+    found = TransformersSampler(model).sample(some, params)
+    assert [[c.ids for c in g] for g in found] == [[c.ids for c in g] for g in expected]
+    for mine, theirs in ((a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert network.generation_config.eos_token_id == EOS, "the model keeps its own, which goes with it into its folder"
 
 
 def test_negative_control_the_trainer_disagrees_at_another_temperature(models, requests_):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,14 +33,16 @@ class CachedDialogue(Dialogue):
         self.model, self.decoder, self.params = model, decoder, params
         self.contexts = [list(prompt) for prompt in prompts]
         self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
-        self.cache: SharedCache | None = None
+        self.cache = SharedCache(len(prompts), model.max_length, len(decoder.layers), decoder.heads, decoder.dtype)
+        self.held = np.zeros(len(prompts), dtype=bool)
+        """Which episodes are in the cache."""
         # of each episode: its prompt in the cache, the tokens behind it that the cache holds, and its slot
         self.prompt, self.lengths, self.slots = (np.zeros(len(prompts), dtype=np.int64) for _ in range(3))
         self.prefilled = 0
         """Tokens that were computed by prefills so far."""
 
     @torch.inference_mode()
-    def turn(self, heard: Mapping[int, tuple[Ids, int]]) -> dict[int, Completion]:
+    def turns(self, heard: Mapping[int, tuple[Ids, int]]) -> Iterator[tuple[int, Completion]]:
         """See `Dialogue`."""
         self.model.switch(training=False)
         unread = {}
@@ -50,34 +52,28 @@ class CachedDialogue(Dialogue):
             self.contexts[i] += ids
         live = sorted(heard)
         longest, total = max(map(len, unread.values())), sum(len(self.contexts[i]) for i in live)
-        turn = _Turn(self, live, {i: seed for i, (_, seed) in heard.items()})
-        if self.cache is None or longest * max(STEP, len(live)) > total:
-            turn.write(self._prefill(live), np.arange(len(live)))
-        else:
+        anew = not self.held[live].all() or longest * max(STEP, len(live)) > total
+        if not anew:
             live = sorted(live, key=lambda i: self.prompt[i])
-            turn = _Turn(self, live, turn.seeds)
             self.cache.seat(self.prompt[live], self.lengths[live], self.slots[live])
-        turn.decode(self.cache_now, {} if turn.begun else unread)
-        return {i: turn.completion(i) for i in heard}
-
-    @property
-    def cache_now(self) -> SharedCache:
-        """The cache, which the first turn has made."""
-        assert self.cache is not None
-        return self.cache
+        turn = _Turn(self, live, {i: seed for i, (_, seed) in heard.items()})
+        if anew:
+            turn.write(self._prefill(live), np.arange(len(live)))
+        yield from turn.decode(self.cache, {} if anew else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """A new cache with all that these episodes hold as their prompts; the logits behind each."""
+        """Make all that these episodes hold their prompts in the cache, each seated; the logits behind each."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
-        decoder = self.decoder
-        self.cache = SharedCache(len(live), self.model.max_length, len(decoder.layers), decoder.heads, decoder.dtype)
+        waiting = np.setdiff1d(np.flatnonzero(self.held), live)
+        self.cache.keep_waiting(self.prompt[waiting], self.slots[waiting])
         inputs = pack(Groups(prompts, [[] for _ in prompts]), self.model.device)
         assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
         prefill = self.cache.prefill(inputs.layout, copies)
         hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, None, wanted=inputs.prefix_ends)
         self.prompt[live], self.slots[live], self.lengths[live] = self.cache.prompt, self.cache.slots, 0
+        self.held[live] = True
         self.prefilled += sum(map(len, prompts))
         return self.model.head(hidden).index_select(0, copies)
 
@@ -86,15 +82,18 @@ class _Turn:
     """One turn of some episodes, in the order of the cache's rows."""
 
     def __init__(self, dialogue: CachedDialogue, live: Sequence[int], seeds: Mapping[int, int]) -> None:
-        self.dialogue, self.seeds, self.begun = dialogue, seeds, False
+        self.dialogue, self.seeds = dialogue, seeds
+        self.ended: list[int] = []
+        """Rows that have ended since they were last asked for."""
         self.rows = np.array(live, dtype=np.int64)
         self.ids: dict[int, list[int]] = {i: [] for i in live}
         self.logprobs: dict[int, list[float]] = {i: [] for i in live}
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
-    def decode(self, cache: SharedCache, unread: dict[int, list[int]]) -> None:
+    def decode(self, cache: SharedCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
         """Token by token: what is still to be read, then what the policy writes, until every row has ended its turn."""
         model = self.dialogue.model
+        yield from self._pop_ended()
         while len(self.rows):
             reading = [len(unread.get(i, ())) > 1 for i in self.rows]
             last = [unread[i].pop(0) if unread.get(i) else self.ids[i][-1] for i in self.rows]
@@ -103,10 +102,10 @@ class _Turn:
             drawing = np.flatnonzero(~np.array(reading))
             if len(drawing):
                 self.write(model.head(hidden[torch.from_numpy(drawing).to(model.device), 0]), drawing)
+                yield from self._pop_ended()
 
     def write(self, logits: torch.Tensor, places: np.ndarray) -> None:
         """Draw and record a token for the rows at `places`; let go of those that end their turn."""
-        self.begun = True
         dialogue, rows = self.dialogue, self.rows[places]
         counts = np.array([len(self.ids[i]) for i in rows])
         drawn = draw(logits, dialogue.params, np.array([self.seeds[i] for i in rows], dtype=np.uint64), counts)
@@ -118,12 +117,17 @@ class _Turn:
             self.sampling_logprobs[i].append(sampling)
             ended[place] = token in dialogue.stops or len(self.ids[i]) == dialogue.params.max_tokens
         if ended.any():
-            cache, order = dialogue.cache_now, np.flatnonzero(~ended)
+            cache, order = dialogue.cache, np.flatnonzero(~ended)
+            self.ended += self.rows[ended].tolist()
             dialogue.lengths[self.rows[ended]] = cache.lengths[ended]
             cache.seat(cache.prompt[order], cache.lengths[order], cache.slots[order])
             self.rows = self.rows[order]
 
-    def completion(self, i: int) -> Completion:
+    def _pop_ended(self) -> list[tuple[int, Completion]]:
+        ended, self.ended = self.ended, []
+        return [(i, self._completion(i)) for i in ended]
+
+    def _completion(self, i: int) -> Completion:
         """What an episode wrote; it joins what the episode holds."""
         ids = self.ids[i]
         self.dialogue.contexts[i] += ids

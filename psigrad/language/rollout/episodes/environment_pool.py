@@ -44,31 +44,43 @@ class EnvironmentPool(Playing):
             variables=variables,
             prefix=prefix,
         )
+        self._waiting: list[list[EpisodeCall]] = [[] for _ in range(workers)]
+        """By worker, the calls that it is not at yet."""
 
     def close(self) -> None:
         """Kill the workers."""
         self.workers.close()
 
-    def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
+    def submit(self, calls: Sequence[EpisodeCall]) -> None:
         """See `Playing`: an episode stays with its worker."""
-        waiting: list[list[EpisodeCall]] = [[] for _ in range(len(self.workers))]
         for call in calls:
-            waiting[call.number % len(waiting)].append(call)
+            self._waiting[call.number % len(self._waiting)].append(call)
+        self._hand_out()
+
+    def answers(self, seconds: float) -> dict[int, Answer]:
+        """See `Playing`."""
+        self._hand_out()
         answers: dict[int, Answer] = {}
-        self.workers.give_up()  # of a step that was interrupted
-        while len(answers) < len(calls):
-            for worker in self.workers.idle():
-                if waiting[worker]:
-                    self.workers.ask(worker, waiting[worker], waiting[worker])
-                    waiting[worker] = []
-            for worker, call, answer in self.workers.answers(wait=True):
-                if isinstance(answer, Lost):
-                    waiting[worker] += answer.rest
-                    what = "step" if call.turns else "reset"
-                    late = f"{what}() did not return within {self.workers.timeout:g} s"
-                    answer = Fault(f"the environment: {f'its process died ({answer.status})' if answer.status else late}")
-                answers[call.number] = answer
+        for worker, call, answer in self.workers.answers(wait=seconds > 0, seconds=seconds):
+            if isinstance(answer, Lost):
+                self._waiting[worker] = [*answer.rest, *self._waiting[worker]]
+                what = "step" if call.turns else "reset"
+                late = f"{what}() did not return within {self.workers.timeout:g} s"
+                answer = Fault(f"the environment: {f'its process died ({answer.status})' if answer.status else late}")
+            answers[call.number] = answer
+        self._hand_out()
         return answers
+
+    def give_up(self) -> None:
+        """See `Playing`."""
+        self._waiting = [[] for _ in range(len(self.workers))]
+        self.workers.give_up()
+
+    def _hand_out(self) -> None:
+        for worker in self.workers.idle():
+            if waiting := self._waiting[worker]:
+                self._waiting[worker] = []
+                self.workers.ask(worker, waiting, waiting)
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
         """See `Playing`."""
@@ -94,7 +106,10 @@ def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
 
     A request is (count, seed) of rows, or a list of `EpisodeCall`; each of these is answered by itself, after null for each turn.
     """
-    playing = InProcess(unpack(payload))
+    factory = unpack(payload)
+    if callable(prepare := getattr(factory, "prepare", None)):
+        prepare()
+    playing = InProcess(factory)
 
     def answer(message: tuple[int, int] | list[EpisodeCall]) -> Iterator[Any]:
         if isinstance(message, tuple):

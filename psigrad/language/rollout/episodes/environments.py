@@ -74,6 +74,8 @@ Answer = Observation | Step | Fault | None
 class Playing(ABC):
     """Many episodes under way at once, by number. Use as a context manager, or `close()`."""
 
+    paced = True
+    """Whether answers come as they are ready, and so in an order that nobody knows before."""
     _batch = 0
     _episodes: dict[int, EpisodeCall]
 
@@ -84,17 +86,43 @@ class Playing(ABC):
         answers: dict[int, Any] = self.answer(list(self._episodes.values()))
         return [answers[number] for number in range(len(rows))]
 
-    def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
-        """The policy's turn in each of these episodes, and what came of it."""
+    def ask(self, turns: Mapping[int, str]) -> None:
+        """Tell the policy's turn in each of these episodes, and do not wait; `answers` says what came of it."""
         for number, text in turns.items():
             episode = self._episodes[number]
             self._episodes[number] = replace(episode, turns=(*episode.turns, text))
-        answers: dict[int, Any] = self.answer([self._episodes[number] for number in turns])
+        self.submit([self._episodes[number] for number in turns])
+
+    def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
+        """The policy's turn in each of these episodes, and what came of it."""
+        self.ask(turns)
+        answers: dict[int, Any] = self._gather(len(turns))
         return {number: answers[number] for number in turns}
 
-    @abstractmethod
     def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
-        """What the environments say to each call, by the number of its episode. Episodes of another batch are over."""
+        """What the environments say to these calls, by the number of the episode. Whatever else they were at is given up."""
+        self.give_up()
+        self.submit(calls)
+        return self._gather(len(calls))
+
+    def _gather(self, count: int) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        while len(answers) < count:
+            answers |= self.answers(60.0)
+        return answers
+
+    @abstractmethod
+    def submit(self, calls: Sequence[EpisodeCall]) -> None:
+        """Have the environments answer these calls. Episodes of another batch are over."""
+
+    @abstractmethod
+    def answers(self, seconds: float) -> dict[int, Answer]:
+        """What has been answered since the last time, by the number of the episode. Where there is nothing it waits for so many
+        seconds, or less.
+        """
+
+    def give_up(self) -> None:  # noqa: B027
+        """Forget calls that have no answer yet; by default there are none."""
 
     @abstractmethod
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
@@ -113,14 +141,26 @@ class Playing(ABC):
 class InProcess(Playing):
     """Episodes in this process: for environments of psigrad's own, which neither hang nor exit, and in workers for all others."""
 
+    paced = False
+
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
+        self._said: dict[int, Answer] = {}
         self._played: dict[int, tuple[tuple[str, ...], Environment]] = {}
         self._played_batch = 0
 
-    def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
+    def submit(self, calls: Sequence[EpisodeCall]) -> None:
         """See `Playing`."""
-        return {call.number: deque(self.play(call), 1)[0] for call in calls}
+        self._said |= {call.number: deque(self.play(call), 1)[0] for call in calls}
+
+    def answers(self, seconds: float) -> dict[int, Answer]:
+        """See `Playing`: all of them."""
+        said, self._said = self._said, {}
+        return said
+
+    def give_up(self) -> None:
+        """See `Playing`."""
+        self._said = {}
 
     def play(self, call: EpisodeCall) -> Iterator[Answer]:
         """The answer to a call, last; before it those of the turns that are played again."""

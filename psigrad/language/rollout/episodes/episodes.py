@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from psigrad import seeds
@@ -12,15 +15,27 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode, observation_ids, prompt_for_reward, prompt_ids
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
-from psigrad.language.rollout.types import Completion, Sampler, SamplingParams, Trajectory
+from psigrad.language.rollout.episodes.observations import fit, length
+from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sampler, SamplingParams, Trajectory
+
+# Share of the time that a round of turns took, and seconds at least, for which the next round waits for further answers.
+LINGER = (0.1, 0.02)
+# Difference of log-probs up to which sums of another order explain it, in nats.
+ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """How episodes are played: who answers, and after how many turns they are cut."""
+    """How episodes are played: who answers, and what limits them."""
 
     playing: Playing
     max_turns: int = 8
+    max_turn_length: int = 0
+    """The most tokens of a turn, where all turns together may have `max_tokens` of the sampling; 0: each turn may."""
+    max_observation_length: int = 0
+    """The most tokens of an answer; 0: as many as there is room for."""
+    together: bool = False
+    """Whether every turn waits for the answers of all episodes."""
 
 
 @dataclass
@@ -29,37 +44,88 @@ class _Episode:
 
     index: int
     k: int
+    row: Row
     prompt: tuple[int, ...]
     seed: int
-    conversation: bool
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    finish_reason: str = "length"
+    policy_turns: list[str] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
     over: bool = False
     reason: str = ""
-    turns: int = 0
     answered: tuple[int, ...] = ()
     """What the environment said since the policy's last turn."""
 
-    def say(self, completion: Completion) -> None:
+    @property
+    def next_turn(self) -> tuple[tuple[int, ...], int]:
+        """What the policy reads before its next turn, and the turn's seed."""
+        turn = len(self.policy_turns)
+        return self.answered, self.seed if turn == 0 else seeds.derive(self.seed, "turn", turn)
+
+    def say(self, completion: Completion, text: str) -> None:
         """A turn of the policy."""
-        self.turns += 1
         self.ids += completion.ids
         self.mask += [True] * len(completion.ids)
         self.logprobs += completion.logprobs
         self.sampling_logprobs += completion.sampling_logprobs
+        self.finish_reason = completion.finish_reason
+        self.policy_turns.append(text)
+        self.messages.append({"role": "assistant", "content": text})
 
-    def hear(self, ids: Sequence[int]) -> None:
-        """A turn of the environment."""
+    def hear(self, answer: Step | Fault, limits: _Limits, tokenizer: Any) -> None:
+        """What the environment answers to the turn; a turn that was cut, or for which nothing is left, is the last."""
+        cut, self.finish_reason = self.finish_reason == "length", "length"
+        if isinstance(answer, Fault):
+            self.over, self.reason = True, answer.reason
+            return
+        self.rewards.append((len(self.ids) - 1, answer.reward))
+        if answer.done or cut:
+            self.over, self.finish_reason = True, "stop" if answer.done else "length"
+            return
+        render = partial(observation_ids, tokenizer, self.row)
+        heard = limits.fit(render, answer.observation, len(self.prompt) + len(self.ids), len(self.policy_turns), self.cuts)
+        if heard is None:
+            self.over = True
+            return
+        ids, said = heard
+        self.messages += [{"role": "user", "content": said}] if isinstance(said, str) else said
         self.answered = tuple(ids)
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.sampling_logprobs += [0.0] * len(ids)
+        spent = limits.total and sum(self.mask) + limits.turn > limits.total
+        self.over = bool(spent) or len(self.policy_turns) == limits.turns
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Tokens of a turn, of an answer (0: any), of all turns together (0: any), of the context; and turns."""
+
+    turn: int
+    observation: int
+    total: int
+    context: int
+    turns: int
+
+    def fit(
+        self, render: Callable[[Observation], Sequence[int]], said: Observation, used: int, turn: int, cuts: list[Cut]
+    ) -> tuple[Sequence[int], Observation] | None:
+        """`observations.fit` behind `used` tokens, so that there is room for another turn; what is cut is entered in `cuts`."""
+        room = self.context - used - self.turn
+        limit, why = room, f"the context of {self.context} tokens and a turn of {self.turn} leave {max(0, room)}"
+        if 0 < self.observation < room:
+            limit, why = self.observation, f"max_observation_length is {self.observation}"
+        heard = fit(render, said, limit)
+        if heard is None or heard[1] != said:
+            whole = f"{length(said)} characters: {why}"
+            cuts.append(Cut(turn, "dropped" if heard is None else "cut", whole))
+        return heard
 
 
 def play(
@@ -76,28 +142,68 @@ def play(
 ) -> list[Trajectory]:
     """`num_generations` episodes from each (index, prompt ids, row), in order; `max_length` bounds prompt and episode together.
 
-    All live episodes take their turns together. A turn that the length limit cut, `max_turns` and `max_length` end an episode as
-    truncated. Each turn's reward stands on its last token.
+    An episode goes on when its own answer is there: those that are ready take their turns together, while the environments of
+    others are at work. A turn that the length limit cut, `max_turns` and `max_length` end an episode as truncated. An answer is
+    cut where it leaves no room for another turn. Each turn's reward stands on its last token.
     """
-    episodes = _begin(rules.playing, prompts, num_generations, seed_of, tokenizer)
-    rows = {index: row for index, _, row in prompts}
+    playing, turn = rules.playing, rules.max_turn_length
+    total = params.max_tokens if turn else 0
+    params = replace(params, max_tokens=min(turn or params.max_tokens, params.max_tokens))
+    limits = _Limits(params.max_tokens, rules.max_observation_length, total, max_length, rules.max_turns)
+    episodes = _begin(playing, prompts, num_generations, seed_of, tokenizer, limits)
     dialogue = sampler.dialogue([e.prompt for e in episodes], params)
-    for turn in range(rules.max_turns):
-        live = [i for i, e in enumerate(episodes) if not e.over]
-        if not live:
-            break
-        heard = {i: (episodes[i].answered, _seed_of(episodes[i], turn)) for i in live}
-        drawn = dialogue.turn(heard)
-        texts = {i: decode(tokenizer, drawn[i].ids) for i in live}
-        answers = rules.playing.step(texts)
-        for i in live:
-            episode, completion = episodes[i], drawn[i]
-            episode.say(completion)
-            _hear(episode, completion, texts[i], answers[i], tokenizer, rows[episode.index])
-            room = max_length - len(episode.prompt) - len(episode.ids)
-            if not episode.over and (room < params.max_tokens or turn + 1 == rules.max_turns):
-                episode.over = True
-    return [_trajectory(e, version, tokenizer) for e in episodes]
+    ready, waiting = [i for i, e in enumerate(episodes) if not e.over], set[int]()
+    while ready or waiting:
+        started = time.monotonic()
+        for i, completion in dialogue.turns({i: episodes[i].next_turn for i in ready}) if ready else ():
+            text = decode(tokenizer, completion.ids)
+            episodes[i].say(completion, text)
+            playing.ask({i: text})
+            waiting.add(i)
+        patience = math.inf if rules.together else max(LINGER[0] * (time.monotonic() - started), LINGER[1])
+        answers = _wait(playing, len(waiting), patience)
+        for i, answer in answers.items():
+            episodes[i].hear(answer, limits, tokenizer)
+        waiting -= answers.keys()
+        ready = sorted(i for i in answers if not episodes[i].over)
+    made = [_trajectory(e, version, tokenizer) for e in episodes]
+    return _settle(sampler, made, params) if playing.paced and not rules.together else made
+
+
+def _wait(playing: Playing, count: int, patience: float) -> dict[int, Step | Fault]:
+    """Answers to some of `count` episodes: those that come until the first has waited for so many seconds."""
+    answers: dict[int, Any] = {}
+    first = math.inf
+    while len(answers) < count and (left := first + patience - time.monotonic()) > 0:
+        answers |= playing.answers(min(left, 60.0))
+        first = min(first, time.monotonic()) if answers else first
+    return answers
+
+
+def _settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingParams) -> list[Trajectory]:
+    """The same with log-probs that do not depend on who was ready with whom, to the last bit: rounding differs between batches.
+
+    Where they are others than rounding makes them, those of sampling stay, and training sees that they disagree.
+    """
+    settled = []
+    for _, group in itertools.groupby(trajectories, lambda t: (t.row, t.prompt_ids)):
+        members = list(group)
+        known = [t for t in members if t.completion.ids]
+        found = sampler.log_probs(known[0].prompt_ids, [t.completion.ids for t in known], params) if known else []
+        if found is None:
+            return trajectories
+        logps = dict(zip(map(id, known), found, strict=True))
+        settled += [_with_log_probs(t, logps[id(t)]) if id(t) in logps else t for t in members]
+    return settled
+
+
+def _with_log_probs(trajectory: Trajectory, logps: Sequence[float]) -> Trajectory:
+    held = trajectory.completion
+    own = tuple(logp if chosen else 0.0 for logp, chosen in zip(logps, trajectory.mask, strict=True))
+    if max(abs(a - b) for a, b in zip(own, held.logprobs, strict=True)) > ROUNDING:
+        return trajectory
+    sampling = own if held.sampling_logprobs == held.logprobs else held.sampling_logprobs
+    return replace(trajectory, completion=replace(held, logprobs=own, sampling_logprobs=sampling))
 
 
 def _begin(
@@ -106,6 +212,7 @@ def _begin(
     count: int,
     seed_of: Callable[[int, int], int],
     tokenizer: Any,
+    limits: _Limits,
 ) -> list[_Episode]:
     """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
     shown = [{"prompt": prompt_for_reward(row), **row.columns} for _, _, row in prompts for _ in range(count)]
@@ -118,45 +225,31 @@ def _begin(
             raise UserError(
                 f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
             )
+        cuts: list[Cut] = []
         if heard and heard[0] is not None:
-            ids = tuple(prompt_ids(tokenizer, replace(row, prompt=_add_opening(row, heard[0]))))
+            opened = limits.fit(partial(_opened_ids, tokenizer, row), heard[0], 0, 0, cuts)
+            if opened is None:
+                openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
+            else:
+                ids = tuple(opened[0])
         for k, opening in enumerate(openings):
-            episode = _Episode(index, k, ids, seed_of(place, k), not isinstance(row.prompt, str))
+            episode = _Episode(index, k, row, ids, seed_of(place, k), cuts=list(cuts))
             if isinstance(opening, Fault):
                 episode.over, episode.reason = True, opening.reason
             made.append(episode)
     return made
 
 
-def _add_opening(row: Row, opening: Observation) -> Any:
+def _opened_ids(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
     """The prompt with the environment's first words, which join a prompt that is text in the dataset."""
     prompt: Any = row.prompt
     if isinstance(prompt, str):
-        return prompt + str(opening)
+        return prompt_ids(tokenizer, replace(row, prompt=prompt + str(opening)))
     if row.plain_prompt is not None and isinstance(opening, str):
-        return [*prompt[:-1], {**prompt[-1], "content": row.plain_prompt + opening}]
-    return [*prompt, *([{"role": "user", "content": opening}] if isinstance(opening, str) else opening)]
-
-
-def _seed_of(episode: _Episode, turn: int) -> int:
-    return episode.seed if turn == 0 else seeds.derive(episode.seed, "turn", turn)
-
-
-def _hear(episode: _Episode, completion: Completion, text: str, answer: Step | Fault, tokenizer: Any, row: Row) -> None:
-    """Enter what the environment answered to a turn."""
-    episode.messages.append({"role": "assistant", "content": text})
-    if isinstance(answer, Fault):
-        episode.over, episode.reason = True, answer.reason
-        return
-    episode.rewards.append((len(episode.ids) - 1, answer.reward))
-    cut = completion.finish_reason == "length"
-    if answer.done or cut:
-        episode.over = True
-        episode.finish_reason = "stop" if answer.done else "length"
-        return
-    said = answer.observation
-    episode.messages += [{"role": "user", "content": said}] if isinstance(said, str) else said
-    episode.hear(observation_ids(tokenizer, row, said))
+        joined = {**prompt[-1], "content": row.plain_prompt + opening}
+        return prompt_ids(tokenizer, replace(row, prompt=[*prompt[:-1], joined]))
+    added = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+    return prompt_ids(tokenizer, replace(row, prompt=[*(prompt or []), *added]))
 
 
 def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
@@ -164,7 +257,7 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         ids=tuple(episode.ids),
         logprobs=tuple(episode.logprobs),
         sampling_logprobs=tuple(episode.sampling_logprobs),
-        finish_reason="stop" if episode.finish_reason == "stop" else "length",
+        finish_reason=episode.finish_reason,
         seed=episode.seed,
     )
     return Trajectory(
@@ -177,8 +270,10 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         reason=episode.reason,
         mask=tuple(episode.mask),
         step_rewards=tuple(episode.rewards),
-        turns=episode.turns,
-        messages=tuple(episode.messages) if episode.conversation else (),
+        turns=len(episode.policy_turns),
+        messages=() if isinstance(episode.row.prompt, str) else tuple(episode.messages),
+        cuts=tuple(episode.cuts),
+        policy_turns=tuple(episode.policy_turns),
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from psigrad.language.rollout.episodes.environments import Answer, EpisodeCall, Playing
-from psigrad.processes.parallel.actor_pool import ActorPool, Affinity
+from psigrad.processes.parallel.actor_pool import ActorPool, Affinity, JobBatch
 from psigrad.processes.parallel.world import World
 
 # Parts of each actor's share that the episodes are dealt in, so that none waits long for the slowest.
@@ -41,20 +41,37 @@ class RayEnvironments(Playing):
     def __init__(self, pool: ActorPool | None, world: World) -> None:
         self._pool, self._world = pool, world
         self._affinities: dict[int, Affinity] = {}
+        self._calls: list[EpisodeCall] = []
+        self._jobs: JobBatch
 
-    def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
-        """See `Playing`, part by part."""
-        assert self._pool is not None, "only rank 0 plays"
+    def submit(self, calls: Sequence[EpisodeCall]) -> None:
+        """See `Playing`. They go out with the next look at answers, part by part: an actor takes one part at a time."""
         if new := [call.number for call in calls if not call.turns]:
-            parts = [Affinity() for _ in range(PARTS * self._pool.wanted)]
+            parts = [Affinity() for _ in range(PARTS * self._actors.wanted)]
             self._affinities |= {number: parts[place * len(parts) // len(new)] for place, number in enumerate(new)}
+        self._calls += calls
+
+    def answers(self, seconds: float) -> dict[int, Answer]:
+        """See `Playing`."""
         together: dict[Affinity, list[EpisodeCall]] = {}
-        for call in calls:
+        for call in self._calls:
             together.setdefault(self._affinities[call.number], []).append(call)
+        self._calls = []
+        for affinity, part in together.items():
+            self._jobs.add(partial(_ask, part), affinity)
         answers: dict[int, Answer] = {}
-        for _, part in self._pool.run([partial(_ask, part) for part in together.values()], list(together)):
-            answers |= part
+        for _, answered in self._jobs.answers(min(seconds, 1.0)):
+            answers |= answered
         return answers
+
+    def give_up(self) -> None:
+        """See `Playing`."""
+        self._calls, self._jobs = [], self._actors.begin()
+
+    @property
+    def _actors(self) -> ActorPool:
+        assert self._pool is not None, "only rank 0 plays"
+        return self._pool
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
         """See `Playing`. Every actor would bring the same."""

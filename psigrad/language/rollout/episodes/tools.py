@@ -1,20 +1,64 @@
-"""Typed Python functions as tools: offered through the chat template, called by the policy, answered in a turn of their own."""
+"""Tools that the policy may call: typed Python functions and those of MCP servers, offered through the chat template.
+
+A call is answered in a turn of its own. What the policy got wrong is said in the answer, and never ends the episode or the run.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError, validate_call
+from pydantic import TypeAdapter, ValidationError, validate_call
 
 from psigrad.errors import UserError
+from psigrad.importing import imported_callable
+from psigrad.language.data.templates import decode
 from psigrad.language.rollout.episodes.environments import Message, Step
+from psigrad.language.rollout.episodes.mcp_tools import PREFIX, ServerLost, ServerTool, list_tools
+from psigrad.language.rollout.episodes.tool_calls import (
+    FAMILIES,
+    BrokenCall,
+    CallError,
+    ToolCall,
+    find_families,
+    read_calls,
+    to_calls,
+)
+from psigrad.processes.workers.process import pick_variables
 
-# The form of Hermes and Qwen templates; others write the bare object.
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-Tool = Callable[..., Any]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tool = Callable[..., Any] | ServerTool
+# A call that shows how a template writes one: text with quotes, a number, an object.
+PROBE = ToolCall("find_price", {"item": 'a "fine" <pen>', "count": 3, "options": {"colours": ["red", None], "gift": True}})
+_KINDS = {"item": {"type": "string"}, "count": {"type": "integer"}, "options": {"type": "object"}}
+_PROBE_SCHEMA = {"name": PROBE.name, "description": "The price.", "parameters": {"type": "object", "properties": _KINDS}}
+
+
+def resolve(tools: Sequence[str | Callable[..., Any]], variables: Sequence[str] = ()) -> list[Tool]:
+    """The tools that are meant: functions, "module:function", and all tools of "mcp:COMMAND" or "mcp:http://…".
+
+    `variables` are environment variables that a server gets besides the usual ones. Raises `UserError`.
+    """
+    found: list[Tool] = []
+    for tool in tools:
+        if isinstance(tool, str) and tool.startswith(PREFIX):
+            found += list_tools(tool.removeprefix(PREFIX).strip(), tuple(sorted(pick_variables(variables).items())))
+        else:
+            found.append(imported_callable(tool, "tool") if isinstance(tool, str) else tool)
+    names = [name_of(tool) for tool in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"There are two tools of the name {twice!r}; a call could not tell them apart, so rename one.")
+    return found
+
+
+def name_of(tool: Tool) -> str:
+    """What the policy calls it."""
+    return tool.name if isinstance(tool, ServerTool) else str(getattr(tool, "__name__", tool))
 
 
 def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -24,64 +68,148 @@ def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     made = []
     for tool in tools:
         try:
-            made.append(get_json_schema(tool))
+            made.append(dict(tool.schema) if isinstance(tool, ServerTool) else get_json_schema(tool))
         except Exception as error:  # transformers has several exception types for one mistake
             raise UserError(
-                f"The tool {getattr(tool, '__name__', tool)!r} cannot be offered ({error}); give it type hints, a docstring and "
+                f"The tool {name_of(tool)!r} cannot be offered ({error}); give it type hints, a docstring and "
                 "an Args section with a line for each argument."
             ) from error
     return made
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How the model writes calls. Without a family and a response template each of the known forms is read."""
+
+    family: str = ""
+    response_template: Mapping[str, Any] | None = None
+    """The tokenizer's own, for transformers' `parse_response`."""
+    prefix: str = ""
+    """What the chat template has written when the policy begins."""
+    seen: str = ""
+    """The call that told it, as rewards and tools see it; empty where the template writes none."""
+
+    def probe(self, text: str) -> list[ToolCall | BrokenCall]:
+        """What is read of a turn that calls the tool of `PROBE`."""
+        return self.read(text, {PROBE.name: _KINDS})
+
+    def read(self, text: str, parameters: Mapping[str, Mapping[str, Any]]) -> list[ToolCall | BrokenCall]:
+        """The calls of a turn."""
+        if self.response_template is None:
+            return read_calls(text, parameters, [family for family in FAMILIES if family.name == self.family])
+        from transformers.utils.chat_parsing import parse_response
+
+        offered: list[Any] = [
+            {"type": "function", "function": {"name": n, "parameters": {"properties": p}}} for n, p in parameters.items()
+        ]
+        try:
+            said = parse_response(text, dict(self.response_template), prefix=self.prefix, tools=offered)
+            return list(to_calls(said.get("tool_calls") or []))
+        except CallError as error:
+            return [BrokenCall(f"{error}; write a call as {self.seen}")]
+        except Exception as error:  # a response template is a program
+            return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
+
+
+def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
+    """The form in which the tokenizer's chat template writes calls: the one that reads a call that it wrote back exactly.
+
+    A template that writes no calls is told by the marks in the vocabulary. `arguments` are those of the template.
+    """
+    before, seen = _play(tokenizer, arguments)
+    own = getattr(tokenizer, "response_template", None)
+    written = [CallForm("", own, before, seen)] if own else []
+    written += [CallForm(family.name, seen=seen) for family in find_families(seen) if seen]
+    exact = [form for form in written if form.probe(seen) == [PROBE]]
+    vocabulary = tokenizer.get_added_vocab()
+    marked = [CallForm(family.name) for family in FAMILIES if family.opens in vocabulary]
+    return next(iter([*exact, *([] if seen else marked)]), CallForm(seen=seen))
+
+
+def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """The prompt of a question, and behind it the turn that calls a tool, as `decode` gives it."""
+    question: Any = {"role": "user", "content": "What is the price?"}
+    offered: Any = {**arguments, "tools": [{"type": "function", "function": _PROBE_SCHEMA}], "tokenize": False}
+    for given in (PROBE.arguments, json.dumps(PROBE.arguments)):  # some templates take an object, others text
+        call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": given}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            before = str(tokenizer.apply_chat_template([question], add_generation_prompt=True, **offered))
+            after = str(tokenizer.apply_chat_template([question, turn], **offered))
+        except Exception:  # a template is a program: it can raise anything
+            continue
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+        written = after[shared:]
+        seen = decode(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"])
+        if PROBE.name in seen:
+            return before, seen
+    return "", ""
+
+
+@dataclass(frozen=True)
+class ToolBoxes:
+    """The environments of a run with tools."""
+
+    tools: Sequence[Tool]
+    form: CallForm = field(default_factory=CallForm)
+
+    def prepare(self) -> None:
+        """Start the servers of this process: that may take longer than a call."""
+        for tool in self.tools:
+            if isinstance(tool, ServerTool):
+                tool.connect()
+
+    def __call__(self) -> ToolBox:
+        """That of one episode."""
+        return ToolBox(self.tools, self.form)
+
+
 class ToolBox:
     """An environment that runs the tools that a completion calls; a completion without a call ends the episode.
 
-    A call is {"name": …, "arguments": {…}} in <tool_call> tags, or bare. Arguments are checked against the type hints; a mistake
-    is the tool's answer, not the end. The reward comes from reward functions, which see the whole conversation.
+    Arguments are checked against the type hints. The reward comes from reward functions, which see the whole conversation.
     """
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self.tools = {tool.__name__: validate_call(tool) for tool in tools}
+    def __init__(self, tools: Sequence[Tool], form: CallForm | None = None) -> None:
+        self.form = form or CallForm()
+        self.tools = {name_of(tool): tool if isinstance(tool, ServerTool) else validate_call(tool) for tool in tools}
+        self.parameters = {name_of(tool): _parameters_of(tool) for tool in tools}
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Nothing to prepare."""
 
     def step(self, completion: str) -> Step:
         """Answer every call of the completion."""
-        found = calls(completion)
-        if not found:
-            return Step("", 0.0, True)
-        return Step([self._answer(call) for call in found], 0.0, False)
+        found = self.form.read(completion, self.parameters)
+        return Step([self._answer(call) for call in found], 0.0, False) if found else Step("", 0.0, True)
 
-    def _answer(self, call: Mapping[str, Any]) -> Message:
-        name, arguments = call.get("name"), call.get("arguments", {})
-        if name not in self.tools:
-            content = f"error: there is no tool {name!r}; expected {', '.join(self.tools)}"
-        elif not isinstance(arguments, Mapping):
-            content = f"error: the arguments of {name} are no object"
+    def _answer(self, call: ToolCall | BrokenCall) -> Message:
+        if isinstance(call, BrokenCall):
+            return {"role": "tool", "name": "error", "content": f"error: {call.reason}"}
+        if call.name in self.tools:
+            content = self._run_tool(call.name, call.arguments)
         else:
-            content = self._run_tool(name, arguments)
-        return {"role": "tool", "name": str(name), "content": content}
+            content = f"error: there is no tool {call.name[:80]!r}; expected {', '.join(self.tools)}"
+        return {"role": "tool", "name": call.name[:80], "content": content}
 
-    def _run_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def _run_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        tool = self.tools[name]
         try:
-            return str(self.tools[name](**arguments))
+            return tool.run(arguments) if isinstance(tool, ServerTool) else str(tool(**arguments))
+        except ServerLost:  # not the policy's fault: the episode is unscored
+            raise
         except ValidationError as error:
             first = error.errors()[0]
-            return f"error: {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            return f"error: {name}: {'.'.join(map(str, first['loc']))[:80]}: {first['msg']}"
         except Exception as error:  # whatever a tool raises is an answer that the policy can learn from
             return f"error: {type(error).__name__}: {error}"
 
 
-def calls(completion: str) -> list[dict[str, Any]]:
-    """The tool calls of a completion, in order; what is no JSON object is no call."""
-    texts = _CALL.findall(completion) or [completion]
-    made = []
-    for text in texts:
-        try:
-            call = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(call, dict) and "name" in call:
-            made.append(call)
-    return made
+def _parameters_of(tool: Tool) -> Mapping[str, Any]:
+    if isinstance(tool, ServerTool):
+        return tool.parameters
+    try:
+        function: Any = tool
+        return dict(TypeAdapter(function).json_schema().get("properties", {}))
+    except Exception:  # types that JSON schemas have no words for: what is not in quotes is read as JSON
+        return {}

@@ -266,6 +266,13 @@ class SharedCache:
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
         self._arranged = None
 
+    def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
+        """Take everybody from their seats, and keep these prompts and slots, which wait; all others are free."""
+        self.seat(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        self._free = np.setdiff1d(np.arange(self.own[0].shape[1]), slots)
+        kept = set(prompt.tolist())
+        self.prompts = {number: table for number, table in self.prompts.items() if number in kept}
+
     def room(self, tokens: int) -> tuple[list[Tensor], Tensor]:
         """Keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and where they are.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.embedded import check_room
+from psigrad.language.rollout.samplers.embedded import check_room, log_probs_of
 from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 
@@ -55,6 +56,12 @@ class TransformersSampler(Sampler):
         )
         yield [(place, [next(done) for _ in request.seeds]) for place, request in enumerate(requests)]
 
+    def log_probs(
+        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[float]] | None:
+        """See `Sampler`."""
+        return log_probs_of(self.model, prompt, completions, params)
+
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
@@ -76,10 +83,11 @@ class TransformersSampler(Sampler):
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in batch], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=self.model.device)
         drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
-        # the model's own generation config may hold sampling settings (top_k 20 in Qwen3's): only ours may act
         config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
-        generate: Any = self.model.as_transformers().generate
-        out = generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
+        # generate fills what a config leaves out from the model's own (Qwen2.5's has a repetition penalty): this view has none
+        bare: Any = copy.copy(self.model.as_transformers())
+        bare.generation_config = GenerationConfig()
+        out = bare.generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
         tokens = out[:, width:].tolist()
         logprobs, sampling = (torch.stack(x, 1).float().tolist() for x in (drawer.logprobs, drawer.sampling_logprobs))
         return [_completion(tokens[i], logprobs[i], sampling[i], set(stops), seed) for i, (_, seed) in enumerate(batch)]

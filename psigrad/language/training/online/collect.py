@@ -22,6 +22,7 @@ from psigrad.language.data.templates import completion_for_reward, decode, promp
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
+from psigrad.language.rewards.outcomes import turns_of
 from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State
@@ -192,7 +193,7 @@ def rollout(
         return _rollout_together(alone, sampler.central, prompts, num_generations, seed_of, phase, world)
     if not prompts:
         return []
-    rewards = _Rewards(scorer, {p.index: p.row for p in prompts})
+    rewards = _Rewards(scorer, {p.index: p.row for p in prompts}, episodes is not None)
     with phase("time/sample"):
         if episodes is None:
             trajectories = _sample(sampler, prompts, params, num_generations, seed_of, model, version, cache, rewards)
@@ -262,7 +263,7 @@ def _rollout_together(
 
 def score(scorer: Scorer | None, trajectories: list[Trajectory], rows: Mapping[int, Any]) -> list[Trajectory]:
     """The trajectories with their rewards; `rows[index]` is the dataset row, whose columns the rewards receive."""
-    rewards = _Rewards(scorer, {t.row: rows[t.row] for t in trajectories})
+    rewards = _Rewards(scorer, {t.row: rows[t.row] for t in trajectories}, any(t.mask for t in trajectories))
     rewards.add_all(trajectories)
     return rewards.give_to(trajectories)
 
@@ -273,10 +274,11 @@ class _Rewards:
     Rewards of the environment and of steps are added to the scorer's; without a scorer they are all there is.
     """
 
-    def __init__(self, scorer: Scorer | None, rows: Mapping[int, Any]) -> None:
+    def __init__(self, scorer: Scorer | None, rows: Mapping[int, Any], episodes: bool = False) -> None:
         self._scoring, self._rows = None if scorer is None else scorer.begin(), rows
         self._names = sorted({name for row in rows.values() for name in row.columns})
         self._places: dict[int, int] = {}
+        self._episodes = episodes
 
     def add_all(self, trajectories: list[Trajectory]) -> None:
         """Group by group; a row may be drawn twice in a step: its two groups are not one."""
@@ -290,12 +292,16 @@ class _Rewards:
         if self._scoring is None:
             return
         sources = [self._rows[t.row] for t in group]
+        shown = [list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)]
+        turns = [list(t.policy_turns) or turns_of(completion) for t, completion in zip(group, shown, strict=True)]
         samples = Samples(
             prompts=[prompt_for_reward(row) for row in sources],
-            completions=[list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)],
+            completions=shown,
             completion_ids=[list(t.completion.ids) for t in group],
             columns={name: [row.columns.get(name) for row in sources] for name in self._names},
             prompt_ids=[t.prompt_ids for t in group],
+            policy_turns=turns if self._episodes else None,
+            policy_ids=[list(t.policy_ids) for t in group] if self._episodes else None,
         )
         self._scoring.add(samples)
 

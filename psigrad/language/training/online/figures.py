@@ -144,6 +144,12 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     }
     if any(t.mask for t in trajectories):
         figures["turns/mean"] = sum(t.turns for t in trajectories) / len(trajectories)
+        for kind in ("cut", "dropped"):
+            if count := sum(cut.kind == kind for t in trajectories for cut in t.cuts):
+                figures[f"observations/{kind}"] = count
+    if answers := [str(said.get("content")) for t in trajectories for said in t.messages if said.get("role") == "tool"]:
+        figures["tools/call_frequency"] = len(answers) / len(trajectories)
+        figures["tools/failure_frequency"] = sum(text.startswith("error: ") for text in answers) / len(answers)
     if ended:
         figures["completions/mean_terminated_length"] = sum(ended) / len(ended)
     return figures

@@ -1,0 +1,338 @@
+"""Tool calls as each family writes them: read back from its own chat template, answered when broken, never fatal, never slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import trl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from psigrad.language.data.templates import decode
+from psigrad.language.rewards.builtin import NAMES
+from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
+from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, call_form_of
+from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.online.figures import collection_metrics
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+BY_NAME = {family.name: family for family in FAMILIES}
+# Read by a person from the templates: what each writes where a tool is called.
+WRITES = {
+    "Hermes": ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"],
+    "Qwen3-Coder": [
+        *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"),
+        *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+    ],
+    "GLM": ["glm4moe"],
+    "Gemma": ["diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"],
+    "Harmony": ["gptoss"],
+    "LFM2": ["lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"],
+    "Llama": ["llama3_1", "llama3_2"],
+    "Muse": ["muse_glimmer"],
+    "DeepSeek": ["deepseekv3"],
+}
+CASES = [(name, family) for family, names in WRITES.items() for name in names]
+ENDS = ("<|im_end|>", "<|eot_id|>", "<turn|>", "<|return|>", "<|eot|>", "<｜end▁of▁sentence｜>")
+MARK = re.compile(r"<[|｜][^<>\s'\"{}]*[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]+\]|</?think>|</?tool_call>|</?answer>")
+MEANT = ToolCall("find_price", {"item": '3 "fine" <pens>', "count": 3, "options": {"colours": ["red", None], "gift": True}})
+QUESTION = {"role": "user", "content": "?"}
+FUNCTION = {"name": "f_offered", "description": "", "parameters": {"type": "object", "properties": {}}}
+OFFERED = {"type": "function", "function": FUNCTION}
+TYPES = {"find_price": {"item": {"type": "string"}, "count": {"type": "integer"}, "options": {"type": "object"}}}
+
+
+def tokenizer_for(template: str, *more: str, special: bool = True) -> PreTrainedTokenizerFast:
+    """Bytes, and the marks of a template as tokens of their own: special ones, or words."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    eos = next((mark for mark in ENDS if mark in template), "<eos>")
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos, bos_token="<bos>", pad_token="<pad>")
+    made.add_tokens(sorted({*MARK.findall(template), *more} - {eos}), special_tokens=special)
+    made.chat_template = template
+    return made
+
+
+def from_trl(name: str, special: bool = True) -> PreTrainedTokenizerFast:
+    return tokenizer_for((TEMPLATES / f"{name}.jinja").read_text(), special=special)
+
+
+def turn_of(tokenizer, *calls: ToolCall) -> str:
+    """What the template writes for a turn with these calls, as tools see it."""
+    texts = "tool['function']['arguments']" in tokenizer.chat_template  # DeepSeek's takes JSON text
+    own = [{"name": c.name, "arguments": json.dumps(c.arguments) if texts else c.arguments} for c in calls]
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in own]}
+    before, after = (
+        tokenizer.apply_chat_template(talk, tools=[OFFERED], tokenize=False, add_generation_prompt=len(talk) == 1)
+        for talk in ([QUESTION], [QUESTION, turn])
+    )
+    written = after[next(i for i in range(len(after)) if before[i : i + 1] != after[i]) :]
+    return decode(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "words"])
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_a_call_that_a_chat_template_wrote_is_read_back(name, family, special):
+    tokenizer = from_trl(name, special)
+    form = call_form_of(tokenizer)
+    assert form.family == family and form.probe(form.seen) == [PROBE]
+    assert form.read(turn_of(tokenizer, MEANT), TYPES) == [MEANT]
+    others = [other for other in FAMILIES if other.name != family and other.calls(form.seen, TYPES) == [PROBE]]
+    assert {other.name for other in others} <= {"Hermes"}, "negative control: no other family reads it, but Hermes bare JSON"
+
+
+def test_these_are_all_templates_with_tools_but_one_that_writes_no_calls():
+    plain = [path for path in TEMPLATES.glob("*.jinja") if not path.stem.endswith("_training")]
+    with_tools = set()
+    for path in plain:
+        tokenizer = tokenizer_for(path.read_text())
+        try:
+            shown = tokenizer.apply_chat_template([QUESTION], tools=[OFFERED], tokenize=False)
+        except Exception:  # three are for content in parts
+            continue
+        with_tools |= {path.stem} if "f_offered" in shown else set()
+    assert len(with_tools) == 28
+    assert with_tools - {name for name, _ in CASES} == {"lfm2"}
+    assert {name for name, _ in CASES} - with_tools == {"deepseekv3"}, "it offers none and writes calls"
+
+
+def test_a_template_that_writes_no_calls_is_told_by_the_vocabulary():
+    template = (TEMPLATES / "lfm2.jinja").read_text()
+    assert call_form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>")).family == "LFM2"
+    assert call_form_of(tokenizer_for(template)) == CallForm()
+    assert call_form_of(from_trl("deepseek_r1_distill")).family == "DeepSeek"
+
+
+@pytest.mark.parametrize("name", [name for name, family in CASES if family not in ("Llama", "Harmony")])
+def test_two_calls_of_a_turn_are_two(name):
+    tokenizer = from_trl(name)
+    second = ToolCall("find_price", {"item": "ink", "count": 1, "options": {}})
+    assert call_form_of(tokenizer).read(turn_of(tokenizer, MEANT, second), TYPES) == [MEANT, second]
+
+
+ONE = [ToolCall("add", {"a": 1})]
+# Forms whose templates TRL does not have, as their authors show them.
+BY_HAND = [
+    ("Mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "9Ae3bDc2F"}]'),
+    ("Mistral", '[THINK]one[/THINK][TOOL_CALLS]add[CALL_ID]9Ae3bDc2F[ARGS]{"a": 1}'),
+    ("Mistral", '[TOOL_CALLS]add{"a": 1}'),
+    (
+        "DeepSeek",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
+    ),
+    ("DeepSeek", '<think>x</think><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'),
+    ("Kimi", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'),
+    (
+        "Harmony",
+        "<|channel|>analysis<|message|>to=functions.add is right<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>',
+    ),
+    ("GLM", "<think>hm</think><tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
+    ("MiniMax", '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>'),
+    ("Nemotron", '<TOOLCALL>[{"name": "add", "arguments": {"a": 1}}]</TOOLCALL>'),
+    ("Phi", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>'),
+    ("Command", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}}]<|END_ACTION|>'),
+    ("Llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'),
+    ("Llama", "<|python_tag|>add.call(a=1)"),
+    ("LFM2", '<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}]<|tool_call_end|>'),
+    ("Hermes", '<think>add it</think>\n{"name": "add", "arguments": {"a": 1}}'),
+    ("Hermes", '<tool_call>{"type": "function", "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}</tool_call>'),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), BY_HAND)
+def test_a_call_as_its_authors_show_it_is_read(family, text):
+    types = {"add": {"a": {"type": "integer"}}}
+    assert BY_NAME[family].calls(text, types) == ONE
+    assert read_calls(text, types) == ONE, "without a family too"
+
+
+def test_the_page_of_tools_has_every_form():
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
+    shown = [f.shown if f.name == "Llama" else f.example for f in FAMILIES]
+    rows = [f"| {f.name} | {f.models} | `{call}` |" for f, call in zip(FAMILIES, shown, strict=True)]
+    assert [line.replace("\\|", "|") for line in page.splitlines() if line.endswith("` |")][: len(FAMILIES)] == rows
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_example_that_an_error_shows_is_a_call(family):
+    assert family.calls(family.example, {}) == ONE
+    assert family.calls(f"I think {family.example} is a good idea{family.thought}No.", {}) == [], "what is thought is not called"
+
+
+BROKEN = [
+    ("Hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "it is not JSON (Expecting ',' delimiter"),
+    ("Hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', "expected </tool_call> and found the end"),
+    ("Hermes", '<tool_call>{"name": {"a": 1}}</tool_call>', "the name is \"{'a': 1}\" and must be text"),
+    ("Hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>', "the name is missing"),
+    ("Hermes", "<tool_call>3</tool_call>", "a call is an object with name and arguments, and this is '3'"),
+    ("Hermes", '{"name": "add", "arguments": {"a": 1}', "it is not JSON"),
+    ("Hermes", '{"name": {"a": 1}}', "must be text"),
+    (
+        "Qwen3-Coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>",
+        "'a' does not end with </parameter>",
+    ),
+    ("Qwen3-Coder", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "expected the name of a tool"),
+    ("Qwen3-Coder", "<tool_call>\n<function=add>\n</tool_call>", "expected </function>"),
+    ("GLM", "<tool_call>add<arg_key>a<arg_value>1</arg_value></tool_call>", "expected </tool_call> and found '<arg_key>a"),
+    ("Gemma", "<|tool_call>call:add{a:one}<tool_call|>", "it is not JSON (Expecting value at 'one"),
+    ("Gemma", "<|tool_call>add{a:1}<tool_call|>", "expected the name of a tool"),
+    ("Gemma", '<|tool_call>call:add{a:<|"|>1}', "it does not end with <tool_call|>"),
+    ("Harmony", 'to=functions.add<|message|>{"a": 1', "it is not JSON"),
+    ("Harmony", '<|channel|>commentary to=functions.add {"a": 1}', "expected the name of a tool"),
+    ("LFM2", "<|tool_call_start|>[add(a='1)]<|tool_call_end|>", "it is not JSON"),
+    ("LFM2", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "it is not JSON (Expecting property name"),
+    ("Mistral", '[TOOL_CALLS]add[ARGS]{"a": }', "it is not JSON"),
+    ("DeepSeek", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}', "expected <｜tool▁call▁end｜> and found the end"),
+    ("Kimi", "<|tool_call_begin|>functions.add:0{}<|tool_call_end|>", "expected the name of a tool"),
+    ("Muse", "<atem:function_calls><atem:invoke name=add></atem:invoke></atem:function_calls>", "expected the name of a tool"),
+    ("MiniMax", '<minimax:tool_call><invoke name="add"></minimax:tool_call>', "expected </invoke>"),
+    ("Nemotron", '<TOOLCALL>[{"name": "add"}</TOOLCALL>', "it is not JSON"),
+    ("Phi", '<|tool_call|>{"name": "add", "arguments": 3}', "the arguments of 'add' are '3' and must be an object"),
+    ("Command", "<|START_ACTION|>[]add<|END_ACTION|>", "expected <|END_ACTION|> and found 'add"),
+    ("Llama", '{"name": "add", "parameters": {"a": 1}', "it is not JSON"),
+    ("Llama", "<|python_tag|>print(1)", "it is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "reason"), BROKEN)
+def test_a_broken_call_is_answered_with_what_is_wrong(family, text, reason):
+    box = ToolBox([add], CallForm(family))
+    step = box.step(text)
+    (answer,) = step.observation
+    assert not step.done and step.reward == 0.0 and answer["role"] == "tool"
+    assert answer["content"].startswith("error: ") and reason in answer["content"]
+    shown = BY_NAME[family].shown if text.startswith("{") else BY_NAME[family].example
+    assert answer["content"].endswith(f"write a call as {shown}")
+    assert len(answer["content"]) < 400
+
+
+def add(a: int, b: int = 0) -> int:
+    """Add.
+
+    Args:
+        a: one
+        b: two
+    """
+    return a + b
+
+
+def test_calls_and_failures_are_counted_under_trls_names():
+    good, bad = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "<tool_call>{</tool_call>"
+    box, nothing = ToolBox([add], CallForm("Hermes")), Completion((1,), (0.0,), (0.0,), "stop", 0)
+    episodes = [
+        Trajectory(0, k, (1,), nothing, 0, mask=(True,), messages=tuple(box.step(turn).observation) if turn else ())
+        for k, turn in enumerate((good + bad, good + good, "", ""))
+    ]
+    figures = collection_metrics(episodes, 4)
+    assert figures["tools/call_frequency"] == 4 / 4 and figures["tools/failure_frequency"] == 1 / 4
+    assert "tools/call_frequency" not in collection_metrics(episodes[2:], 2)
+
+
+def test_a_broken_call_between_two_good_ones_takes_neither_along():
+    good, bad = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "<tool_call>{</tool_call>"
+    said = [answer["content"] for answer in ToolBox([add], CallForm("Hermes")).step(good + bad + good).observation]
+    assert said[0] == said[2] == "1" and said[1].startswith("error: it is not JSON")
+
+
+def test_values_without_quotes_are_what_the_tool_takes():
+    def note(text: str, count: int, share: float, ok: bool, maybe: str | None, rows: list[int]) -> str:
+        return repr((text, count, share, ok, maybe, rows))
+
+    values = {"text": "007", "count": "3", "share": "0.5", "ok": "True", "maybe": "null", "rows": "[1, 2]"}
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    turn = f"<tool_call>\n<function=note>\n{inner}</function>\n</tool_call>"
+    (answer,) = ToolBox([note], CallForm("Qwen3-Coder")).step(turn).observation
+    assert answer["content"] == "('007', 3, 0.5, True, None, [1, 2])"
+    # lines of a program: the first and the last break belong to the tags, the others to the text
+    turn = turn.replace("\n007\n", "\n\n  if a:\n    b()\n\n").replace("\nnull\n", "\nnot null\n")
+    (answer,) = ToolBox([note], CallForm("Qwen3-Coder")).step(turn).observation
+    assert answer["content"] == "('\\n  if a:\\n    b()\\n', 3, 0.5, True, 'not null', [1, 2])"
+
+
+def hostile(family) -> list[str]:
+    """Turns of 100,000 characters and more that a careless reader dies or stalls on."""
+    deep, n = "[" * 100_000, 100_000
+    opens, closes = family.opens, family.closes
+    inner = family.shown.replace("1", deep, 1)
+    units = [opens, opens + closes, opens + "{", opens + "\\'", opens + '["', closes, "'\\", '<|"|>', "{[", "[]", "<"]
+    repeated = [unit * (n // len(unit) + 1) for unit in units if unit]
+    begun = opens + family.shown.split("1")[0]
+    texts = [f"{opens}{inner}{closes}", f"{opens}{family.shown.replace('1', '9' * n, 1)}{closes}", *repeated]
+    return [*texts, *(opens + text for text in repeated), begun + "'\\'" * n, begun + "\\'" * n, opens + " " * n + "x"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_hostile_turns_are_answered_in_linear_time(family):
+    """By processor time: each takes milliseconds where reading is linear, and minutes where it is quadratic."""
+    box, started = ToolBox([add], CallForm(family.name)), time.process_time()
+    texts = hostile(family)
+    for text in texts:
+        step = box.step(text)
+        assert step.done or 0 < len(step.observation) <= MOST_CALLS + 1
+        assert all(len(answer["content"]) < 500 for answer in step.observation)
+    nested, digits = box.step(texts[0]).observation, box.step(texts[1]).observation
+    assert "nested more than 64 deep" in nested[0]["content"] or "not JSON" in nested[0]["content"] or family.shown.count("<") > 3
+    assert digits[0]["content"].startswith("error: ")
+    assert time.process_time() - started < 10.0
+
+
+def test_nesting_is_bounded_at_a_stated_depth():
+    def nested(depth: int) -> str:
+        return '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
+
+    assert isinstance(BY_NAME["Hermes"].calls(nested(64), {})[0], ToolCall)
+    assert BY_NAME["Hermes"].calls(nested(66), {})[0] == BrokenCall(
+        f"the arguments are nested more than 64 deep; write a call as {BY_NAME['Hermes'].example}"
+    )
+
+
+def test_more_calls_than_a_turn_may_have_are_said():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    contents = [answer["content"] for answer in ToolBox([add]).step(call * 1000).observation]
+    assert contents == ["1"] * MOST_CALLS + ["error: only the first 64 calls of a turn are run"]
+    assert len(ToolBox([add]).step(call * MOST_CALLS).observation) == MOST_CALLS
+
+
+def test_an_unknown_tool_and_wrong_arguments_are_named_briefly():
+    box = ToolBox([add])
+    name, key = "x" * 50_000, "y" * 50_000
+    for arguments, tool in (({}, name), ({key: 1}, "add")):
+        call = json.dumps({"name": tool, "arguments": arguments})
+        (answer,) = box.step(f"<tool_call>{call}</tool_call>").observation
+        assert len(answer["content"]) < 300 and len(answer["name"]) <= 80
+
+
+def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls_back():
+    tokenizer = from_trl("qwen2_5")
+    call = {"type": "function", "function": "{content}"}
+    field = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": call}
+    start = {"start_anchor": "<|im_start|>assistant\n"}
+    tokenizer.response_template = {**start, "fields": {"content": {}, "tool_calls": field}}
+    form = call_form_of(tokenizer)
+    assert form.response_template and not form.family and form.probe(form.seen) == [PROBE]
+    broken = ToolBox([add], form).step("<tool_call>{</tool_call>").observation[0]["content"]
+    assert broken.startswith("error: the call cannot be read (json parser could not parse") and form.seen in broken
+    tokenizer.response_template = {**start, "fields": {"content": {}}}
+    assert call_form_of(tokenizer).family == "Hermes", "one that finds no calls is not used"
+
+
+def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_turn_are_not():
+    turn = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|user|>{% endif %}"
+    tokenizer = tokenizer_for(turn, "<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
+    said = '<think>2 + 2</think><answer>4</answer><tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>'
+    ids = [tokenizer.bos_token_id, *tokenizer(said, add_special_tokens=False)["input_ids"]]
+    assert any(i == tokenizer.convert_tokens_to_ids("<think>") for i in ids)
+    ended = [*ids, tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id, *[tokenizer.pad_token_id] * 3]
+    text = decode(tokenizer, ended)
+    assert text == said
+    assert NAMES["format"](completions=[text.split("<tool_call>")[0]]) == [1.0], "hidden, it was 0"
+    assert ToolBox([add]).step(text).observation[0]["content"] == "4"
+    tokenizer.chat_template = turn.replace("<|end|>", "<|user|>")  # another end: what was known of the old one is forgotten
+    assert decode(tokenizer, ended) == said + "<|end|>"
