@@ -237,7 +237,7 @@ def rows(path: Path, prompts: list) -> Data:
 
 def test_the_dataset_is_looked_at(models, tmp_path):
     data = rows(tmp_path / "long.jsonl", ["say a:", "say b:", "x" * 90])
-    (found, *_) = check.run(config(models["qwen3"], data=data))
+    (found, *_) = check.run(config(models["qwen3"], data=replace(data, plain_prompts=True)))
     assert (found.verdict, found.value) == ("failed", 1)
     assert "long.jsonl:3 has 90 tokens; there is room for 84" in found.note
     with pytest.raises(UserError, match="fewer than two prompts"):
