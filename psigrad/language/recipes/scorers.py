@@ -126,7 +126,7 @@ class RewardSetup:
             "variables": config.worker_env,
         }
 
-    def judged(self, rows: list[Row], journal: Journal | None = None) -> list[Row]:
+    def judgeable(self, rows: Sequence[Row], journal: Journal | None = None) -> list[Row]:
         """The rows that the functions can judge; one that they can't is refused by its place in the file, or left out and counted
         with `bad_rows: skip`. An answer that is read in part would reward wrong ones.
         """
@@ -143,11 +143,11 @@ class RewardSetup:
         return [row for row, fault in zip(rows, faults, strict=True) if not fault]
 
 
-def judged_rows(
+def judgeable_rows(
     rows: list[Row], held_out: list[Row], rewards: RewardSetup, metric: RewardSetup | None, journal: Journal
 ) -> tuple[list[Row], list[Row]]:
     """The rows that the rewards can judge, and those held out that the metric can, or without one the rewards."""
-    return rewards.judged(rows, journal), (metric or rewards).judged(held_out, journal)
+    return rewards.judgeable(rows, journal), (metric or rewards).judgeable(held_out, journal)
 
 
 _ROWS_AT_ONCE = 64
@@ -226,7 +226,7 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by these rewards, which `scorer` gives."""
     return Evaluator(
-        prompts=encode_prompts(rows, model, config.data, completion_room(config)),
+        prompts=encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config)),
         scorer=scorer,
         metric=rewards.metric,
         params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),

@@ -255,8 +255,9 @@ def add_old_values(
     reuses = cache is not None and bool(cache.slabs)  # then the log-probs that are trained on are the sampler's own
     stale = any(t.version != step for t in batch.inputs)
     enough = (run.exact_sampling or run.single_pass) and not stale
-    tally.compares = enough and not reuses
-    if reuses and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
+    drops = run.config.model.lora_dropout > 0  # what is trained on then differs from what was sampled by the dropout
+    tally.compares = enough and not reuses and not drops
+    if (reuses or drops) and not stale and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
         # other completions each time, run forward without the cache
         size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
         some = torch.zeros(len(batch.mask), dtype=torch.bool)
