@@ -8,6 +8,10 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 _Z = NormalDist().inv_cdf(0.975)
+LEAST_ROWS = 10
+"""Of fewer values than this no interval here is to be judged by: where it claims 95 %, it holds the mean in 92 % of samples of
+ten normal values, and in 85 % of samples of four.
+"""
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:

@@ -190,10 +190,14 @@ class PretrainedSettings:
 
 @dataclass(frozen=True)
 class AlarmSettings(TrialSettings):
-    """As other trials; `seeds` runs of each of three honest methods, a third of them at each of three learning rates."""
+    """As other trials; `seeds` runs of each of three honest methods, a third of them at each of three learning rates, and `hacks`
+    of each of five flawed rewards.
+    """
 
     seeds: int = 80
     """Runs of each method."""
+    hacks: int = 16
+    """Runs of each flawed reward, at three times the learning rate."""
     steps: int = 60
     """Steps of each run."""
 

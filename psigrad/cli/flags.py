@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from psigrad.config import shortcuts
-from psigrad.config.fields import MAIN, SEVERAL, flag_of, help_of, marked, settings_of
+from psigrad.config.fields import MAIN, SEVERAL, flag_of, help_of, marked, settings_of, unread_by, unread_of
 from psigrad.config.load import load, split_flags
 from psigrad.config.methods import declaration, other_methods
 from psigrad.config.nested import read_value
@@ -249,21 +249,23 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
     """A flag for every setting, section by section. `defaults` are those of a method, by name."""
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
+    unread = unread_by(cls, str(defaults.get("algorithm", "")))
     for name, setting in ordered:
         section, _, leaf = name.rpartition(".")
         if section not in groups:
             groups[section] = parser.add_argument_group(section or command)
         group = groups[section]
-        flag, text = flag_of(name), argparse.SUPPRESS
-        if every or MAIN in setting.marks:
+        names = [*(flag_of(other) for other, stands in unread_of(cls).items() if stands == name), flag_of(name)]
+        text = argparse.SUPPRESS
+        if (every or MAIN in setting.marks) and name not in unread:
             about = help_of(cls, name) if every else re.split(r"(?<=[\w)])\. ", help_of(cls, name))[0].rstrip(".") + "."
             text = (about + _choices(setting.type, defaults.get(name, setting.default))).replace("%", "%%")
         if setting.type is bool:
-            group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+            group.add_argument(*names, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             several = get_origin(setting.type) is tuple or SEVERAL in setting.marks
             many = {"nargs": "+", "action": "extend"} if several else {}
-            group.add_argument(flag, dest=name, metavar=_NUMBERS.get(setting.type, leaf.upper()), help=text, **many)
+            group.add_argument(*names, dest=name, metavar=_NUMBERS.get(setting.type, leaf.upper()), help=text, **many)
 
 
 def _choices(hint: Any, default: Any) -> str:

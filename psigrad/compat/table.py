@@ -67,6 +67,8 @@ _CHECKPOINTS = "checkpoints are asked for by save_steps and save_minutes"
 _TORCHRUN = "on several machines torchrun or SLURM starts the processes"
 _ONLINE = "it changes the algorithm of an online method"
 _COLUMNS = "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows"
+_NO_EVALUATION = {"evaluation.eval_steps": 0, "evaluation.eval_prompts": 0}
+_NO_CHECKPOINTS = {"run.save_steps": 0, "run.save_minutes": 0.0}
 METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -132,6 +134,9 @@ _ROWS = (
     *_same("sft_weight", "cpo_alpha rpo_alpha"),
     # settings that have a value of others
     Entry("model.dtype", values={"auto": {}}),
+    Entry("model.chat_template_path", values={None: {"model.chat_template_path": ""}}),
+    Entry("model.chat_template_kwargs", values={None: {"model.chat_template_kwargs": ""}}),
+    Entry("model.eos_token", values={None: {"model.eos_token": ""}}),
     Entry("run.max_steps", values={-1: {"run.max_steps": 0}}),
     Entry("run.report_to", values={"none": {"run.report_to": ()}}),
     Entry("sampling.top_k", values={-1: {"sampling.top_k": 0}}),
@@ -151,9 +156,8 @@ _ROWS = (
         "the reference follows the policy with ref_model_sync_steps=512"),
     _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
     # YAML reads no as False
-    _is("eval_strategy", {"steps": {}, "no": {"evaluation.eval_steps": 0}, False: {"evaluation.eval_steps": 0}},
-        "evaluation is asked for by eval_steps"),
-    _is("save_strategy", {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
+    _is("eval_strategy", {"steps": {}, "no": _NO_EVALUATION, False: _NO_EVALUATION}, "evaluation is asked for by eval_steps"),
+    _is("save_strategy", {"steps": {}, "no": _NO_CHECKPOINTS, False: _NO_CHECKPOINTS},
         f"{_CHECKPOINTS}; the last step is always kept"),
     _is("optim", {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}}, "the optimiser is AdamW"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),
@@ -259,10 +263,8 @@ _ROWS = (
     *_no_equal("models are replicated or sharded (placement.strategy)", parallelism_config=None),
     *_no_equal("rows are shuffled in every epoch", train_sampling_strategy="random"),
     *_no_equal("mixtures of experts train without the auxiliary loss", router_aux_loss_coef=None),
-    *_no_equal("the tokenizer's own template counts; save it with the tokenizer", chat_template_path=None),
     *_no_equal("the column of plain text is text; rename yours in the rows", dataset_text_field="text"),
     *_no_equal(_READ_ONCE, dataset_kwargs=None),
-    *_no_equal("the tokenizer's own EOS counts", eos_token=None),
     *_no_equal("rows that are too long are cut at their end, or left out", truncation_mode="keep_start"),
     *_no_equal("sequences are packed whole", packing_strategy="bfd", eval_packing=None),
     *_no_equal("activations stay on the device; gradient_checkpointing saves their memory", activation_offloading=False),
@@ -272,7 +274,6 @@ _ROWS = (
     *_no_equal("psigrad has no such part", ld_alpha=None, use_weighting=False, discopop_tau=0.05),
     *_no_equal("the margin is that of the reverse KL", f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5),
     *_no_equal("temperature, top_p, top_k and min_p shape the distribution", generation_kwargs=None),
-    *_no_equal("the tokenizer's own template counts", chat_template_kwargs=None),
     *_no_equal("psigrad starts vLLM itself, beside the trainer: sampler=vllm",
         vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000, vllm_server_timeout=240.0,
         vllm_group_port=51216),

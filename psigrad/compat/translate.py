@@ -15,6 +15,7 @@ from typing import Any
 
 from psigrad.compat.table import METHOD, NOTHING, TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES, PARTS, REWARDS
+from psigrad.config.fields import unread_of
 from psigrad.config.nested import Given, names_of, value_below
 from psigrad.config.shortcuts import SHORTCUTS, expand, rank_source, shortcuts_of
 from psigrad.errors import UserError
@@ -125,7 +126,7 @@ class _Translator:
 
     def __init__(self, cls: Any, values: Mapping[str, Any]) -> None:
         self.cls, self.values = cls, values
-        self.known = {*names_of(cls).values(), *shortcuts_of(cls)}
+        self.known = {*names_of(cls).values(), *shortcuts_of(cls)} - unread_of(cls).keys()
         self.made = Translation()
         self.taken, self.weak, self.late, self.shares = (list[Given]() for _ in range(4))
         self.rules: dict[str, Given] = {}
@@ -157,7 +158,8 @@ class _Translator:
     def _sort(self, one: Given) -> None:
         """Whether one setting is taken, means others, is computed with them, is needless or refused."""
         row, value = TABLE.get(one.name, NOTHING), one_value(one.value)
-        names_ours = self._has(one.name) and not (one.name == "optim" and isinstance(one.value, str))
+        named = self._has(one.name) or one.name in unread_of(self.cls)  # the latter are refused where the settings are built
+        names_ours = named and not (one.name == "optim" and isinstance(one.value, str))
         meaning = None if one.name == "optim" and not isinstance(one.value, str) else _meaning(one.name, value)
         if value is None and None not in row.values and is_known(one.name) and not names_ours:
             return  # not set, as TRL's files write it
@@ -165,6 +167,10 @@ class _Translator:
             self.shares.append(one)
         elif meaning is not None:
             found = [Given(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
+            if len(found) < len(meaning) and one.source != DEFAULT:
+                self._refuse(
+                    one, f"{one.name} is {value!r} and stands for {' and '.join(meaning)}, which this command does not read."
+                )
             place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
             place.extend(found)
         elif names_ours:

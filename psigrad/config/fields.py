@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import textwrap
+from collections.abc import Collection
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple, get_type_hints
@@ -36,6 +38,31 @@ FREE, RECORDED, LENGTH, LIVE = Mark.FREE, Mark.RECORDED, Mark.LENGTH, Mark.LIVE
 MACHINE, STEPS, SEVERAL, MAIN = Mark.MACHINE, Mark.STEPS, Mark.SEVERAL, Mark.MAIN
 
 
+class Unread:
+    """Settings of a section that a command does not read: `run: Annotated[Run, Unread("max_steps")]`. Where another one stands
+    for it, its dotted name: `Unread(temperature="evaluation.eval_temperature")`.
+    """
+
+    def __init__(self, *names: str, **instead: str) -> None:
+        self.settings = {**dict.fromkeys(names, ""), **instead}
+
+
+class ReadBy:
+    """The algorithms that read a setting, or all settings of a section: `Annotated[Dqn, ReadBy("dqn")]`, or all but these."""
+
+    def __init__(self, *algorithms: str, but: Collection[str] = ()) -> None:
+        self.algorithms, self.but = algorithms, but
+
+
+class Needs:
+    """What a setting, or those of a section, has no effect without: one of these settings, each by its dotted name or with a
+    value. `Annotated[float, Needs("sampling.sampler=vllm")]`.
+    """
+
+    def __init__(self, *settings: str) -> None:
+        self.settings = settings
+
+
 class Setting(NamedTuple):
     """One setting of a settings class."""
 
@@ -49,15 +76,63 @@ class Setting(NamedTuple):
 
 
 def settings_of(cls: Any) -> dict[str, Setting]:
-    """Every setting of a settings class by its dotted name, in the order of the fields. Sections have the defaults that `cls`
-    gives them.
+    """Every setting that a settings class is read for, by its dotted name, in the order of the fields. Sections have the defaults
+    that `cls` gives them.
     """
     return _settings_of(cls)
 
 
 @cache
 def _settings_of(cls: Any) -> dict[str, Setting]:
-    return _fields_of(cls())
+    return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_of(cls)}
+
+
+def unread_of(cls: Any) -> dict[str, str]:
+    """The settings of its sections that a class is not read for, each with the one that stands for it here, or nothing. They are
+    no settings of its command: its help leaves them out, and they are refused.
+    """
+    return _unread_of(cls)
+
+
+@cache
+def _unread_of(cls: Any) -> dict[str, str]:
+    sections = get_type_hints(cls, include_extras=True)
+    found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
+    return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
+
+
+def unread_by(cls: Any, algorithm: str) -> set[str]:
+    """The settings, by dotted name, that this algorithm does not read; none where no algorithm is named."""
+    marked = [*get_type_hints(cls, include_extras=True).items(), *((name, s.annotated) for name, s in settings_of(cls).items())]
+    reads = {name: mark for name, annotated in marked for mark in _extras(annotated) if isinstance(mark, ReadBy)}
+    others = {name for name, mark in reads.items() if algorithm in mark.but or algorithm not in (mark.algorithms or (algorithm,))}
+    return {name for name in settings_of(cls) if algorithm and others & {name, name.partition(".")[0]}}
+
+
+def idle(config: Any) -> dict[str, str]:
+    """A sentence for each setting of `config` away from its default that has no effect for want of another (`Needs`)."""
+    cls = type(config)
+    marked = [*get_type_hints(cls, include_extras=True).items(), *((name, s.annotated) for name, s in settings_of(cls).items())]
+    wants = [(name, mark.settings) for name, annotated in marked for mark in _extras(annotated) if isinstance(mark, Needs)]
+    found = {}
+    for name, setting in settings_of(cls).items():
+        value = _value(config, name)
+        for needs in (needs for of, needs in wants if of in (name, name.partition(".")[0]) and value != setting.default):
+            if not any(_is_set(config, one) for one in needs):
+                known = [one for one in needs if _value(config, one.partition("=")[0]) is not None]
+                found[name] = f"{name} is {value!r} and has no effect without {' or '.join(known)}."
+    return found
+
+
+def _is_set(config: Any, need: str) -> bool:
+    name, _, wanted = need.partition("=")
+    value = _value(config, name)
+    return str(value) == wanted if wanted else bool(value)
+
+
+def _value(config: Any, name: str) -> Any:
+    """A setting by its dotted name; None where the class has no such setting."""
+    return functools.reduce(lambda inner, part: getattr(inner, part, None), name.split("."), config)
 
 
 def _fields_of(instance: Any, prefix: str = "") -> dict[str, Setting]:

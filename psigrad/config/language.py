@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, RECORDED
+from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, Unread
 from psigrad.config.sections import (
+    DRAWS,
     Count,
     CountOrZero,
     Data,
@@ -48,6 +49,22 @@ else:
     Loss = Annotated[Any, _named("Preference", "KahnemanTversky")]
 
 
+# Without these some settings have no effect.
+_SCORED, _PLAYED, _SERVED = Needs("reward", "evaluation.metric"), Needs("environment", "tools"), Needs("server")
+_WORKERS = Needs(*_SCORED.settings, *_PLAYED.settings)
+# What some commands do not read of the sections that they share with others.
+_NO_SAMPLERS = ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "environment_actors", "environment_cpus")
+_Placed = Annotated[Placement, Unread(*_NO_SAMPLERS)]
+_Rows = Annotated[Data, Unread("max_prompt_length")]
+_JudgedRows = Annotated[Data, Unread("eval_dataset", "eval_split")]
+# Where completions are drawn by evaluations alone, they have one temperature.
+_Evaluated = Annotated[Sampling, Unread(temperature="evaluation.eval_temperature"), DRAWS]
+_AsItIs = Annotated[
+    Model, Unread("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
+]
+_AtOnce = Annotated[Run, Unread(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
+
+
 @dataclass(frozen=True)
 class PackingSettings:
     """How much goes into a forward pass."""
@@ -67,13 +84,13 @@ class RewardSettings:
     """Folders or hub names of reward models, whose scores are added to the reward functions'."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function, then one per reward model; empty: all 1."""
-    reward_timeout: Annotated[Positive, RECORDED] = 10.0
+    reward_timeout: Annotated[Positive, RECORDED, _SCORED] = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: Annotated[Count, RECORDED] = 1
+    reward_workers: Annotated[Count, RECORDED, _SCORED] = 1
     """Processes that score."""
-    worker_memory_gb: Annotated[PositiveOrZero, RECORDED] = 16.0
+    worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory that each process with your rewards, environments or tools may take, in 1e9 bytes; 0: no limit."""
-    worker_env: Annotated[tuple[str, ...], RECORDED] = ()
+    worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
     """Environment variables that these processes get besides the usual ones, as API keys. They get no secrets by default."""
 
 
@@ -86,22 +103,22 @@ class EpisodeSettings:
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """What the policy may call, offered through the chat template: typed Python functions, as module:function, and all tools of
     an MCP server, as "mcp:COMMAND" or mcp:http://…"""
-    environment_timeout: Annotated[Positive, RECORDED] = 10.0
+    environment_timeout: Annotated[Positive, RECORDED, _PLAYED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
-    environment_workers: Annotated[Count, RECORDED] = 1
+    environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
     """Processes that environments and tools run in."""
-    environment_sandbox: Annotated[bool, RECORDED] = False
+    environment_sandbox: Annotated[bool, RECORDED, _PLAYED] = False
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder, and of the machine's files only Python,
     the working folder and where they are imported from."""
-    environment_files: Annotated[tuple[str, ...], RECORDED] = ()
+    environment_files: Annotated[tuple[str, ...], RECORDED, _PLAYED] = ()
     """Files and folders that they may read besides, with environment_sandbox."""
-    max_turns: Count = 8
+    max_turns: Annotated[Count, _PLAYED] = 8
     """Turns of the policy after which an episode is cut."""
-    max_turn_length: CountOrZero = 0
+    max_turn_length: Annotated[CountOrZero, _PLAYED] = 0
     """Tokens of one turn of the policy; all its turns together then have max_completion_length. 0: each turn may have that."""
-    max_observation_length: CountOrZero = 0
+    max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
     """Tokens of one answer of an environment or tool, which is cut behind them; 0: as many as leave room for another turn."""
-    turns_together: Annotated[bool, RECORDED] = False
+    turns_together: Annotated[bool, RECORDED, _PLAYED] = False
     """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took."""
 
 
@@ -112,13 +129,13 @@ class ServerSettings:
     server: Annotated[str, MAIN] = ""
     """Address of an OpenAI-compatible server that samples, such as http://localhost:8000/v1; `model` is then the name of the
     model there, which may be left out where it serves only one."""
-    server_key_variable: str = "OPENAI_API_KEY"
+    server_key_variable: Annotated[str, _SERVED] = "OPENAI_API_KEY"
     """Environment variable with the server's key; it may be unset."""
-    server_timeout: Positive = 600.0
+    server_timeout: Annotated[Positive, _SERVED] = 600.0
     """Seconds that one request to the server may take."""
-    server_attempts: Count = 5
+    server_attempts: Annotated[Count, _SERVED] = 5
     """Requests for one completion before the command ends, while the server is busy, down or broken."""
-    server_concurrency: Count = 16
+    server_concurrency: Annotated[Count, _SERVED] = 16
     """Requests at a time."""
 
 
@@ -130,17 +147,20 @@ class SFTConfig(PackingSettings, RewardSettings):
     """
 
     model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=2e-5))
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: _Evaluated = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
-    placement: Placement = field(default_factory=Placement)
+    placement: _Placed = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
     batch_size: Annotated[Count, MAIN] = 16
     """Rows per optimiser step."""
     max_length: Annotated[Count, MAIN] = 1024
     """Rows with more tokens than this are cut at the end."""
+    train_empty_thinking: bool = False
+    """Also learn the empty thought that some chat templates write before an answer without one (Qwen3: <think></think>); else it
+    is context, as where sampling is asked not to think."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +184,7 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """Precision of the reference; empty: the model's."""
     ref_model_sync_steps: CountOrZero = 0
     """Move the reference towards the policy after every so many steps; 0: it stays as it is."""
-    ref_model_mixup_alpha: Share = 0.6
+    ref_model_mixup_alpha: Annotated[Share, Needs("ref_model_sync_steps")] = 0.6
     """How far: the reference becomes this · policy + (1 - this) · reference. 1 copies the policy; a small share after every step
     is an exponential moving average."""
     teacher_prompt: str = ""
@@ -213,15 +233,17 @@ class RewardConfig(PackingSettings):
     """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
 
     model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    evaluation: Annotated[Evaluation, Unread("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(
+        default_factory=Evaluation
+    )
     run: Run = field(default_factory=Run)
-    placement: Placement = field(default_factory=Placement)
+    placement: Annotated[Placement, Unread("cluster", "scorers", "scorer_cpus", *_NO_SAMPLERS)] = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
     process: Annotated[bool, MAIN] = False
     """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
-    step_separator: str = "\n"
+    step_separator: Annotated[str, Needs("process")] = "\n"
     """What ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
     """Weight of (r_w + r_l)², which pulls the mean reward to 0."""
@@ -241,12 +263,12 @@ class PreferenceConfig(PackingSettings, RewardSettings):
     """
 
     model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: _Evaluated = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
-    placement: Placement = field(default_factory=Placement)
+    placement: _Placed = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
@@ -264,11 +286,11 @@ class PreferenceConfig(PackingSettings, RewardSettings):
 class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
     """Sample held-out prompts from a model and score them."""
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=lambda: Data(split="test"))
-    sampling: Sampling = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0))
-    run: Run = field(default_factory=Run)
+    model: _AsItIs = field(default_factory=Model)
+    data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
+    sampling: _Evaluated = field(default_factory=Sampling)
+    evaluation: Annotated[Evaluation, Unread("eval_steps", "eval_kl")] = field(default_factory=lambda: Evaluation(eval_prompts=0))
+    run: _AtOnce = field(default_factory=Run)
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
 
@@ -277,14 +299,16 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
 class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
     """Sample completions from a model and write them as a dataset."""
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=lambda: Data())
-    sampling: Sampling = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8))
-    run: Run = field(default_factory=Run)
+    model: _AsItIs = field(default_factory=Model)
+    data: _JudgedRows = field(default_factory=lambda: Data())
+    sampling: _Evaluated = field(default_factory=Sampling)
+    evaluation: Annotated[Evaluation, Unread("eval_steps", "eval_kl", "metric")] = field(
+        default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8)
+    )
+    run: _AtOnce = field(default_factory=Run)
     keep: Annotated[Literal["all", "best", "pairs"], MAIN] = "all"
     """What is written: every completion, the best of each prompt, or the best against the worst."""
-    bradley_terry: PositiveOrZero = 0.0
+    bradley_terry: Annotated[PositiveOrZero, Needs("keep=pairs")] = 0.0
     """With keep=pairs: compare two completions of each prompt and draw the winner with probability σ(this · difference of
     rewards), like a noisy human judge; 0: the best against the worst, without noise."""
     output: Annotated[str, MAIN] = ""

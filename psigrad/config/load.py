@@ -19,7 +19,7 @@ from psigrad.compat.conversion import convert_object as convert_object
 from psigrad.compat.entrances import open_zoo_file, split_file
 from psigrad.compat.entrances import split_flags as split_flags
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
-from psigrad.config.fields import STEPS, settings_of
+from psigrad.config.fields import STEPS, settings_of, unread_of
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value
@@ -86,7 +86,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
     """
     refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))
-    dotted = set(leaves.values()) | {f.name for f in dataclasses.fields(cls)}
+    dotted = {*leaves.values(), *unread_of(cls), *(f.name for f in dataclasses.fields(cls))}
     named, wrong = {}, []
     for name, value in settings.items():
         mine = our_name(cls, name)
@@ -118,6 +118,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset()) -> T:
     """The settings; `source` is the file that errors name, but for those of `beside`, which were given beside it."""
     _refuse_unknown(cls, values, source, "")
+    values = _without_unread(cls, values, f"{source}: " if source else "")
     try:
         made: T = _adapter(cls).validate_python(_as_meant(cls, values))  # type: ignore[arg-type]
     except ValidationError as error:
@@ -136,6 +137,25 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         if not isinstance(value, Iterable):
             where = f"{source}: " if source else ""
             raise UserError(f"{where}data.{name} is {value!r}; expected the name of a file, folder or hub dataset, or rows.")
+    return made
+
+
+def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values without those of `fields.unread_of`, which go to the setting that stands for them. Raises `UserError` where
+    there is none, and the value is not the usual one.
+    """
+    made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    for name, instead in unread_of(cls).items():
+        section, _, leaf = name.rpartition(".")
+        if not isinstance(made.get(section), dict) or leaf not in made[section]:
+            continue
+        value, (of, own) = made[section].pop(leaf), instead.split(".") if instead else ("", "")
+        if (tuple(value) if isinstance(value, list) else value) == getattr(getattr(cls(), section), leaf):
+            continue
+        if not instead or made.get(of, {}).get(own, value) != value:
+            what = f"stands for {instead}, which is given too" if instead else "is read by nothing here"
+            raise UserError(f"{where}{name} is {value!r} and {what}; leave it out.")
+        put(made, instead, value, where)
     return made
 
 

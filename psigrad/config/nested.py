@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 
-from psigrad.config.fields import settings_of
+from psigrad.config.fields import settings_of, unread_of
 from psigrad.errors import UserError, kind_of
 
 
@@ -103,7 +103,11 @@ def names_of(cls: Any) -> dict[str, str]:
 
 @cache
 def _names_of(cls: Any) -> dict[str, str]:
-    leaves = {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
+    meant = {
+        **{dotted: dotted for dotted, _ in field_types(cls)},
+        **{name: other or name for name, other in unread_of(cls).items()},
+    }
+    leaves = {name: other for dotted, other in meant.items() for name in (dotted.rpartition(".")[2], dotted)}
     return leaves | {f.name: f.name for f in fields(cls)}
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS
+from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS, Needs
 from psigrad.errors import UserError
 
 # Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
@@ -21,6 +21,9 @@ Positive = Annotated[float, Gt(0), Lt(math.inf)]
 PositiveOrZero = Annotated[float, Ge(0), Lt(math.inf)]
 Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
+# Without these some settings have no effect.
+_ADAPTER, _CLUSTER, _PUSHED = Needs("model.lora_rank"), Needs("placement.cluster"), Needs("hub.push_to_hub")
+DRAWS = Needs("reward", "reward_model", "evaluation.metric", "prompts_per_step", "best_of", "output")
 # A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
 Reward = str | dict[str, Any] | Callable[..., Any]
 
@@ -48,6 +51,14 @@ class Model:
     """Branch, tag or commit of a hub model; empty: its newest."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your rights. Set it only for models whose code you have read."""
+    chat_template_path: str = ""
+    """Chat template in place of the tokenizer's own: a Jinja file, or a folder or hub model whose template it is. It is saved
+    with the model."""
+    chat_template_kwargs: str | dict[str, Any] = ""
+    """Arguments of the chat template for every row, as '{"enable_thinking": false}'. A row's own column of that name goes over
+    them."""
+    eos_token: str = ""
+    """Token that ends a text, in place of the tokenizer's own EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN] = "float32"
     """Precision of the weights and of the forward pass."""
     adapter: Literal["continue", "merge"] = "continue"
@@ -55,17 +66,17 @@ class Model:
     then learn. With lora_rank it is merged, and a new adapter put on top."""
     lora_rank: Annotated[CountOrZero, MAIN] = 0
     """Rank of a fresh LoRA adapter (peft); 0 trains every weight, or the adapter that the model is."""
-    lora_alpha: Positive = 16.0
+    lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: BelowOne = 0.0
+    lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
     """Dropout on the adapter's input. Above 0 the first-step ratio is no longer 1."""
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
     """Module names that get an adapter; "all-linear" is every linear layer but the head."""
-    use_rslora: bool = False
+    use_rslora: Annotated[bool, _ADAPTER] = False
     """Multiply the update by lora_alpha / √lora_rank instead (rank-stabilised LoRA)."""
-    use_dora: bool = False
+    use_dora: Annotated[bool, _ADAPTER] = False
     """Learn the length of each row of the adapted matrices too (DoRA)."""
-    lora_modules_to_save: tuple[str, ...] = ()
+    lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
     """Modules that are trained whole beside the adapter and saved with it, such as lm_head."""
     lora_save: Literal["both", "merged", "adapter"] = "both"
     """What the run's model/ holds at the end: the whole model with the adapter merged in, the adapter alone, or both, the
@@ -95,7 +106,7 @@ class Data:
     """Split to train on, for hub datasets."""
     eval_dataset: Annotated[str | Any, SEVERAL] = ""
     """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
-    eval_split: str = "test"
+    eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
     """Split to evaluate on, for hub datasets."""
     max_rows: CountOrZero = 0
     """Read only so many rows of each dataset; one of the hub is then streamed, and not downloaded whole. 0: all."""
@@ -149,7 +160,7 @@ class Sampling:
     sampler: Annotated[str, MAIN] = "embedded"
     """Who samples: embedded (psigrad's own), transformers (its generate), vllm (its engine, in a process of its own), or
     module:Class of your own."""
-    vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED] = 0.4
+    vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED, Needs("sampling.sampler=vllm")] = 0.4
     """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
     vllm_sleep: Annotated[bool, RECORDED] = False
     """With sampler=vllm on the GPU that trains: vLLM leaves its memory while the run trains (sleep level 1)."""
@@ -170,9 +181,9 @@ class Evaluation:
     """Evaluate every this many steps; 0: only at the end."""
     eval_prompts: CountOrZero | None = None
     """Held-out prompts; 0: none, or in `eval` all. Not given: up to 64 (256 comparisons), at most a tenth of the dataset."""
-    num_generations_eval: Annotated[Count, MAIN] = 1
+    num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
-    eval_temperature: PositiveOrZero = 1.0
+    eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
     """Temperature of evaluation samples; 0 is greedy."""
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
@@ -195,23 +206,23 @@ class Placement:
     cluster: Annotated[str, RECORDED] = ""
     """Sample on a Ray cluster: its address, or auto for the one that is running or else this machine alone; empty: the processes
     that train sample too."""
-    samplers: Annotated[CountOrZero, RECORDED] = 0
+    samplers: Annotated[CountOrZero, RECORDED, _CLUSTER] = 0
     """With a cluster: how many processes sample; 0: as many as it has room for, and more when it grows."""
-    sampler_cpus: Annotated[Count, RECORDED] = 1
+    sampler_cpus: Annotated[Count, RECORDED, _CLUSTER] = 1
     """With a cluster: CPU cores of each of them."""
-    sampler_gpus: Annotated[PositiveOrZero, RECORDED] = 0.0
+    sampler_gpus: Annotated[PositiveOrZero, RECORDED, _CLUSTER] = 0.0
     """With a cluster: GPUs of each of them; below 1 they share one."""
-    parcel_prompts: Annotated[Count, RECORDED] = 2
+    parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that go to a process together. Their completions are decoded in one batch."""
     scorers: Annotated[CountOrZero, RECORDED] = 0
     """With a cluster: processes on it that run the reward functions, each with `reward_workers` of its own; 0: the trainer's
     machine runs them."""
-    scorer_cpus: Annotated[Count, RECORDED] = 1
+    scorer_cpus: Annotated[Count, RECORDED, Needs("placement.scorers")] = 1
     """With a cluster: CPU cores of each of those."""
     environment_actors: Annotated[CountOrZero, RECORDED] = 0
     """With a cluster: processes on it that play the environment or run the tools, each with `environment_workers` of its own; 0:
     the trainer's machine does."""
-    environment_cpus: Annotated[Count, RECORDED] = 1
+    environment_cpus: Annotated[Count, RECORDED, Needs("placement.environment_actors")] = 1
     """With a cluster: CPU cores of each of those."""
 
 
@@ -221,11 +232,11 @@ class Hub:
 
     push_to_hub: Annotated[bool, FREE] = False
     """Upload the model with its card when the run is finished, with the token in HF_TOKEN or of `hf auth login`."""
-    hub_model_id: Annotated[str, FREE] = ""
+    hub_model_id: Annotated[str, FREE, _PUSHED] = ""
     """Repository to upload to: user/name, or a name alone, which is then yours; empty: the name of the run's folder."""
-    hub_private_repo: Annotated[bool, FREE] = False
+    hub_private_repo: Annotated[bool, FREE, _PUSHED] = False
     """Make a new repository private; one that is there and public is refused."""
-    hub_revision: Annotated[str, FREE] = ""
+    hub_revision: Annotated[str, FREE, _PUSHED] = ""
     """Branch to upload to, made where it is missing; empty: main."""
 
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 
+from psigrad import redaction
 from psigrad.config import Run
+from psigrad.config.fields import unread_by
 from psigrad.config.load import load, to_dict
 from psigrad.control import hyperparameters, policies
 from psigrad.control.environments import vector
@@ -30,6 +32,7 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, nearest
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.parts.advantage import needs_of
+from psigrad.records.read import flatten
 
 MODEL_CONFIG = "config.json"
 
@@ -84,6 +87,7 @@ def name_of(algorithm: Any) -> str:
 def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     """The trainer with its environments, fresh weights and optimiser. Raises `UserError` on mistakes of the user."""
     algorithm = resolve(config)
+    _refuse_unread(config)
     envs = envs or vector.make(config.env, config.n_envs, config.vectorization, config.wrappers, **config.env_kwargs)
     if envs.count != config.n_envs:  # a vector environment was given
         config = replace(config, n_envs=envs.count)
@@ -119,6 +123,14 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     return make(config, algorithm, network, optimizer, collector)
 
 
+def _refuse_unread(config: ControlConfig) -> None:
+    """Refuse settings away from the usual that the algorithm does not read."""
+    given, usual = (flatten(to_dict(one)) for one in (config, ControlConfig()))
+    for name in sorted(unread_by(ControlConfig, name_of(config.algorithm))):
+        if given[name] != usual[name]:
+            raise UserError(f"{name} is {given[name]} and {name_of(config.algorithm)} does not read it; leave it out.")
+
+
 def has_own_trainer(algorithm: Any) -> bool:
     """Whether this is the name of an algorithm in `TRAINERS`."""
     return isinstance(algorithm, str) and algorithm in TRAINERS
@@ -150,7 +162,8 @@ def save_policy(folder: Path, trainer: Trainer) -> None:
 def _plain(config: ControlConfig) -> dict[str, Any]:
     named = config.env if isinstance(config.env, str) else getattr(getattr(config.env, "spec", None), "id", None) or ""
     algorithm = config.algorithm.name if isinstance(config.algorithm, PolicyGradient) else config.algorithm
-    return to_dict(replace(config, env=named, algorithm=algorithm))
+    plain = redaction.hide(to_dict(replace(config, env=named, algorithm=algorithm)))
+    return dict(json.loads(redaction.without(json.dumps(plain).encode(), redaction.values())))
 
 
 def load_policy(folder: Path, env: Any = None) -> Trainer:

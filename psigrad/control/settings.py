@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from psigrad.config.fields import LENGTH, LIVE, MAIN, STEPS
+from psigrad.config.fields import LENGTH, LIVE, MAIN, STEPS, ReadBy
 from psigrad.config.sections import Count, CountOrZero, Positive, PositiveOrZero, Run, Share
 
+_NOT_DQN, _GRADIENTS = ReadBy(but=("dqn",)), ReadBy(but=("dqn", "trpo"))
 Discount = Annotated[float, Ge(0), Le(1)]
 
 
@@ -21,15 +22,15 @@ class Network:
     """Widths of the hidden layers, of the policy and of each critic."""
     activation: Literal["tanh", "relu"] = "tanh"
     """Between the layers."""
-    critic: Literal["separate", "shared"] = "separate"
+    critic: Annotated[Literal["separate", "shared"], _NOT_DQN] = "separate"
     """separate: a critic has hidden layers of its own; shared: a value head on the policy's."""
-    n_critics: Count = 1
+    n_critics: Annotated[Count, _NOT_DQN] = 1
     """Critics in the ensemble; the value is their mean, and each learns by itself."""
     cnn: Literal["auto", "nature", "small", "none"] = "auto"
     """Convolutions in front of the layers, shared by policy and critics, where an observation is an image: nature (Mnih et al.
     2015; from 36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
     """
-    log_std_init: float = 0.0
+    log_std_init: Annotated[float, _NOT_DQN] = 0.0
     """Logarithm of the first standard deviation of continuous actions."""
 
 
@@ -98,29 +99,29 @@ class ControlConfig:
     """Steps of the policy, over all copies."""
     n_envs: Annotated[Count, MAIN] = 8
     """Copies of the environment."""
-    n_steps: Annotated[CountOrZero, MAIN] = 32
+    n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
     """Steps of each copy per rollout; 0: whole episodes."""
-    n_episodes: Count = 1
+    n_episodes: Annotated[Count, _NOT_DQN] = 1
     """With n_steps 0: episodes of each copy per rollout."""
     batch_size: Annotated[CountOrZero, MAIN] = 0
     """Steps per minibatch (transitions for DQN); 0: the whole rollout."""
-    n_epochs: Annotated[Count, MAIN] = 1
+    n_epochs: Annotated[Count, MAIN, _GRADIENTS] = 1
     """Passes over a rollout."""
     gamma: Annotated[Discount, MAIN] = 0.99
     """Discount per step; psi's gamma."""
-    gae_lambda: Discount | None = None
+    gae_lambda: Annotated[Discount | None, _NOT_DQN] = None
     """λ of generalised advantage estimation, psi's lam where it has one; null: the preset's."""
-    normalize_advantage: bool | None = None
+    normalize_advantage: Annotated[bool | None, _NOT_DQN] = None
     """Whiten advantages over the rollout; null: as the preset has it."""
-    clip_range: Annotated[PositiveOrZero | None, MAIN] = None
+    clip_range: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
     """PPO's ε; null: the preset's."""
-    clip_range_schedule: Literal["constant", "linear"] = "constant"
+    clip_range_schedule: Annotated[Literal["constant", "linear"], _GRADIENTS] = "constant"
     """linear: ε falls to 0 over the run."""
-    ent_coef: Annotated[PositiveOrZero | None, MAIN] = None
+    ent_coef: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
     """Weight of the mean entropy; null: the preset's."""
-    vf_coef: PositiveOrZero | None = None
+    vf_coef: Annotated[PositiveOrZero | None, _NOT_DQN] = None
     """Weight of the critic's mean squared error; null: the preset's."""
-    target_kl: Annotated[Positive | None, LIVE] = None
+    target_kl: Annotated[Positive | None, LIVE, _GRADIENTS] = None
     """Stop the passes over a rollout once a minibatch's KL(old‖new) is above 1.5 times this."""
     learning_rate: Annotated[PositiveOrZero, MAIN, LIVE] = 3e-4
     """First learning rate."""
@@ -133,8 +134,8 @@ class ControlConfig:
     max_grad_norm: Annotated[PositiveOrZero, LIVE] = 0.5
     """Clip the gradient's norm to this; 0: never."""
     network: Network = field(default_factory=Network)
-    dqn: Dqn = field(default_factory=Dqn)
-    trpo: Trpo = field(default_factory=Trpo)
+    dqn: Annotated[Dqn, ReadBy("dqn")] = field(default_factory=Dqn)
+    trpo: Annotated[Trpo, ReadBy("trpo")] = field(default_factory=Trpo)
     normalize_observations: Annotated[bool, MAIN] = False
     """Show the network observations with running mean 0 and deviation 1."""
     normalize_rewards: Annotated[bool, MAIN] = False

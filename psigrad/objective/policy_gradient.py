@@ -22,6 +22,7 @@ from psigrad.objective.parts.aggregate import Aggregate
 from psigrad.objective.parts.correction import Correction
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.group_advantage import pass_at_k
 from psigrad.objective.parts.keep import Keep, has_signal
 from psigrad.objective.parts.kl import KL
 from psigrad.objective.parts.surrogate import (
@@ -39,6 +40,8 @@ from psigrad.objective.parts.surrogate import (
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]
 Inside = Callable[[Tensor], Tensor]
+LEAST_LOGP = -1e5
+"""What the log-probability of a step that has become impossible counts as: −∞ times a ratio of 0 would be no number."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,9 @@ class PolicyGradient:
     @property
     def min_group_size(self) -> int:
         """Fewest trajectories per prompt."""
+        psi = self.psi.psi if isinstance(self.psi, whitened) else self.psi
+        if isinstance(psi, pass_at_k):
+            return psi.k + 1  # of k alone nothing is learned, whichever are right
         return 2 if "group" in needs_of(self.psi) or self.dynamic_sampling else 1
 
     @property
@@ -165,7 +171,7 @@ class PolicyGradient:
         """
         self._check_batch(batch)
         shaped = batch
-        if self.kl is not None and self.kl.where == "reward" and batch.logp_ref is not None:
+        if self.kl is not None and self.kl.where == "reward" and self.needs_reference and batch.logp_ref is not None:
             penalty_NT = kls.estimate(self.kl.estimator, batch.logp_old - batch.logp_ref)
             shaped = replace(batch, reward=batch.reward - self.kl.beta(state) * penalty_NT)
         new_state = dict(state)
@@ -235,7 +241,7 @@ class PolicyGradient:
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)
-        logp = within(evaluation.logp.to(torch.promote_types(evaluation.logp.dtype, torch.float32)))
+        logp = within(evaluation.logp.to(torch.promote_types(evaluation.logp.dtype, torch.float32)).clamp(min=LEAST_LOGP))
         logp_old = within(batch.logp_old)
         advantage = within(prepared.advantage)
         log_ratio = self.ratio(logp, logp_old, mask)
@@ -300,7 +306,7 @@ class PolicyGradient:
         return adapt(self.surrogate, prepared.state, measure_kl(logp, prepared.batch.logp_old, kept))
 
     def _check_batch(self, batch: Batch) -> None:
-        batch.check_finite()
+        (batch if self.needs_reference or batch.logp_ref is None else replace(batch, logp_ref=None)).check_finite()
         if self.min_group_size > 1 and bool(batch.present.any()):
             largest = int(stats.group_size(batch.group)[batch.present].max())
             if largest < self.min_group_size:
@@ -331,7 +337,7 @@ class PolicyGradient:
         }
         if counts is not None:
             metrics["frac_kept_steps"] = float(stats.masked_mean(counts.to(batch.reward.dtype), batch.mask & keep[:, None]))
-        if batch.logp_ref is not None:
+        if batch.logp_ref is not None and (self.needs_reference or bool(batch.logp_ref.isfinite().all())):
             metrics["objective/kl"] = mean_N((batch.logp_old - batch.logp_ref).sum(1))
         if shaped is not batch:
             metrics["objective/rlhf_reward"] = mean_N(shaped.sequence_reward)

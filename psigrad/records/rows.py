@@ -18,6 +18,8 @@ from psigrad.language.rollout.types import Trajectory
 # Of run folders, rows and checkpoint manifests. It goes up when what is written today could be misread by yesterday's readers.
 FORMAT = 1
 
+PARTS = "eval/rewards/"
+"""What the held-out figures of single reward functions begin with, beside those of their sum."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LARGEST = 1e100  # beyond it the arithmetic of axes overflows; such a value is no figure of a run
 _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
@@ -39,7 +41,7 @@ def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
 def headline(row: Mapping[str, Any]) -> Headline | None:
     """The headline of a row of metrics, with its 95 % interval where there is one; None where the row is no evaluation."""
-    means = [key.removesuffix("/mean") for key in row if key.startswith("eval/") and key.endswith("/mean")]
+    means = [stem for key in row if (stem := metric_of(key))]
     with_interval = [key.removesuffix("/low") for key in row if key.startswith("eval/") and key.endswith("/low")]
     accuracies = [stem for stem in with_interval if stem in row and stem != "eval/kl"]
     key, stem = next(
@@ -49,6 +51,11 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return Headline(stem.removeprefix("eval/"), float(value), row.get(f"{stem}/low"), row.get(f"{stem}/high"))
+
+
+def metric_of(key: str) -> str:
+    """The held-out metric ("eval/exact") whose mean a key of metrics.jsonl is; empty for every other key."""
+    return key.removesuffix("/mean") if key.startswith("eval/") and key.endswith("/mean") and not key.startswith(PARTS) else ""
 
 
 class RolloutRow(TypedDict):

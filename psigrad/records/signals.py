@@ -80,7 +80,7 @@ BY_NAME = {signal.name: signal for signal in SIGNALS}
 _EXACT = {key: signal.name for signal in SIGNALS for key in signal.keys if "*" not in key}
 _PATTERNS = [(re.compile(re.escape(key).replace(r"\*", "(.+)")), s.name) for s in SIGNALS for key in s.keys if "*" in key]
 # Parts of a signal or counts that say nothing as a curve.
-_NO_HELD_OUT = ("completions/", "length")
+_NO_HELD_OUT = ("completions/", "length", "rewards/")
 
 
 @cache

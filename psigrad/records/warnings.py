@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from psigrad.records.rows import PARTS
+
 Figures = Mapping[str, float]
 
 
@@ -83,8 +85,9 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """How many figures of a row are no numbers."""
-    return float(sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/")))
+    """How many figures of a row are no numbers. A row of held-out figures alone does not say that training is sound again."""
+    found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
+    return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
@@ -159,17 +162,24 @@ def _below_best(figures: Figures, memory: Memory) -> float | None:
     reward, held_out = figures.get("reward"), figures.get("held_out")
     if reward is not None and math.isfinite(reward):
         memory.values.append(reward)
-    if held_out is None or not math.isfinite(held_out) or not memory.values:
+        if memory.held_back:
+            memory.start.append(reward)
+            memory.held_back -= 1
+    if held_out is None or not math.isfinite(held_out):
         return None
-    # a run that shakes loses reward and truth together; a mean over more rows would hide that its reward has fallen too
-    recent = _mean(list(memory.values)[-3:])
-    low = next((v for k, v in figures.items() if k.startswith("eval/") and k.endswith("/low")), math.nan)
-    width = held_out - low if math.isfinite(low) else 0.1 * abs(memory.best)
-    if held_out > memory.best:
-        memory.best, memory.start = held_out, [width, _mean(list(memory.values)[-10:])]
+    others = ("eval/kl/", PARTS)
+    lows = (v for k, v in figures.items() if k.startswith("eval/") and k.endswith("/low") and not k.startswith(others))
+    low, best = next(lows, math.nan), max(memory.best, held_out)
+    width = held_out - low if math.isfinite(low) else 0.1 * abs(best)
+    if held_out > memory.best or not memory.values:
+        # before the first step no reward is known: that of the first three steps is as good as the policy's at the start
+        memory.held_back = 0 if memory.values else 3
+        known = [] if memory.held_back else [_mean(list(memory.values)[-10:])]
+        memory.best, memory.start = held_out, [width, *known]
         return 0.0
-    spread = math.hypot(width, memory.start[0])
-    return (memory.best - held_out) / spread if spread > 0 and recent > memory.start[1] else 0.0
+    # a run that shakes loses reward and truth together; a mean over more rows would hide that its reward has fallen too
+    recent, spread = _mean(list(memory.values)[-3:]), math.hypot(width, memory.start[0])
+    return (memory.best - held_out) / spread if spread > 0 and recent > _mean(memory.start[1:]) else 0.0
 
 
 def _unscored_share(figures: Figures, memory: Memory) -> float | None:

@@ -101,11 +101,12 @@ def test_what_is_so_anyway_needs_nothing_and_its_opposite_is_answered(capsys):
 @pytest.mark.parametrize("name", ["eval_strategy", "save_strategy"])
 def test_no_is_no_also_where_yaml_reads_it_as_false(name, tmp_path, capsys):
     steps = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}[name]
+    off = {"eval_strategy": ("--eval-prompts", "0"), "save_strategy": ("--save-minutes", "0")}[name]
     for said, count in (("no", 0), ("steps", 5)):
         found = from_file(f"{steps}: 5", tmp_path, OnlineConfig, f"{name}={said}")
         assert {"eval_steps": found.evaluation.eval_steps, "save_steps": found.run.save_steps}[steps] == count
-        assert parsed(f"--{name}", said) == parsed(f"--{name}={said}") == parsed()
-    assert from_file(f"{name}: no", tmp_path) == from_file(f"{steps}: 0", tmp_path)
+        assert parsed(f"--{name}", said) == parsed(f"--{name}={said}") == (parsed() if said == "steps" else parsed(*off))
+    assert from_file(f"{name}: no", tmp_path) == from_file(f"{steps}: 0\n{off[0][2:].replace('-', '_')}: 0", tmp_path)
     assert cli.main(["sft", f"--{name}", "best"]) == 2
     assert f"--{name} is 'best', and only 'steps', 'no' or 'epoch' is taken: " in capsys.readouterr().err
 

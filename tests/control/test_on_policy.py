@@ -168,6 +168,12 @@ def test_a_critic_of_actions_learns_the_return_of_the_action():
             assert float(prepared.returns[n, t]) == pytest.approx(total, rel=1e-4)
 
 
+def test_with_lambda_0_a_critic_of_actions_learns_the_reward_and_its_expectation_behind_it():
+    made = method("q_actor_critic", lambda: Counter((2, 3)), n_steps=0, n_envs=1, gamma=0.9, gae_lambda=0.0)
+    *_, prepared = prepared_of(made)
+    torch.testing.assert_close(prepared.returns[0], torch.stack([1 + 0.9 * prepared.batch.value[0, 1], torch.tensor(2.0)]))
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -232,6 +238,34 @@ def test_target_kl_stops_before_the_step_that_would_go_on_from_too_far():
     limited = weights_after(3, target_kl=1e-9)  # the first step starts at the old policy, the second is already away from it
     assert limited == weights_after(1)
     assert limited != weights_after(2) and weights_after(3, target_kl=1e9) == weights_after(3)
+
+
+def test_target_kl_may_be_passed_by_half():
+    """At the second pass KL(old‖new) is 0.00159: below 1.5 · 0.00132 = 0.00198 and above 1.5 · 0.00099 = 0.00149."""
+    assert weights_after(2, target_kl=0.00132) == weights_after(2)
+    assert weights_after(2, target_kl=0.00099) == weights_after(1) != weights_after(2)
+
+
+def test_half_of_the_run_is_half_of_the_clip_and_of_the_learning_rate():
+    falling = {"clip_range": 0.2, "clip_range_schedule": "linear", "lr_scheduler_type": "linear", "learning_rate": 0.01}
+    made = method("ppo", n_steps=8, total_timesteps=48, **falling)
+    made.iterate()
+    assert made.timesteps == 24
+    clip = made._schedule().surrogate
+    assert (clip.low, clip.high, made.learning_rate) == pytest.approx((0.1, 0.1, 0.005))
+    constant = method("ppo", n_steps=8, total_timesteps=48, clip_range=0.2)
+    constant.iterate()
+    assert constant._schedule().surrogate.low == 0.2
+
+
+def test_a_minibatch_is_normalised_by_its_own_steps(monkeypatch):
+    """Of 48 steps in two minibatches each loss is the mean of its 24; divided by the rollout's it and its gradient are half."""
+    made = method("ppo", n_steps=16, batch_size=24, max_grad_norm=0.0)
+    counted, update = [], made._update
+    monkeypatch.setattr(made, "_update", lambda algorithm, part, totals, *more: counted.append((len(part.action), totals.tokens))
+                        or update(algorithm, part, totals, *more))  # fmt: skip
+    made.iterate()
+    assert counted == [(24, 24)] * 2
 
 
 def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import time
 
+import psutil
 import pytest
+from timing import until
 
 from psigrad import cli
 from psigrad.config import Run, SFTConfig
@@ -169,6 +174,20 @@ def test_alarms_are_counted_by_run():
     assert verdict.test == "1 of 4 runs; share" and verdict.verdict == "undecided"
 
 
+def test_an_exploit_at_once_is_told_from_one_that_learns_first():
+    """The truth falls from 0.5 with the first step while the reward rises; there it is noticed, and honest runs are not hacks."""
+    hacked = [{"step": 0, "eval/exact/mean": 0.5, "eval/exact/low": 0.45}]
+    hacked += [{"step": t, "reward": 1.0 + t, "eval/exact/mean": 0.1, "eval/exact/low": 0.07} for t in range(1, 21)]
+    later = [{**row, "eval/exact/mean": 0.6, "eval/exact/low": 0.55} if row["step"] == 1 else row for row in hacked]
+    falls = [{**row, "reward": -row["reward"]} if row["step"] else row for row in hacked]
+    assert [false_alarms.exploits_at_once(rows) for rows in (hacked, later, falls)] == [True, False, False]
+    found = false_alarms.row("length", 3e-3, [hacked, later, hacked, falls])
+    assert (found.runs, found.exploited, found.noticed, found.alarms) == (4, 2, 2, 3)
+    honest = false_alarms.row("honest RLOO", 1e-3, [falls])
+    both = false_alarms.verdicts([honest, found])
+    assert [verdict.test for verdict in both] == ["0 of 1 runs; share", "2 of 2 runs; share"]
+
+
 def test_a_finished_run_is_known_by_its_settings_and_newer_ones_have_their_defaults(tmp_path):
     trial = trials.Trial("a", 0, "sft", SFTConfig(run=Run(max_steps=7)))
     identity = trials._identity(trial)
@@ -184,6 +203,40 @@ def test_a_finished_run_is_known_by_its_settings_and_newer_ones_have_their_defau
     for other in ({"batch_size": 99}, {"method": "dpo"}, {"gone": 1}):
         with pytest.raises(UserError, match="holds a run with other settings"):
             done({**identity, **other})
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"trial": {"meth', "[1]", '{"trial": 3}'])
+def test_a_torn_mark_is_of_a_run_that_is_to_be_asked_again(torn, tmp_path):
+    (tmp_path / "trial.json").write_text(torn)
+    assert not trials._done(tmp_path, trials.Trial("a", 0, "sft", SFTConfig(run=Run(max_steps=7))))
+    (tmp_path / "runs" / "noise" / "a-0").mkdir(parents=True)
+    (tmp_path / "runs" / "noise" / "a-0" / "trial.json").write_text(torn)
+    assert trials.core_minutes(TrialSettings(out=str(tmp_path)), "noise") == 0.0
+
+
+@pytest.mark.parametrize("ends", [trials._quiet, None], ids=["ends", "negative control"])
+def test_the_processes_of_a_killed_experiment_end_with_it(ends, tmp_path):
+    """A process that starts another as an experiment does, and is killed."""
+    log, number = tmp_path / "log", tmp_path / "number"
+    pid = os.fork()
+    if pid == 0:
+        if os.fork() == 0:
+            if ends is not None:
+                ends(log)
+            number.write_text(str(os.getpid()))
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    until(lambda: number.exists() and number.read_text() != "")
+    child = psutil.Process(int(number.read_text()))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if ends is None:
+        assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        child.kill()
+    else:
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_the_time_of_finished_runs_is_added_up(tmp_path):

@@ -84,6 +84,42 @@ def evaluated(rewards, solved, prompts=64, every=5):
     return {alert.rule for alert in watch.alerts()}
 
 
+def hacked_at_once(rewards, last=0.01):
+    """The alerts of a run that is evaluated before it has a reward, whose metric falls at its first steps and stays there."""
+    watch = Watch()
+    for step in range(31):
+        held_out = 0.67 if step == 0 else last
+        row = {} if step == 0 else {"reward": rewards[min(step, len(rewards)) - 1]}
+        watch.see(step, named(row | ({"eval/m/mean": held_out, "eval/m/low": held_out - 0.01} if step % 10 == 0 else {})))
+    return [alert for alert in watch.alerts() if alert.rule == "apart"]
+
+
+def test_a_hack_in_the_first_steps_is_held_against_the_evaluation_before_them():
+    """As in the course's chapter 5: 0.67 of the truth at step 0 and next to nothing from step 10 on. The distance in half widths
+    is (0.67 − 0.01) / (0.01 √2) = 46.7, at steps 10, 20 and 30: the third evaluation in a row raises the alert.
+    """
+    (alert,) = hacked_at_once([0.1, 0.3, 0.6, 0.8])
+    assert (alert.step, alert.ended) == (10, None) and alert.value == pytest.approx(0.66 / (0.01 * math.sqrt(2)))
+
+
+@pytest.mark.parametrize(("rewards", "last"), [([0.5, 0.4, 0.3, 0.2], 0.01), ([0.1, 0.3, 0.6, 0.8], 0.665), ([0.4] * 4, 0.01)])
+def test_negative_control_where_the_reward_falls_too_or_the_truth_stays_nothing_was_hacked(rewards, last):
+    assert hacked_at_once(rewards, last) == []
+
+
+def test_a_row_of_held_out_figures_takes_no_warning_of_nan_back():
+    watch = Watch()
+    for row in ({"loss": 1.0}, {"loss": math.nan}, {"eval/m/mean": 0.5, "eval/completions/mean_length": 3.0}, {"eval/loss": 1.0}):
+        watch.see(1, named(row))
+    assert [alert.ended for alert in watch.alerts()] == [None]
+    watch.see(2, named({"loss": 1.0}))  # negative control: a sound step does
+    assert [alert.ended for alert in watch.alerts()] == [2]
+
+
+def test_the_mean_of_one_reward_function_is_not_the_held_out_metric():
+    assert named({"eval/rewards/short/mean": 1.0, "eval/reward/mean": 2.0}) == {"eval/rewards/short/mean": 1.0, "held_out": 2.0}
+
+
 def test_how_often_the_held_out_rule_is_right(record_property):
     """200 runs each: a metric that stays, one that rises with the reward, and rewards that are exploited."""
     rates = {}

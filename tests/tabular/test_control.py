@@ -269,3 +269,31 @@ def test_an_mdp_whose_episodes_never_end_is_refused_unless_they_are_cut_off():
         assert len(lesson.episode.rewards) == 5 and not lesson.episode.terminated
     through_end = replace(robot, transitions=robot.transitions * 0.9, end=np.full((2, 2), 0.1))
     assert [lesson.episode.terminated for lesson in tabular.q_learning(through_end, 2)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("coins", "value"), [((0.1, 0.9, 0.1, 0.1), 0.5), ((0.1, 0.9, 0.9, 0.9), 0.0), ((0.1, 0.1, 0.1, 0.9), 0.0)]
+)
+def test_double_q_bootstraps_from_the_other_table(coins, value, monkeypatch):
+    """s0 → s1 → end, which pays 1, with α = γ = 1. The first episode's second coin says which table learns q(s1) = 1, the second
+    episode's first coin which learns q(s0): it is 1 in that one, and 1/2 in the mean, only where the two coins differ.
+    """
+    from psigrad.tabular import td_control
+
+    thrown = iter(coins)
+    monkeypatch.setattr(td_control, "uniforms", lambda rng: lambda: next(thrown))
+    transitions = np.zeros((1, 3, 3))
+    transitions[0, [0, 1, 2], [1, 2, 2]] = 1.0
+    rewards, terminal, start = np.array([[0.0], [1.0], [0.0]]), np.array([False, False, True]), np.array([1.0, 0.0, 0.0])
+    mdp = MDP(transitions, rewards, gamma=1.0, terminal=terminal, start=start)
+    *_, learned = tabular.double_q_learning(mdp, 2, alpha=1.0, epsilon=0.0)
+    assert learned.q[0, 0] == value
+
+
+def test_a_step_that_ends_at_the_limit_is_terminated_and_not_cut():
+    transitions = np.zeros((1, 2, 2))
+    transitions[0, :, 1] = 1.0
+    rewards, terminal, start = np.array([[1.0], [0.0]]), np.array([False, True]), np.array([1.0, 0.0])
+    simulator = Simulator(MDP(transitions, rewards, gamma=1.0, terminal=terminal, start=start), max_steps=1)
+    simulator.reset(seed=0)
+    assert simulator.step(0) == (1, 1.0, True, False, {})

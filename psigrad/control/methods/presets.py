@@ -20,6 +20,7 @@ from psigrad.objective.parts.advantage import (
     action_value,
     batch_mean,
     gae,
+    needs_of,
     reward_to_go,
     td_residual,
     total_return,
@@ -78,6 +79,8 @@ def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
     ent_coef, vf_coef = config.ent_coef, config.vf_coef
     inner = algorithm.psi.psi if isinstance(algorithm.psi, whitened) else algorithm.psi
     whitens = isinstance(algorithm.psi, whitened) if normalize is None else normalize
+    if config.gae_lambda is not None and not (hasattr(inner, "lam") or "action_value" in needs_of(inner)):
+        raise UserError(f"gae_lambda is {config.gae_lambda} and {algorithm.name} has no λ; leave it out, or choose a2c or ppo.")
     inner = _with(inner, gamma=config.gamma, lam=config.gae_lambda)
     psi = whitened(inner) if whitens else inner
     surrogate, critic, entropy = algorithm.surrogate, algorithm.critic, algorithm.entropy
@@ -85,6 +88,8 @@ def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
         if not isinstance(surrogate, clip):
             raise UserError(f"clip_range is {clip_range} and {algorithm.name} does not clip; leave it out, or choose ppo.")
         surrogate = replace(surrogate, low=clip_range, high=clip_range)
+    if config.clip_range_schedule != "constant" and not isinstance(surrogate, clip):
+        raise UserError(f"clip_range_schedule is linear and {algorithm.name} does not clip; leave it out, or choose ppo.")
     if ent_coef is not None:
         entropy = bonus(ent_coef) if ent_coef else None
     elif entropy is not None and not entropy.coefficient:

@@ -35,9 +35,10 @@ class Written:
 def run(config: SampleConfig) -> Written:
     """Sample `num_generations_eval` completions of each prompt, score them, and write rows to `output`.
 
-    keep=all writes every completion with its reward; best the one with the highest reward of each prompt (rejection sampling:
-    train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and `psigrad reward`). Those two leave
-    out empty completions, on which nothing can be trained. Raises `UserError` on mistakes of the user.
+    keep=all writes every completion with its reward, null without one; best the one with the highest reward of each prompt
+    (rejection sampling: train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and
+    `psigrad reward`). Those two leave out empty completions, on which nothing can be trained. Raises `UserError` on mistakes of
+    the user.
     """
     if not config.output:
         raise UserError("No output was given; name a JSONL file with --output (output).")
@@ -53,19 +54,19 @@ def run(config: SampleConfig) -> Written:
     if config.keep == "pairs" and config.bradley_terry:
         rows, ties = _draw_pairs(sampled, size, config.bradley_terry, config.run.seed), 0
     else:
-        rows, ties = _rows(config.keep, sampled, size)
+        rows, ties = _rows(config.keep, sampled, size, scored)
     write_jsonl(Path(config.output), rows)
     return Written(Path(config.output), len(rows), ties, empty)
 
 
-def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str, Any]], int]:
+def _rows(keep: str, sampled: evaluate.Report, size: int, scored: bool) -> tuple[list[dict[str, Any]], int]:
     made, ties = [], 0
     for start in range(0, len(sampled.trajectories), size):
         group = [
             t for t in sampled.trajectories[start : start + size] if keep == "all" or (t.reward is not None and _has_text(t))
         ]
         if keep == "all":
-            made += [_row(t, sampled) | _describe(t) for t in group]
+            made += [_row(t, sampled) | _describe(t, scored) for t in group]
             continue
         if not group:
             continue
@@ -101,11 +102,13 @@ def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
     return {**own, "chosen": best["completion"], "rejected": worst["completion"]}
 
 
-def _describe(trajectory: Trajectory) -> dict[str, Any]:
-    """What is told of a completion besides itself; `logprob` is the sum over its tokens, where it is known."""
+def _describe(trajectory: Trajectory, scored: bool) -> dict[str, Any]:
+    """What is told of a completion besides itself: its reward, null where nobody scored it; `logprob` is the sum over its tokens,
+    where it is known.
+    """
     own = trajectory.completion
     known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
-    return {"reward": trajectory.reward, "finish_reason": own.finish_reason, **known}
+    return {"reward": trajectory.reward if scored else None, "finish_reason": own.finish_reason, **known}
 
 
 def _has_text(trajectory: Trajectory) -> bool:

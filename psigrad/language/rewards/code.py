@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Code:
     """Whether programs may import the packages of your own environment, such as numpy."""
     service: str = ""
     """URL of a sandbox service to ask instead of this machine; see `psigrad.processes.sandbox.remote`."""
+    service_token_variable: str = ""
+    """Environment variable with the service's token, which `worker_env` must name too."""
     allow_unsafe_code: bool = False
     """Run programs without a sandbox where the machine has none: they can then do whatever you can."""
 
@@ -73,7 +76,8 @@ class Code:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         """One reward per completion; of a wrong program a `Wrong`."""
-        executor = _executor(self.service, self.allow_unsafe_code)
+        token = os.environ[self.service_token_variable] if self.service_token_variable else ""
+        executor = _executor(self.service, token, self.allow_unsafe_code)
         judged = []
         for i, completion in enumerate(completions):
             row = {name: columns[name][i] for name in (*COLUMNS, *BESIDE) if name in columns}
@@ -94,8 +98,8 @@ class Code:
 
 
 @cache
-def _executor(service: str, allow_unsafe_code: bool) -> Executor:
-    return executor_for(service, allow_unsafe_code=allow_unsafe_code)
+def _executor(service: str, token: str, allow_unsafe_code: bool) -> Executor:
+    return executor_for(service, token=token, allow_unsafe_code=allow_unsafe_code)
 
 
 def program_of(text: str) -> str:

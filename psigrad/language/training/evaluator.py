@@ -19,7 +19,7 @@ from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.collect import rollout
 from psigrad.processes.parallel.world import ALONE, World, each_once
-from psigrad.records.rows import rollout_row
+from psigrad.records.rows import PARTS, rollout_row
 from psigrad.runs.journal import Journal
 
 
@@ -94,7 +94,8 @@ class Evaluator:
 
 
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
-    """Mean of the metric over prompts with its 95 % interval, pass@k where k > 1 and the metric is 0 or 1, and lengths.
+    """Mean of the metric over prompts with its 95 % interval, pass@k where k > 1 and the metric is 0 or 1, and lengths. Where
+    several reward functions make the metric, the same of each.
 
     Unscored completions are left out and counted. With several completions per prompt the interval is over prompts, since
     completions of one prompt are not independent.
@@ -104,14 +105,24 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
     values = [group for group in values if group]
     lengths = [t.chosen for t in trajectories]
     figures: dict[str, Any] = {"eval/prompts": len(groups), "eval/unscored": sum(t.reward is None for t in trajectories)}
-    if values:
-        means = [math.fsum(group) / len(group) for group in values]
-        low, high = mean_interval(means)
-        figures |= {f"eval/{metric}/mean": math.fsum(means) / len(means), f"eval/{metric}/low": low, f"eval/{metric}/high": high}
-        if num_generations > 1 and all(v in (0.0, 1.0) for group in values for v in group):
-            for k in (k for k in (1, 2, 4, 8, 16, 32, 64) if k <= num_generations):
-                chances = [pass_at_k(len(group), round(sum(group)), k) for group in values if len(group) >= k]
-                figures[f"eval/pass@{k}"] = math.fsum(chances) / len(chances) if chances else math.nan
+    figures |= _over_prompts(f"eval/{metric}", values)
+    if values and num_generations > 1 and all(v in (0.0, 1.0) for group in values for v in group):
+        for k in (k for k in (1, 2, 4, 8, 16, 32, 64) if k <= num_generations):
+            chances = [pass_at_k(len(group), round(sum(group)), k) for group in values if len(group) >= k]
+            figures[f"eval/pass@{k}"] = math.fsum(chances) / len(chances) if chances else math.nan
+    names = list(dict.fromkeys(name for t in trajectories for name in t.parts))
+    for name in names if len(names) > 1 else ():
+        given = [[float(t.parts[name]) for t in group if t.parts.get(name) is not None] for group in groups]
+        figures |= _over_prompts(f"{PARTS}{name}", [group for group in given if group])
     figures["eval/completions/mean_length"] = sum(lengths) / len(lengths)
     figures["eval/completions/clipped_ratio"] = sum(t.completion.finish_reason == "length" for t in trajectories) / len(lengths)
     return figures
+
+
+def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The mean over prompts of what their completions got, and its 95 % interval."""
+    if not values:
+        return {}
+    means = [math.fsum(group) / len(group) for group in values]
+    low, high = mean_interval(means)
+    return {f"{name}/mean": math.fsum(means) / len(means), f"{name}/low": low, f"{name}/high": high}

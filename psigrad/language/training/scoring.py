@@ -13,7 +13,8 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.language.data.batches import pack_by_tokens
-from psigrad.language.data.dataset_rows import Message, Row
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids
@@ -222,7 +223,7 @@ class MixedScoring(Scoring):
             total += weight * result.value
             steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
-        return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)
+        return Scored(total, parts, tuple(steps)) if fault is None else Failed(total, fault.reason, parts)
 
 
 class RewardWorker:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from psigrad.processes.workers.keeper import keep
+from psigrad.processes.workers.lifetime import limit_shared_memory
 from psigrad.processes.workers.shipping import load_homes
 
 HEADER = struct.Struct("<8sQQ")
@@ -67,6 +68,7 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     try:
         if setup["memory"]:
             resource.setrlimit(resource.RLIMIT_DATA, (setup["memory"], setup["memory"]))
+            limit_shared_memory(setup["memory"])
         load_homes(setup["homes"])
         module, _, name = setup["service"].partition(":")
         service: Service = getattr(importlib.import_module(module), name)(setup["payload"])

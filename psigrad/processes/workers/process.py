@@ -23,6 +23,7 @@ from typing import Any
 
 from psigrad.processes.sandbox import Enclosure, cgroup
 from psigrad.processes.workers import child
+from psigrad.redaction import SECRET_NAME
 
 # Seconds in which a worker must have imported the user's code.
 START_LIMIT = 120.0
@@ -41,7 +42,6 @@ _USUAL = re.compile(
     r"|(https?|no|all)_proxy",
     re.IGNORECASE,
 )
-_SECRET = re.compile(r"token|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth", re.IGNORECASE)
 _START = "from psigrad.processes.workers.child import main; main()"
 
 
@@ -175,7 +175,7 @@ class Worker:
 def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
     """The variables of this process that a worker gets: the usual ones, and those named in `extra`."""
     names = set(extra)
-    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not _SECRET.search(k))}
+    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not SECRET_NAME.search(k))}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     return {**kept, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
 

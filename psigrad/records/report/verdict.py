@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from psigrad.intervals import LEAST_ROWS
 from psigrad.records.read import RunData, kind_of, show_number
-from psigrad.records.rows import figures, number
+from psigrad.records.rows import PARTS, figures, number
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import BY_NAME, Alert, Watch
 
@@ -35,7 +36,8 @@ def verdict(run: RunData) -> Verdict:
     intervals, the KL to the start, and the warnings.
 
     It learned where the metric rose by more than chance explains: the rise is above the half widths of both intervals, added as
-    of independent samples, sqrt(w1^2 + w2^2). Both are of the same prompts, so this asks for more than it need.
+    of independent samples, sqrt(w1^2 + w2^2). Both are of the same prompts, so this asks for more than it need. Nothing is judged
+    by fewer than `LEAST_ROWS` rows, or where neither interval has a width.
     """
     word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
@@ -51,12 +53,13 @@ def verdict(run: RunData) -> Verdict:
 def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
     """The word, its mood, and the figures."""
     metric, rows = run.held_out_metric, run.evaluations
-    if metric and len(judged := [row for row in rows if f"{metric}/mean" in row]) > 1:
-        name = metric.removeprefix("eval/")
-        return _change(name, *((number(row[f"{metric}/mean"]), *_interval(row, metric)) for row in (judged[0], judged[-1])))
-    for share, name in _PAIRS.items():  # of pairs, with their interval
-        if len(judged := [row for row in rows if f"{share}/low" in row]) > 1:
-            return _change(name, *((number(row[share]), *_interval(row, share)) for row in (judged[0], judged[-1])))
+    for stem, key in ((metric, f"{metric}/mean"), *((share, share) for share in _PAIRS)):
+        judged = [row for row in rows if stem and key in row and (stem == metric or f"{stem}/low" in row)]
+        if len(judged) > 1:
+            first, last = ((number(row[key]), *_interval(row, stem)) for row in (judged[0], judged[-1]))
+            name = _PAIRS.get(stem, stem.removeprefix("eval/"))
+            word, mood, said = _change(name, first, last, _rows_judged(run, judged[-1]))
+            return word, mood, [*said, *_parts(judged[0], judged[-1])]
     if len(losses := [number(row["eval/loss"]) for row in run.evaluations if "eval/loss" in row]) > 1:
         return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}"]
     once = [
@@ -76,20 +79,49 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
     return ("Evaluated once", "plain", once) if once else ("Nothing to judge yet", "plain", [])
 
 
-def _change(name: str, first: tuple[float, float, float], last: tuple[float, float, float]) -> tuple[str, Mood, list[str]]:
-    """What to say of two (mean, low, high)."""
-    said = [f"held-out {name} {_with(*first)} → {_with(*last)}"]
+def _change(
+    name: str, first: tuple[float, float, float], last: tuple[float, float, float], rows: float
+) -> tuple[str, Mood, list[str]]:
+    """What to say of two (mean, low, high) of so many rows."""
+    ties = name in _PAIRS.values() and first[1] == first[2]  # before its first step a preference loss orders nothing
+    before = f"{_short(first[0])} (all ties)" if ties else _with(*first)
+    said = [f"held-out {name} {before} → {_with(*last)}"]
     halves = [(high - low) / 2 for _, low, high in (first, last)]
-    # before the first step a preference loss orders nothing: of ties alone the interval has no width, and a coin's would have one
-    chance = math.hypot(*(half or max(halves) for half in halves))
     change = last[0] - first[0]
     if not math.isfinite(change):
         return "Unknown", "bad", said
-    if math.isnan(chance):
+    if any(map(math.isnan, halves)):
         return "Trained", "plain", said
+    if rows < LEAST_ROWS:
+        return (
+            "Too few to judge",
+            "plain",
+            [*said, f"of {show_number(int(rows))} held-out rows, and a verdict takes {LEAST_ROWS}"],
+        )
+    if not any(halves):
+        return "No verdict", "plain", [*said, "within each evaluation all rows have the same figure"]
+    # one without a width, as of ties alone, is as uncertain as the other: a coin's would have one
+    chance = math.hypot(*(half or max(halves) for half in halves))
     if abs(change) <= chance:
         return "No clear change", "plain", said
     return ("Learned", "good", said) if change > 0 else ("Got worse", "bad", said)
+
+
+def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
+    """Of how many rows, or episodes, the figures of an evaluation are at least; infinite where the run does not say."""
+    if "eval/prompts" in row:
+        size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
+        return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
+    noted = [event["eval_rows"] for event in run.events if event.get("kind") in ("started", "resumed") and "eval_rows" in event]
+    known = number(noted[-1] if noted else run.settings.get("eval_episodes"))
+    return math.inf if math.isnan(known) else known
+
+
+def _parts(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
+    """The figures of each reward function, where there are several."""
+    keys = [key for key in last if key.startswith(PARTS) and key.endswith("/mean")]
+    said = [f"{key[len(PARTS) : -5]} {_short(number(first.get(key)))} → {_short(number(last[key]))}" for key in keys]
+    return [", ".join(said)] if said else []
 
 
 def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:

@@ -178,6 +178,15 @@ def test_both_optimisers_step_at_their_own_rate_or_not_at_all(tokenizer, tmp_pat
     assert moves[0] == pytest.approx(1e-3, rel=1e-2) and moves[1] == pytest.approx(1e-2, rel=1e-2)
 
 
+def test_the_critic_falls_from_a_peak_of_its_own(tokenizer, tmp_path, monkeypatch):
+    """Half of a linear schedule: 0.02 → 0.01 for the policy, and 0.01 → 0.005 for the critic."""
+    run = with_critic(tokenizer, tmp_path, optim=Optim(learning_rate=0.02))
+    rates = []
+    monkeypatch.setattr(training, "step_together", lambda pairs, losses: rates.append([rate for _, rate in pairs]))
+    training.step(run, State(step=2, algorithm=run.algorithm.initial_state()))
+    assert rates[0] == pytest.approx([0.01, 0.005])
+
+
 def test_the_penalty_follows_how_far_the_policy_moved(tokenizer):
     def coefficient(rate: float) -> float:
         run = make(tokenizer, "ppo_penalty", optim=Optim(learning_rate=rate), num_iterations=3)

@@ -17,7 +17,7 @@ from psigrad.config import Data, OnlineConfig
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
-from psigrad.language.data.templates import prompt_ids, stop_token_id
+from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import reward
@@ -88,7 +88,7 @@ def test_reward_in_training_scoring_and_rl_is_one_number(judge: Path) -> None:
         trained = model.scores(Groups([pair.prompt for pair in encoded], [[pair.chosen.ids] for pair in encoded])).tolist()
     assert trained == pytest.approx(said, abs=1e-5)
     written = [tokenizer(text, add_special_tokens=False).input_ids for text in ANSWERS]
-    end = stop_token_id(tokenizer) if tokenizer.chat_template else tokenizer.eos_token_id
+    end = stop_token_ids(tokenizer)[0] if tokenizer.chat_template else tokenizer.eos_token_id
     ended, other = [[*ids, end] for ids in written], [[*ids, tokenizer.eos_token_id] for ids in written]
     whole = [[*ids, *(answer_end(tokenizer, not tokenizer.chat_template) or [])] for ids in written]
     for sampled in (ended, other, whole, written):  # the last was cut by the length limit

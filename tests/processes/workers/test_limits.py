@@ -99,6 +99,24 @@ def test_memory_has_a_limit():
     assert fine.value == float(3 << 30)
 
 
+def test_memory_that_is_shared_counts_too(capfd):
+    def shares(completions, **columns):
+        import mmap
+        import time
+
+        held, piece = mmap.mmap(-1, 1 << 30), b"x" * (16 << 20)
+        for _ in range(60):
+            held.write(piece)
+        time.sleep(1.0)
+        return [float(held.tell())] * len(completions)
+
+    (result,) = scored(shares, ["a"], memory_gb=0.8)
+    assert isinstance(result, Unscored) and "signal 9" in result.reason
+    assert "more than worker_memory_gb" in capfd.readouterr().err
+    (fine,) = scored(shares, ["a"], memory_gb=0.0)  # negative control: without a limit there is none
+    assert fine.value == float(60 * (16 << 20))
+
+
 def test_what_is_printed_has_a_limit_and_nobody_waits(capfd):
     def talks(completions, **columns):
         import sys

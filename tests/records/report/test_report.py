@@ -101,7 +101,7 @@ ORDERED = [f"eval/rewards/accuracies{part}" for part in ("", "/low", "/high")]
         ),
         (
             [{"step": s} | dict(zip(ORDERED, pair, strict=True)) for s, pair in enumerate(((0.5,) * 3, (0.62, 0.52, 0.72)))],
-            "No clear change: held-out accuracy 0.5 [0.5, 0.5] → 0.62 [0.52, 0.72]",
+            "No clear change: held-out accuracy 0.5 (all ties) → 0.62 [0.52, 0.72]",
         ),
         ([{"step": s, "eval/a/mean": "NaN"} for s in (0, 1)], "Unknown: held-out a – → –"),
     ],
@@ -110,6 +110,51 @@ def test_without_two_evaluations_it_says_what_there_is(tmp_path, rows, said):
     (tmp_path / "config.json").write_text('{"recipe": "online"}')
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert str(verdict(load(tmp_path))).startswith(said)
+
+
+def judged(folder, before, after, *, key="eval/m/mean", events=(), **beside):
+    """The verdict of a run with these two evaluations: (mean, low, high)."""
+    stem = key.removesuffix("/mean")
+    rows = [{"step": s, key: m, f"{stem}/low": a, f"{stem}/high": b, **beside} for s, (m, a, b) in enumerate((before, after))]
+    (folder / "config.json").write_text('{"recipe": "online"}')
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return verdict(load(folder))
+
+
+PAIRED = "eval/rewards/accuracies"
+
+
+def test_four_pairs_that_were_ties_are_no_verdict(tmp_path):
+    """DPO, one step, four held-out pairs: 4 of 4 has Wilson's interval [0.51, 1], and a coin throws it once in sixteen."""
+    started = {"time": 1.0, "kind": "started", "step": 0, "eval_rows": 4}
+    found = judged(tmp_path, (0.5,) * 3, (1.0, 0.51, 1.0), key=PAIRED, events=[started])
+    said = "Too few to judge: held-out accuracy 0.5 (all ties) → 1 [0.51, 1]; of 4 held-out rows, and a verdict takes 10"
+    assert str(found).startswith(said) and found.mood == "plain"
+    many = judged(tmp_path, (0.5,) * 3, (1.0, 0.93, 1.0), key=PAIRED, events=[started | {"eval_rows": 50}])
+    assert many.word == "Learned"  # negative control: 50 of 50 is no coin
+    still = judged(tmp_path, (0.5,) * 3, (0.5,) * 3, key=PAIRED, events=[started | {"eval_rows": 50}])
+    assert still.word == "No verdict"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "unscored", "word"), [(9, 0, "Too few to judge"), (10, 0, "Learned"), (12, 3, "Too few to judge")]
+)
+def test_a_verdict_takes_ten_scored_prompts(tmp_path, prompts, unscored, word):
+    beside = {"eval/prompts": prompts, "eval/unscored": unscored}
+    assert judged(tmp_path, (0.1, 0.0, 0.2), (0.9, 0.8, 1.0), **beside).word == word
+
+
+def test_intervals_without_a_width_judge_nothing(tmp_path):
+    assert judged(tmp_path, (0.1,) * 3, (0.9,) * 3).word == "No verdict"
+    # where one of them has a width, the other is held to be as uncertain: 0.2 is within sqrt(0.15² + 0.15²), 0.3 is not
+    assert judged(tmp_path, (0.1,) * 3, (0.3, 0.15, 0.45)).word == "No clear change"
+    assert judged(tmp_path, (0.1,) * 3, (0.4, 0.25, 0.55)).word == "Learned"
+
+
+def test_the_verdict_has_the_figure_of_each_reward_function(tmp_path):
+    found = judged(tmp_path, (0.1, 0.0, 0.2), (0.9, 0.8, 1.0), **{"eval/rewards/a/mean": 0.25, "eval/rewards/b_c/mean": 0.5})
+    assert "→ 0.9 [0.8, 1]; a 0.25 → 0.25, b_c 0.5 → 0.5;" in str(found)
 
 
 def test_the_page_says_when_how_long_by_what_command_and_where(run, page):

@@ -1,0 +1,394 @@
+"""What a command takes, it obeys: every setting that its help lists is read by what acts on it, and changes what one can see."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import UserDict
+from dataclasses import replace
+from typing import Literal, get_args, get_origin
+
+import pytest
+import tiny_rewards
+from hub_stand_in import TOKEN, hub_stand_in
+from huggingface_hub import constants
+from read_settings import NOT_OBEYED, watching
+
+from psigrad import cli
+from psigrad.cli import flags
+from psigrad.cli.grid import GridSettings
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, Sampling, SFTConfig
+from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settings_of, unread_by, unread_of
+from psigrad.config.load import load, resolve_names
+from psigrad.control.settings import ControlConfig
+from psigrad.errors import UserError
+from psigrad.experiments.declarations import BiasSettings
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.preflight.settings import BenchConfig, PlanConfig
+
+REWARD = f"{tiny_rewards.__file__}:of_text"
+DRAWN = ["--max-completion-length", "4", "--eval-prompts", "4"]
+ADAPTER = (
+    "--lora-rank 2 --lora-alpha 8 --lora-dropout 0.1 --lora-target-modules q_proj --use-rslora --lora-modules-to-save lm_head"
+)
+PUSHED = "--max-steps 1 --push-to-hub --hub-model-id ada/small --hub-private-repo --hub-revision second"
+PLACED = "--max-steps 1 --cluster auto --samplers 2 --sampler-cpus 2 --sampler-gpus 0.5 --parcel-prompts 3"
+SCORERS = "--max-steps 1 --cluster auto --scorers 2 --scorer-cpus 2"
+ENVIRONMENTS = "--max-steps 1 --environment guess --cluster auto --environment-actors 2 --environment-cpus 2"
+PLAYED = f"--environment {tiny_rewards.__file__}:Parrot --environment-timeout 9 --environment-workers 2 --max-turns 2"
+SERVED = "--server http://127.0.0.1:9 --server-key-variable MINE --server-timeout 1 --server-attempts 1 --server-concurrency 2"
+GOES_ON = "--max-steps 2 --eval-dataset {rows} --extend --allow threads"
+FIRST = "--max-steps 1 --eval-dataset {rows}"
+OFFLINE = [FIRST, GOES_ON, "--num-train-epochs 0.1 --batch-size 4", f"{ADAPTER} --batch-size 4 --max-steps 1", PUSHED]
+# command -> the class of its settings, its rows, what all of these runs are given, and what each of them is given besides
+RUNS = {
+    "sft": (SFTConfig, "train", [*DRAWN, "--reward", REWARD, "--reward-weights", "2"], [*OFFLINE, SCORERS]),
+    "dpo": (PreferenceConfig, "pairs", [*DRAWN, "--reward", REWARD], [*OFFLINE, SCORERS]),
+    "kto": (PreferenceConfig, "judged", [*DRAWN, "--reward", REWARD], [*OFFLINE, SCORERS]),
+    "reward": (RewardConfig, "pairs", ["--eval-prompts", "4"], [*OFFLINE, "--process --step-separator e"]),
+    "grpo": (
+        OnlineConfig,
+        "train",
+        [*DRAWN, "--reward", REWARD, "--prompts-per-step", "2", "--num-generations", "4"],
+        [
+            FIRST,
+            GOES_ON,
+            "--num-train-epochs 0.1",
+            f"{ADAPTER} --max-steps 1",
+            "--max-steps 1 algorithm.psi=gae algorithm.critic=value_loss --critic-warmup-steps 1",
+            "--max-steps 1 --dynamic-sampling --max-refills 1 --beta 0.1 --ref-model-sync-steps 1 --eval-kl",
+            "--max-steps 1 --teacher-prompt answer --beta 0.1",
+            *(PUSHED, f"--max-steps 1 {PLAYED}", PLACED, SCORERS, ENVIRONMENTS),
+        ],
+    ),
+    "eval": (EvalConfig, "held_out", [*DRAWN, "--reward", REWARD], ["", PLAYED, SERVED]),
+    "sample": (SampleConfig, "held_out", [*DRAWN, "--reward", REWARD], ["--keep pairs --bradley-terry 2", PLAYED, SERVED]),
+}
+TRAINS = ("--threads", "1", "--no-progress", "--no-report")
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A folder to work in, without a cluster, and a hub that is a stand-in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PSIGRAD_CACHE", str(tmp_path / "cache"))
+
+    class NoCluster:
+        def __init__(self, *given, **named):
+            self.close = lambda: None
+
+        def __getattr__(self, name):
+            raise UserError("There is no cluster.")
+
+    monkeypatch.setattr("psigrad.language.recipes.placement.ActorPool", NoCluster)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hub_stand_in() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        yield tmp_path
+
+
+def command(name, job, folder, *more):
+    """The command line of a run on the tiny job."""
+    _, rows, given, _ = RUNS.get(name) or RUNS["grpo"]
+    words = [name, "--model", str(job / "base"), "--dataset", str(job / f"{rows}.jsonl"), *given, *more]
+    if name == "sample":
+        return [*words, "--output", str(folder / "rows.jsonl")]
+    return words if name == "eval" else [*words, *TRAINS, "--output-dir", str(folder / "run")]
+
+
+def listed(name, capsys):
+    """The flags that `--help-all` shows."""
+    with pytest.raises(SystemExit):
+        cli.main([*name.split(), "--help-all"])
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_setting_that_help_lists_is_read(name, job, alone, capsys):
+    cls, _, _, runs = RUNS[name]
+    with watching(cls) as read:
+        for number, more in enumerate(runs):
+            folder = alone / str(number - (more == GOES_ON))  # that of the run before
+            folder.mkdir(exist_ok=True)
+            words = command(name, job, folder, *more.format(rows=job / f"{RUNS[name][1]}.jsonl").split())
+            refused = any(part in more for part in ("--cluster", "--server", "--process"))  # once they are read
+            assert cli.main(words) == (2 if refused else 0), words
+    shown = listed(name, capsys)
+    assert {setting for setting in settings_of(cls) if flag_of(setting) in shown} == set(settings_of(cls))
+    only_with_vllm = {"sampling.vllm_memory"}
+    assert set(settings_of(cls)) - read - only_with_vllm == set()
+    assert not shown & {flag_of(other) for other, stands in unread_of(cls).items() if not stands}
+
+
+def test_negative_control_a_setting_that_nothing_reads_is_found(job, alone):
+    """LoRA's without an adapter, the server's without one; and reads by what only loads, plans or checks do not count."""
+    with watching(EvalConfig) as read:
+        assert cli.main(command("eval", job, alone)) == 0
+    assert {"max_turns", "server_timeout"}.isdisjoint(read) and {"sampling.top_p", "evaluation.eval_temperature"} <= read
+    with watching(PreferenceConfig) as read:
+        assert cli.main(["dpo", "--model", str(job / "base"), "--dataset", str(job / "pairs.jsonl"), "--eval-prompts", "4",
+                         "--max-steps", "1", *TRAINS, "--output-dir", str(alone / "run")]) == 0  # fmt: skip
+    assert {"sampling.top_p", "model.lora_alpha"}.isdisjoint(read) and "optim.weight_decay" in read
+
+
+def test_vllm_is_given_its_memory(job, alone, monkeypatch):
+    given = {}
+
+    def stub(model, batch, **named):
+        given.update(named)
+        return EmbeddedSampler(model, batch)
+
+    monkeypatch.setattr("psigrad.language.rollout.samplers.vllm_backend.VLLMSampler", stub)
+    asked = ["--sampler", "vllm", "--vllm-memory", "0.3", "--vllm-sleep", "--tensor-parallel-size", "2"]
+    assert cli.main(command("grpo", job, alone, "--max-steps", "1", *asked)) == 0
+    assert (given["memory"], given["sleep"], given["tensor_parallel_size"]) == (0.3, True, 2)
+
+
+# What another value than a default is, where the type does not say it.
+OTHER = {
+    "evaluation.eval_prompts": 3, "data.max_rows": 3, "data.max_prompt_length": 2, "sampling.max_completion_length": 3,
+    "sampling.top_k": 2, "sampling.min_p": 0.5, "sampling.top_p": 0.3, "sampling.sampler": "transformers",
+    "evaluation.eval_temperature": 0, "evaluation.metric": "exact", "reward_weights": "3",
+    "optim.max_grad_norm": 0.01, "optim.warmup_steps": 1, "optim.adam_epsilon": 0.1, "max_length": 5, "batch_size": 3,
+    "evaluation.num_generations_eval": 3, "best_of": 3, "keep": "best", "data.split": "other",
+}  # fmt: skip
+# What a file of rows, a model of a folder, right rows and a CPU need none of; and what other tests show.
+ELSEWHERE = {"data.split", "model.revision", "model.trust_remote_code", "data.bad_rows", "sampling.stop_token_ids", "model.dtype"}
+ELSEWHERE |= {"sampling.sampler"}  # which draws the same under the same seeds
+ELSEWHERE |= {
+    "model.adapter",
+    "model.lora_save",
+    "cache_reference",
+    "filter_metric",
+}  # without an adapter, a cache, several rewards
+
+
+def another(name, setting):
+    """A value of a setting that is not its default, as a flag's; None where there is none to be had."""
+    if name in OTHER:
+        return [flag_of(name), str(OTHER[name])]
+    if setting.type is bool:
+        return [flag_of(name) if not setting.default else flag_of(name).replace("--", "--no-", 1)]
+    if get_origin(setting.type) is Literal:
+        return [flag_of(name), next(word for word in get_args(setting.type) if word and word != setting.default)]
+    return [flag_of(name), str(setting.default + 1 if setting.type is int else setting.default / 2 or 0.5)]
+
+
+UNREPEATABLE = ("config.json", "timings.jsonl", "events.jsonl", "manifest.json", "README.md", "training_args.bin", ".lock")
+
+
+def seen(name, job, folder, capsys, *more):
+    """All that one can see of a run: status, output, and what is written."""
+    folder.mkdir()
+    status = cli.main(command(name, job, folder, *more))
+    said = capsys.readouterr()
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in UNREPEATABLE
+    }
+    return status, *(text.replace(str(folder), "") for text in said), files
+
+
+def judged(cls):
+    """Settings whose effect one run shows: not those of speed, nor those without effect for want of another."""
+    for name, setting in settings_of(cls).items():
+        plain = setting.type in (bool, int, float) or get_origin(setting.type) is Literal or name in OTHER
+        if plain and not {RECORDED, MACHINE, FREE} & setting.marks and name not in ELSEWHERE:
+            yield name, setting
+
+
+@pytest.mark.parametrize("name", ["eval", "sample"])
+def test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys, besides=()):
+    cls = RUNS[name][0]
+    base = seen(name, job, alone / "base", capsys, *besides)
+    assert base == seen(name, job, alone / "again", capsys, *besides), "negative control: the same twice"
+    same = []
+    for i, (setting, about) in enumerate(judged(cls)):
+        if seen(name, job, alone / str(i), capsys, *besides, *another(setting, about)) == base:
+            same.append(setting)
+    assert set(same) == set()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward", "grpo"])
+def test_each_setting_alone_changes_what_training_leaves(name, job, alone, capsys):
+    longer = ("--max-steps", "3", "--learning-rate", "0.01")
+    test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys, longer)
+
+
+def test_temperature_0_is_greedy_whatever_the_seed(job, alone, capsys):
+    written = []
+    for seed, more in ((0, "0"), (5, "0"), (5, "1")):
+        assert cli.main(command("sample", job, alone, "--temperature", more, "--seed", str(seed))) == 0
+        written.append((alone / "rows.jsonl").read_text())
+    assert written[0] == written[1] != written[2]
+    assert cli.main(command("eval", job, alone, "--temperature", "0", "--eval-temperature", "1")) == 2
+    assert "both are the setting evaluation.eval_temperature; give one of them" in capsys.readouterr().err
+
+
+def test_a_sampled_row_has_no_reward_where_nobody_scored_it(job, alone):
+    words = command("sample", job, alone)
+    at = words.index("--reward")
+    assert cli.main([*words[:at], *words[at + 2 :]]) == 0
+    assert {json.loads(line)["reward"] for line in (alone / "rows.jsonl").open()} == {None}
+
+
+def test_one_temperature_has_two_names_where_completions_are_drawn_by_evaluations_alone():
+    for cls in (EvalConfig, SampleConfig, SFTConfig, PreferenceConfig):
+        for name in ("temperature", "sampling.temperature", "eval_temperature"):
+            assert load(cls, flags=resolve_names(cls, {name: 0.5})).evaluation.eval_temperature == 0.5
+        assert load(cls, flags={"sampling": {"temperature": 0.5}}).evaluation.eval_temperature == 0.5
+    online = load(OnlineConfig, flags=resolve_names(OnlineConfig, {"temperature": 0.5}))
+    assert (online.sampling.temperature, online.evaluation.eval_temperature) == (0.5, 1.0)
+    with pytest.raises(UserError, match=r"stands for evaluation\.eval_temperature, which is given too"):
+        load(EvalConfig, flags={"sampling": {"temperature": 0.5}, "evaluation": {"eval_temperature": 0.2}})
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [(EvalConfig, "run.max_steps", 3), (SampleConfig, "metric", "exact"), (RewardConfig, "cluster", "auto"),
+     (SFTConfig, "max_prompt_length", 7), (EvalConfig, "lora_rank", 2), (EvalConfig, "save_strategy", "no")],
+)  # fmt: skip
+def test_what_a_command_does_not_read_is_refused_unless_it_asks_for_nothing(cls, name, value, tmp_path):
+    with pytest.raises(UserError, match=f"{name} is {value!r} and (is read by nothing here|stands for .*not read)"):
+        load(cls, flags=resolve_names(cls, {name: value}))
+    if name != "save_strategy":
+        usual = {"max_steps": 0, "metric": "", "cluster": "", "max_prompt_length": 0, "lora_rank": 0}[name.rpartition(".")[2]]
+        assert load(cls, flags=resolve_names(cls, {name: usual})) == cls()
+
+
+def test_eval_strategy_no_is_off_and_save_strategy_no_saves_the_end_alone(job, alone):
+    words = command("sft", job, alone, "--max-steps", "2", "--save-steps", "1")
+    assert cli.main([*words, "--eval-strategy", "no", "--save-strategy", "no"]) == 0
+    rows = [json.loads(line) for line in (alone / "run" / "metrics.jsonl").open()]
+    assert len(rows) == 2 and not any(key.startswith("eval/") for row in rows for key in row)
+    assert [path.name for path in (alone / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    (started,) = (e for e in map(json.loads, (alone / "run" / "events.jsonl").open()) if e["kind"] == "started")
+    assert (started["rows"], started["eval_rows"]) == (32, 0)
+
+
+def test_what_another_setting_leaves_without_effect_is_said(job, alone, capsys):
+    assert cli.main(command("sft", job, alone, "--max-steps", "1", "--lora-alpha", "3")) == 0
+    assert "psigrad: model.lora_alpha is 3.0 and has no effect without model.lora_rank.\n" in capsys.readouterr().err
+    events = [json.loads(line) for line in (alone / "run" / "events.jsonl").open()]
+    assert [event["settings"] for event in events if event["kind"] == "no_effect"] == [["model.lora_alpha"]]
+    assert idle(OnlineConfig()) == {} and idle(OnlineConfig(ref_model_mixup_alpha=0.5, ref_model_sync_steps=1)) == {}
+    vllm = idle(OnlineConfig(sampling=Sampling(vllm_memory=0.3)))["sampling.vllm_memory"]
+    assert vllm == "sampling.vllm_memory is 0.3 and has no effect without sampling.sampler=vllm."
+    assert idle(SFTConfig(sampling=Sampling(top_p=0.3))).keys() == {"sampling.top_p"}
+    assert idle(replace(SFTConfig(reward=("exact",)), sampling=Sampling(top_p=0.3))) == {}
+
+
+CONTROL = [
+    "--env",
+    "CartPole-v1",
+    "--total-timesteps",
+    "128",
+    "--n-envs",
+    "2",
+    "--eval-episodes",
+    "2",
+    "--no-progress",
+    "--no-report",
+    "--no-tuned",
+]
+ALGORITHMS = {
+    "ppo": ["--n-steps 16 --batch-size 8 --target-kl 1", "--n-steps 0"],
+    "trpo": ["--n-steps 16", "--n-steps 0"],
+    "dqn": ["--learning-starts 16 --batch-size 8 --train-freq 8 --target-update-interval 16"],
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_setting_of_control_is_read_by_its_algorithm_or_refused(name, alone, capsys):
+    with watching(ControlConfig) as read:
+        for number, more in enumerate(ALGORITHMS[name]):
+            assert cli.main(["control", name, *CONTROL, *more.split(), "--output-dir", str(alone / str(number))]) == 0
+    unread = unread_by(ControlConfig, name)
+    assert set(settings_of(ControlConfig)) - read - {"run.allow", "run.extend"} <= unread
+    assert not {flag_of(other) for other in unread} & listed(f"control {name}", capsys)
+    assert {flag_of(other) for other in unread} <= listed("control", capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("ppo --buffer-size 5", "dqn.buffer_size is 5 and ppo does not read it"), ("dqn --n-steps 5", "n_steps is 5 and dqn does"),
+     ("trpo --clip-range 0.3", "clip_range is 0.3 and trpo"), ("ppo dqn.tau=0.5", "dqn.tau is 0.5 and ppo"),
+     ("a2c --clip-range-schedule linear", "clip_range_schedule is linear and a2c does not clip"),
+     ("grpo --gae-lambda 0.5", "gae_lambda is 0.5 and grpo has no λ")],
+)  # fmt: skip
+def test_control_refuses_what_its_algorithm_does_not_read(words, said, alone, capsys):
+    assert cli.main(["control", *words.split(), "--no-tuned", "--output-dir", str(alone / "run")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_setting_of_a_grid_and_of_a_plan_is_read(job, alone):
+    everything = tuple(part for part in NOT_OBEYED if "preflight" not in part)
+    plan = ["plan", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--eval-prompts", "4",
+            "--reward", "exact", "--memory", "24GB", "--tflops", "1", "--max-completion-length", "4"]  # fmt: skip
+    more = ["--devices", "2", "--prompt-length", "3"]
+    for cls, runs in ((GridSettings, [["grid"]]), (PlanConfig, [[*plan, "--json", "--eight-bit"], [*plan, *more]])):
+        with watching(cls, everything) as read:
+            assert [cli.main(words) for words in runs] == [0] * len(runs)
+        assert set(settings_of(cls)) - read == set(), cls
+
+
+@pytest.mark.long
+def test_every_setting_of_bench_and_of_an_experiment_is_read(job, alone):
+    small = [
+        "--prompts",
+        "2",
+        "--generations",
+        "2",
+        "--prompt-tokens",
+        "4",
+        "--completion-tokens",
+        "4",
+        "--steps",
+        "1",
+        "--json",
+        "times.jsonl",
+    ]
+    bench, bias = ["bench", "--model", str(job / "base"), *small], ["experiment", "bias", "--seeds", "2", "--episodes", "400"]
+    for cls, words in ((BenchConfig, bench), (BiasSettings, bias)):
+        with watching(cls, tuple(part for part in NOT_OBEYED if "preflight" not in part)) as read:
+            assert cli.main(words) == 0
+        assert set(settings_of(cls)) - read == set(), cls
+
+
+class Given(UserDict):
+    """The flags of a command without settings, and which of them it asked for; by ** for all of them."""
+
+    read: set[str]
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+PLAIN = {
+    "score": ["--reward", "exact", "--dataset", "{job}/train.jsonl", "--output", "{tmp}/scores.jsonl"],
+    "pairs": ["--dataset", "{tmp}/ranked.jsonl", "--output", "{tmp}/pairs.jsonl", "--scale", "5", "--tie", "1"],
+    "doctor": ["--json"],
+    "push": ["somewhere", "ada/small", "--private", "--revision", "second"],
+    "studio": ["--port", "1", "--no-open", "--model-memory", "2", "--database", "x"],
+    "demo": ["--output-dir", "x", "--seed", "3", "--no-progress"],
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_flag_of_a_plain_command_is_read(name, job, alone, monkeypatch):
+    plain, made = flags.plain, []
+    monkeypatch.setattr(Given, "read", set(), raising=False)
+    monkeypatch.setattr(flags, "plain", lambda *given: made.append(Given(plain(*given))) or made[-1])
+    for place in ("psigrad.runs.hub.push", "psigrad_studio.serve.studio", "psigrad.language.recipes.demo.run",
+                  "psigrad.records.report.terminal.print_result"):  # fmt: skip
+        monkeypatch.setattr(place, lambda *given, **named: "done")
+    ranked = {"prompt": "a", "completions": ["b", "c"], "ranking": [2, 1]}
+    (alone / "ranked.jsonl").write_text(json.dumps(ranked) + "\n")
+    assert cli.main([name, *(word.format(job=job, tmp=alone) for word in PLAIN[name])]) == 0
+    (given,) = made
+    assert {*plain(name, [], given.data)} - Given.read <= {"reward"}, "which is taken before, with its several values"

@@ -1,0 +1,88 @@
+"""Held-out figures by hand: means over prompts, pass@k of what was scored, each reward function; the same seeds at any step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from in_memory import make
+
+from psigrad.intervals import mean_interval, wilson
+from psigrad.language.models import tiny
+from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.evaluator import Evaluator, figures_of
+from psigrad.language.training.online.collect import _penalise_cut
+from psigrad.language.training.online.figures import Tally
+from psigrad.language.training.online.forward import add_old_values, log_probs, reference_log_probs, to_batch
+from psigrad.objective import Loss
+
+
+def completion(row, k, reward, finish="stop", **parts) -> Trajectory:
+    own = Completion((5, 6), (-1.0, -1.0), (-1.0, -1.0), finish, k)
+    return Trajectory(row, k, (1,), own, 0, reward=reward, parts=parts)
+
+
+def test_pass_at_k_is_of_the_completions_that_were_scored():
+    """Prompt 0 has 1 right of 4, prompt 1 of its two scored ones 1; the third prompt has no score and counts nowhere."""
+    rewards = [1.0, 0.0, 0.0, 0.0, None, 1.0, 0.0, None, None, None, None, None]
+    found = figures_of([completion(i // 4, i % 4, reward) for i, reward in enumerate(rewards)], 4, "exact")
+    low, high = mean_interval([0.25, 0.5])
+    assert (found["eval/exact/mean"], found["eval/exact/low"], found["eval/exact/high"]) == (0.375, low, high)
+    assert (found["eval/prompts"], found["eval/unscored"]) == (3, 6)
+    # of two: prompt 0 holds the right one in C(3,1) of C(4,2) pairs, prompt 1 in its only pair; of four: prompt 0 alone has them
+    assert [found[f"eval/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.375, (0.5 + 1.0) / 2, 1.0])
+
+
+def test_each_of_several_reward_functions_has_its_held_out_figure():
+    rows = [completion(0, 0, 1.2, right=1.0, short=0.2), completion(1, 0, 0.4, right=0.0, short=0.4), completion(2, 0, None)]
+    rows.append(completion(3, 0, 1.0, right=1.0, short=None))
+    found = figures_of(rows, 1, "reward")
+    assert found["eval/reward/mean"] == pytest.approx(2.6 / 3)
+    assert found["eval/rewards/right/mean"] == pytest.approx(2 / 3)
+    assert (found["eval/rewards/right/low"], found["eval/rewards/right/high"]) == wilson(2, 3)
+    assert found["eval/rewards/short/mean"] == pytest.approx(0.3)
+    alone = figures_of([completion(0, 0, 1.0, right=1.0)], 1, "right")
+    assert not any(key.startswith("eval/rewards/") for key in alone), "one function is the metric itself"
+
+
+def test_two_evaluations_of_one_policy_draw_the_same():
+    run = make(tiny.tokenizer(["say a: b"], 270))
+    evaluator = Evaluator(run.prompts, None, "reward", run.params, seed=4, num_generations=2)
+    (_, first), (_, later) = (evaluator(run.model, run.sampler, step) for step in (0, 7))
+    assert [t.completion.ids for t in first] == [t.completion.ids for t in later] and len(
+        {t.completion.seed for t in first}
+    ) == 16
+
+
+def test_the_penalty_for_no_end_is_taken_from_cut_completions_alone():
+    cut, ended = completion(0, 0, 0.75, "length"), completion(0, 1, 0.75)
+    assert (_penalise_cut(cut, 0.5).reward, _penalise_cut(cut, 0.5).parts) == (0.25, {"missing_eos": -0.5})
+    assert _penalise_cut(ended, 0.5) is ended and _penalise_cut(replace(cut, reward=None), 0.5).reward is None
+
+
+def test_figures_are_sums_over_micro_batches_and_means_over_optimiser_steps():
+    """Losses 1 + 2 in the first step and 5 in the second: 4; gradient norms 2 and 4: 3."""
+    tally = Tally()
+    for shares, norm in (((1.0, 2.0), 2.0), ((5.0,), 4.0)):
+        tally.steps += 1
+        for share in shares:
+            tally.add(Loss(torch.tensor(share), {"kl": torch.tensor(share / 2)}))
+        tally.end_step([norm])
+    assert tally.result() == {"loss": 4.0, "kl": 2.0, "updates": 2, "grad_norm": 3.0}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_what_is_computed_before_the_update_is_at_the_temperature_of_the_samples(temperature):
+    """The reference's log-probs; and with several passes in bfloat16 the policy's own, in place of the sampler's."""
+    run = make(tiny.tokenizer(["say a: b"], 270), {"preset": "grpo", "kl": {}}, num_iterations=2, dtype=torch.bfloat16)
+    run = replace(run, params=replace(run.params, temperature=temperature))
+    group = [[completion(0, k, 1.0) for k in range(2)]]
+    batch = to_batch(group)
+    found = add_old_values(run, run.algorithm, batch, 0, Tally(), None)
+    expected = [f(m, batch, 4096, temperature) for f, m in ((reference_log_probs, run.reference), (log_probs, run.model))]
+    assert torch.equal(found.logp_ref, expected[0]) and torch.equal(found.logp_old, expected[1])
+    assert not torch.equal(found.logp_old, batch.logp_old)
+    with torch.no_grad():
+        other = reference_log_probs(run.reference, batch, 4096, 1.5 - temperature)
+    assert not torch.allclose(found.logp_ref, other), "negative control: the temperature matters"
