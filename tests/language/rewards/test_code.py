@@ -11,7 +11,7 @@ import pytest
 from judged_programs import FAKED, FAKES, FORMS, LCB, REFUSED, ROWS, TASKS
 
 from psigrad.errors import UserError
-from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Scored
+from psigrad.language.rewards import Failed, RewardPool, RewardSpec, Samples, Scored
 from psigrad.language.rewards.code import Code, program_of, same_output, whole_program
 from psigrad.language.rewards.code_asserts import taken_apart
 from psigrad.language.rewards.code_rows import Printed, read_tests
@@ -126,7 +126,8 @@ def test_a_program_that_loops_is_wrong_however_many_tests_it_has_and_the_rewards
         scoring = pool.begin()
         texts = ["while True: pass", slow]
         scoring.add(Samples(["p"] * 2, texts, [[1]] * 2, {"tests": [tests, tests[:3]]}))
-        assert scoring.results() == [Scored(0.0, {"code": 0.0}), Scored(1.0, {"code": 1.0})]
+        late = Failed(0.0, "code: test 1 of 12: it ran out of time", {"code": 0.0})
+        assert scoring.results() == [late, Scored(1.0, {"code": 1.0})]
 
 
 @pytest.mark.needs("bubblewrap")
