@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from psigrad.errors import kind_of
-from psigrad.language.rewards.code import Code
+from psigrad.language.rewards.code import Code, Wrong
 from psigrad.language.rewards.outcomes import Failure, Unscored, transcript_of, turns_of
 from psigrad.language.rewards.rubric import Rubric
 from psigrad.processes.workers import unpack
@@ -204,6 +204,8 @@ def _part_of(name: str, value: Any) -> Part:
     """One value of a returned list as a plain Python object, which any process can read."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
+    if isinstance(value, Wrong):
+        return Failure(value.reason)  # worth 0, and the records say why
     if isinstance(value, Unscored):
         return Unscored(f"{name}: {value.reason}")
     kind = kind_of(value)

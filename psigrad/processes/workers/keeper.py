@@ -14,6 +14,8 @@ import signal
 import time
 from pathlib import Path
 
+from psigrad.processes.workers.lifetime import die_with_parent
+
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
 # Seconds in which what a worker left behind must have ended.
 _PATIENCE = 5.0
@@ -33,7 +35,7 @@ def keep(parent: int) -> None:
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        call(_DEATH_SIGNAL, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != own:
             os._exit(0)  # it died before prctl could tell
         os.setsid()

@@ -54,7 +54,7 @@ class Worker:
 
     `service(payload)` is called in the worker and gives the function that answers. `homes` are files of modules that a fresh
     process does not find by name. `memory` limits its data in bytes (0: no limit), `variables` are environment variables that it
-    gets besides the usual ones. `prefix` is a command to run it under. It must be ready within `start_limit` seconds.
+    gets besides the usual ones. It runs in the `enclosure`, where one is given. It must be ready within `start_limit` seconds.
 
     Pipes never block: a worker that was stopped in the middle of reading or writing is late like any other.
     """

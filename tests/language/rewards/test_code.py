@@ -6,16 +6,12 @@ import base64
 import json
 import sys
 import zlib
-from dataclasses import replace
 
 import pytest
 from judged_programs import FAKED, FAKES, FORMS, LCB, REFUSED, ROWS, TASKS
 
-from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row
-from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Scored
+from psigrad.language.rewards import Failed, RewardPool, RewardSpec, Samples, Scored
 from psigrad.language.rewards.code import Code, program_of, same_output, whole_program
 from psigrad.language.rewards.code_asserts import taken_apart
 from psigrad.language.rewards.code_rows import Printed, read_tests
@@ -130,7 +126,8 @@ def test_a_program_that_loops_is_wrong_however_many_tests_it_has_and_the_rewards
         scoring = pool.begin()
         texts = ["while True: pass", slow]
         scoring.add(Samples(["p"] * 2, texts, [[1]] * 2, {"tests": [tests, tests[:3]]}))
-        assert scoring.results() == [Scored(0.0, {"code": 0.0}), Scored(1.0, {"code": 1.0})]
+        late = Failed(0.0, "code: test 1 of 12: it ran out of time", {"code": 0.0})
+        assert scoring.results() == [late, Scored(1.0, {"code": 1.0})]
 
 
 @pytest.mark.needs("bubblewrap")
@@ -158,16 +155,7 @@ def test_what_may_be_printed_is_a_setting_and_follows_from_what_is_expected():
     )
 
 
-def test_rows_that_cannot_be_judged_are_refused_at_the_start_by_their_place():
-    rows = [
-        Row("my.jsonl:1", "p", columns={"tests": "assert f(3) == 9"}),
-        Row("my.jsonl:2", "p", columns={"tests": "assert differs(f(3), 9)"}),
-    ]
-    config = OnlineConfig(reward=("code",))
-    with pytest.raises(UserError, match=r"my\.jsonl:2: .*what is expected could go into the sandbox"):
-        RewardSetup.of(config).judgeable(rows)
-    skipping = replace(config, data=replace(config.data, bad_rows="skip"))
-    assert RewardSetup.of(skipping).judgeable(rows) == rows[:1]
-    with pytest.raises(UserError, match=r"my\.jsonl:2"):
-        RewardSetup.of(skipping).judgeable(rows[1:])
-    assert RewardSetup.of(replace(config, reward=("exact",))).judgeable(rows) == rows
+def test_a_row_can_be_asked_whether_it_can_be_judged():
+    Code().check_row({"tests": "assert f(3) == 9", "other": 1})
+    with pytest.raises(UserError, match="what is expected could go into the sandbox"):
+        Code().check_row({"tests": "assert differs(f(3), 9)"})
