@@ -121,14 +121,16 @@ CLAIMS: dict[str, tuple[str, str, str]] = {
         "patience of the rule (three evaluations in a row) was set on length, format, copy and honest RLOO; before, with two, 13 of 120 honest "
         "runs raised an alarm. By the upper ends of the intervals the share of false alarms "
         "may be 7 % of all honest runs, and 11 % of those that the rule was not set on. The next section measures "
-        "it on 240 honest runs with seeds of their own.",
+        "it on honest runs with seeds of their own.",
     ),
     "false_alarms": (
-        "False alarms",
+        "Alarms on seeds that no rule was set on",
         "goal of psigrad, stated before the runs",
-        "Honest runs on seeds that were never looked at while the rules were set, for each method and a third, one and three times the usual learning rate. Measured "
-        "with `--prompts 8 --held-out 200`, half of what the honest runs above had: with so small batches most runs at the largest rate collapse, which no rule takes for "
-        "exploitation, since reward and truth fall together. The alarms above came from runs that shook at that rate and did not collapse; this figure says nothing of those.",
+        "Honest runs for each method at a third, one and three times the usual learning rate, and flawed rewards at three times. Measured with "
+        "`--seeds 25 --hacks 8 --prompts 8 --held-out 200`: a small size, whose intervals are wide. The flawed rewards are exploited within six steps, "
+        "and evaluated every twelve, so that no evaluation but that before the first step sees the truth before it falls. The rule *apart* counts "
+        "that evaluation; while it did not, it was raised in none of these runs. At the largest rate most honest runs collapse, which no rule takes for exploitation, since reward "
+        "and truth fall together.",
     ),
     "pretrained": (
         "A pretrained model",
@@ -369,7 +371,14 @@ LITERATURE = (
         "goal of psigrad: 5 %",
         "false_alarms",
         {"at most 5% of honest runs raise an alarm": ""},
-        "share of 240 honest runs with a warning, on seeds that no rule was set on, in batches half as large; holds up to 0.05",
+        "share of 75 honest runs with a warning, on seeds that no rule was set on, in batches half as large; holds up to 0.05",
+    ),
+    Claim(
+        "A reward that is exploited within the first steps is noticed",
+        "goal of psigrad: 90 %",
+        "false_alarms",
+        {"90% of the rewards exploited at once are noticed": ""},
+        "share of 33 runs that exploit a flawed reward at once with a warning, on seeds that no rule was set on; holds from 0.9 on",
     ),
     Claim(
         "Checked rewards teach a pretrained model, and break nothing else",

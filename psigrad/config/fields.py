@@ -38,9 +38,9 @@ FREE, RECORDED, LENGTH, LIVE = Mark.FREE, Mark.RECORDED, Mark.LENGTH, Mark.LIVE
 MACHINE, STEPS, SEVERAL, MAIN = Mark.MACHINE, Mark.STEPS, Mark.SEVERAL, Mark.MAIN
 
 
-class Unread:
-    """Settings of a section that a command does not read: `run: Annotated[Run, Unread("max_steps")]`. Where another one stands
-    for it, its dotted name: `Unread(temperature="evaluation.eval_temperature")`.
+class NotRead:
+    """Settings of a section that a command does not read: `run: Annotated[Run, NotRead("max_steps")]`. Where another one stands
+    for it, its dotted name: `NotRead(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -97,7 +97,7 @@ def unread_of(cls: Any) -> dict[str, str]:
 @cache
 def _unread_of(cls: Any) -> dict[str, str]:
     sections = get_type_hints(cls, include_extras=True)
-    found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
+    found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, NotRead)}
     return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
 
 

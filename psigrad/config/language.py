@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, Unread
+from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead
 from psigrad.config.sections import (
     DRAWS,
     Count,
@@ -54,15 +54,15 @@ _SCORED, _PLAYED, _SERVED = Needs("reward", "evaluation.metric"), Needs("environ
 _WORKERS = Needs(*_SCORED.settings, *_PLAYED.settings)
 # What some commands do not read of the sections that they share with others.
 _NO_SAMPLERS = ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "environment_actors", "environment_cpus")
-_Placed = Annotated[Placement, Unread(*_NO_SAMPLERS)]
-_Rows = Annotated[Data, Unread("max_prompt_length")]
-_JudgedRows = Annotated[Data, Unread("eval_dataset", "eval_split")]
+_Placed = Annotated[Placement, NotRead(*_NO_SAMPLERS)]
+_Rows = Annotated[Data, NotRead("max_prompt_length")]
+_JudgedRows = Annotated[Data, NotRead("eval_dataset", "eval_split")]
 # Where completions are drawn by evaluations alone, they have one temperature.
-_Evaluated = Annotated[Sampling, Unread(temperature="evaluation.eval_temperature"), DRAWS]
+_Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperature"), DRAWS]
 _AsItIs = Annotated[
-    Model, Unread("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
+    Model, NotRead("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
 ]
-_AtOnce = Annotated[Run, Unread(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
+_AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,13 @@ class RewardConfig(PackingSettings):
     model: Model = field(default_factory=Model)
     data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
-    evaluation: Annotated[Evaluation, Unread("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(
+    evaluation: Annotated[Evaluation, NotRead("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(
         default_factory=Evaluation
     )
     run: Run = field(default_factory=Run)
-    placement: Annotated[Placement, Unread("cluster", "scorers", "scorer_cpus", *_NO_SAMPLERS)] = field(default_factory=Placement)
+    placement: Annotated[Placement, NotRead("cluster", "scorers", "scorer_cpus", *_NO_SAMPLERS)] = field(
+        default_factory=Placement
+    )
     hub: Hub = field(default_factory=Hub)
     process: Annotated[bool, MAIN] = False
     """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
@@ -289,7 +291,9 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, Unread("eval_steps", "eval_kl")] = field(default_factory=lambda: Evaluation(eval_prompts=0))
+    evaluation: Annotated[Evaluation, NotRead("eval_steps", "eval_kl")] = field(
+        default_factory=lambda: Evaluation(eval_prompts=0)
+    )
     run: _AtOnce = field(default_factory=Run)
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
@@ -302,7 +306,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data())
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, Unread("eval_steps", "eval_kl", "metric")] = field(
+    evaluation: Annotated[Evaluation, NotRead("eval_steps", "eval_kl", "metric")] = field(
         default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8)
     )
     run: _AtOnce = field(default_factory=Run)

@@ -446,7 +446,9 @@ class _Step:
         """The sum over the parts, by name."""
         add_up([self.optimizer], [partial(self._loss, part, totals(part), scale) for part in parts])
         learns = self.subject.model.trainable()
-        found = {name: p.grad.detach().clone() for name, p in learns.items() if p.grad is not None}
+        masters = self.optimizer.masters  # where the sum over several passes of half-precision weights stands
+        stands = {name: p if (own := masters.get(name)) is None or own.grad is None else own for name, p in learns.items()}
+        found = {name: p.grad.detach().float().clone() for name, p in stands.items() if p.grad is not None}
         self.optimizer.clear()
         return found
 

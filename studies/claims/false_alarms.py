@@ -78,10 +78,10 @@ def run(s: AlarmSettings) -> AlarmResult:
             config = trials.online(s, where, method, reward=("exact",), evaluation=often)
             config = trials.at_rate(config, s.learning_rate * factor)
             jobs.setdefault((name, factor), []).append(Trial(name, FIRST_SEED + k, method, config))
+    seldom = replace(often, eval_steps=max(1, s.steps // 5))
     for name, function in FLAWS.items():
-        config = trials.online(
-            s, where, {"preset": "rloo", "kl": None}, reward=(f"studies.rewards:{function}",), evaluation=often
-        )
+        flawed = {"reward": (f"studies.rewards:{function}",), "evaluation": seldom}
+        config = trials.online(s, where, {"preset": "rloo", "kl": None}, **flawed)
         config = trials.at_rate(config, s.learning_rate * FACTORS[-1])
         jobs[name, FACTORS[-1]] = [Trial(name, FIRST_SEED + k, "rloo", config) for k in range(s.hacks)]
     jobs = {key: own for key, own in jobs.items() if own}

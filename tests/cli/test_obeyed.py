@@ -156,6 +156,7 @@ OTHER = {
 }  # fmt: skip
 # What a file of rows, a model of a folder, right rows and a CPU need none of; and what other tests show.
 ELSEWHERE = {"data.split", "model.revision", "model.trust_remote_code", "data.bad_rows", "sampling.stop_token_ids", "model.dtype"}
+ELSEWHERE |= {"data.plain_prompts", "sampling.cuda_graphs"}  # of models with a chat template, and of GPUs
 ELSEWHERE |= {"sampling.sampler"}  # which draws the same under the same seeds
 ELSEWHERE |= {
     "model.adapter",

@@ -17,7 +17,7 @@ _LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\
 _UNICODE = str.maketrans(dict(zip("√∞π·×∪∩∅≤≥±∈²³°\N{MINUS SIGN}\u00a0", _LATEX.split("|"), strict=True)))
 _SPACES = re.compile(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~")
 _ROOT = re.compile(r"\\sqrt (\d+|[A-Za-z]|\([^()]*\))")
-_FENCED = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_FENCED = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _ANSWER = re.compile(r"(?i)\banswers?\b\W{0,5}(?:(?:is|are)\b|[:=])\W{0,3}?\s?")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|operatorname)\s?\{([^{}]*)\}")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-z]*\}")
@@ -94,7 +94,8 @@ def _read(text: str) -> MathAnswer | None:
     if re.fullmatch(r"[\dA-Z]+_\{?\d+\}?", text):  # of another base: the digits as they are
         return MathAnswer(text, words=re.sub(r"[{}]", "", text).casefold())
     bare = _TEXT.sub(r" \1 ", text)
-    if not re.search(r"[\d\\=<>^+*/]", bare) and (_WORD.search(bare) or bare.strip("( )").isalpha()):
+    said = _TEXT.fullmatch(text) or not re.search(r"[\d\\=<>^+*/]", bare)
+    if said and (_WORD.search(bare) or bare.strip("( )").isalpha()):
         return MathAnswer(text, words=_fold(bare))
     unit = ""
     if behind := _UNIT.search(text):

@@ -31,10 +31,11 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
+_RECURRING = re.compile(r"(\d{1,30})\.(\d{0,30})\\(?:overline|bar)\s?\{(\d{1,30})\}")
 # What makes a number part of an expression: it is no answer by itself.
 _BEFORE = re.compile(r"(?:√|\\sqrt(?:\[\d{0,9}\])?\{?|\^\{?|_\{?|\\log|\\ln)[ ]?$")
 _AFTER = re.compile(r"[ ]?(?:\\pi|π|\\sqrt|√|\^|\\times|\\cdot|\{?\\[cdt]?frac)")
-_WRAPPED = re.compile(r"\$\$(.*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+_WRAPPED = re.compile(r"\$\$(.*)\$\$|\$((?:[^$\\]|\\.)*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;.]*")
 _LARGEST = 400
@@ -88,7 +89,14 @@ def last_number(text: str) -> Number | None:
 def _plain(text: str) -> str:
     """One sign for minus, and ½ as 1/2."""
     spelled = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    spelled = _RECURRING.sub(_as_fraction, spelled)
     return spelled.replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-").strip()
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    r"""0.1\overline{6} as 15/90: all digits less those that do not recur, over nines and zeros."""
+    whole, once, again = found.groups()
+    return f"{int(whole + once + again) - int(whole + once)}/{'9' * len(again)}{'0' * len(once)}"
 
 
 def unwrap(text: str) -> str:

@@ -208,7 +208,7 @@ class _Talk:
 
     def __init__(self, house: _House, number: int) -> None:
         self._house, self._name = house, str(next(_NUMBERS))
-        self._asked, self._answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+        self._asked, self._answers = queue.SimpleQueue[Any](), queue.SimpleQueue[tuple[str, Sequence[ToolCall]] | None]()
         house.talks[self._name] = self
         own = house.verifiers
         client = own.EvalClientConfig(base_url=f"{house.address}/{self._name}/v1", api_key_var="PSIGRAD_CALLS_NOBODY")
