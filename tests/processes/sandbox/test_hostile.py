@@ -58,7 +58,8 @@ def left_over(process: int | None = None) -> list[str]:
     first, left, by_user = user_of(process or os.getpid(), 0), [], os.geteuid() == 0 and users_here()[1] > 0
     for found in psutil.process_iter(["uids", "cmdline"]):
         command = " ".join(found.info["cmdline"] or ())
-        if first <= found.info["uids"].effective < first + USERS if by_user else "/driver.py" in command:
+        user = found.info["uids"].effective
+        if first <= user < first + USERS if by_user else user == os.geteuid() and "/driver.py" in command:
             left.append(f"{found.pid} {command}")
     return left
 
