@@ -46,8 +46,8 @@ def test_no_file_of_a_run_holds_a_planted_secret(share, job, tmp_path, monkeypat
     monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
     monkeypatch.setattr(sys, "argv", ["psigrad", "grpo", "--hub-token", PLANTED["flag"], f"--x=https://u:{PLANTED['url']}@h/"])
     made = online_config(job, tmp_path / "run", report=True, max_steps=1)
-    asked = {"reward": "code", "service": f"https://me:{PLANTED['url']}@sandbox.example/run?token={PLANTED['query']}"}
-    made = replace(made, reward=(f"{tmp_path / 'mine.py'}:mine", asked), reward_weights=(1.0, 0.0), worker_env=("JUDGE_SECRET",))
+    url = f"https://me:{PLANTED['url']}@sandbox.example/run?token={PLANTED['query']}"
+    made = replace(made, reward=(f"{tmp_path / 'mine.py'}:mine",), worker_env=("JUDGE_SECRET", url))
     made = replace(made, max_unscored=share, evaluation=replace(made.evaluation, eval_prompts=0))
     if share:
         online.run(made)
