@@ -49,7 +49,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
 ifdef LOCKED
 	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 else
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pycosat >/dev/null 2>&1 || { \

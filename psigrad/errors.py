@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import pickle
 from collections.abc import Iterable
 
 
@@ -28,6 +29,10 @@ def kind_of(value: object) -> str:
 def reason_of(error: BaseException) -> str:
     """The first line of another library's error, for a sentence of ours. Its advice about remote code becomes our setting."""
     text = str(error).strip() or type(error).__name__
+    if isinstance(error, pickle.UnpicklingError):
+        return "its weights are a pickle of more than tensors, which is not executed, or are damaged; convert them to safetensors"
+    if isinstance(error, KeyError):
+        return f"{type(error).__name__} {text}"
     if "trust_remote_code" in text:
         return "it comes with Python code of its own; set model.trust_remote_code=true if you have read and trust it"
     return text.splitlines()[0]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from psigrad.errors import UserError, kind_of, nearest
 
+# The files that a module opened for reading while it was imported here, by its name.
+opened_by: dict[str, set[str]] = {}
+_watching: list[int] = []
 # Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
 FILE_MODULE = "_psigrad_file_"
 
@@ -56,14 +62,40 @@ def _module(name: str, path: str, kind: str) -> ModuleType:
                 raise UserError(f"The {kind} {path!r}: there is no file {str(file)!r}; give the path of one, or module:name.")
             if str(file.parent) not in sys.path:
                 sys.path.append(str(file.parent))  # its neighbours, as for a script; last, so that it hides nothing
-            return load_file(FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12], str(file))
+            inner = FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12]
+            with _watched():
+                return load_file(inner, str(file))
         if "" not in sys.path and "." not in sys.path:
             sys.path.insert(0, "")
-        return importlib.import_module(name)
+        with _watched():
+            return importlib.import_module(name)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"The {kind} {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Note in `opened_by` what is opened for reading in the block."""
+    if not _watching:
+        sys.addaudithook(_note_opened)  # it stays for good
+        _watching.append(0)
+    _watching[0] += 1
+    try:
+        yield
+    finally:
+        _watching[0] -= 1
+
+
+def _note_opened(event: str, about: tuple[Any, ...]) -> None:
+    if event != "open" or not _watching[0] or not isinstance(about[0], str) or about[0].endswith((".py", ".pyc", ".so")):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    if frame is not None and not about[2] & (os.O_WRONLY | os.O_RDWR):
+        opened_by.setdefault(frame.f_globals["__name__"], set()).add(os.path.abspath(about[0]))
 
 
 def checkout_folder(name: str) -> Path | None:

@@ -11,41 +11,18 @@ from psigrad import seeds
 from psigrad.config import Sampling
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Message, Row
-from psigrad.language.data.templates import decode, prompt_ids
+from psigrad.language.data.templates import decode
+from psigrad_studio import template_worker
+from psigrad_studio.chat_question import ChatQuestion
 from psigrad_studio.checkpoint_list import Checkpoint
 from psigrad_studio.model_cache import ModelCache, ModelTurn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from psigrad.language.models.language_model import LanguageModel
 
 Say = Callable[[Mapping[str, Any]], None]
 Reason = Literal["stop", "length", "stopped"]
 _UNFINISHED = "\ufffd"
-_PROBE = "a probe of the template"
-
-
-@dataclass(frozen=True)
-class ChatQuestion:
-    """A conversation that ends with a user's message, and the sampling settings of the answer. `max_tokens` is an upper bound."""
-
-    messages: tuple[Message, ...]
-    system: str = ""
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def row(self, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """The prompt for the model: the conversation, or, without a chat template, the last message as plain text."""
-        talks, follows = abilities(tokenizer)
-        if not talks:
-            return Row("the prompt", prompt=str(self.messages[-1]["content"]))
-        if self.system and not follows:
-            raise UserError("This model's chat template has no system prompt; leave it empty.")
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        return Row("the conversation", prompt=[*first, *(dict(message) for message in self.messages)])
 
 
 @dataclass
@@ -59,17 +36,6 @@ class ChatAnswer:
     text: str = ""
     reason: Reason | None = None
     """Why it ended; None while it goes on."""
-
-
-def abilities(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
-    """Whether a tokenizer has a chat template, and whether the template supports a system prompt."""
-    if not tokenizer.chat_template:
-        return False, False
-    talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "a"}]
-    try:
-        return True, _PROBE in str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
-    except Exception:  # a template is a program and can raise anything
-        return True, False
 
 
 def converse(
@@ -130,8 +96,8 @@ class _Writer:
         from psigrad.language.rollout.samplers.samplers import sampling_params
         from psigrad.language.rollout.types import Request
 
-        row = question.row(model.tokenizer)
-        ids = tuple(prompt_ids(model.tokenizer, row))
+        prompt, tokens = template_worker.shared().prompt(answer.checkpoint, question)
+        row, ids = Row("the prompt", prompt=prompt), tuple(tokens)
         room = model.max_length - len(ids)
         if room < 1:
             raise UserError(

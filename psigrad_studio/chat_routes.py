@@ -7,7 +7,6 @@ import json
 import secrets
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import cache
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -15,7 +14,9 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from psigrad.errors import UserError
-from psigrad_studio.chat_answers import ChatAnswer, ChatQuestion, abilities, converse
+from psigrad_studio import template_worker
+from psigrad_studio.chat_answers import ChatAnswer, converse
+from psigrad_studio.chat_question import ChatQuestion
 from psigrad_studio.checkpoint_list import Checkpoint, find
 from psigrad_studio.comparisons import ChatComparisons
 from psigrad_studio.json_api import RequestForm
@@ -83,7 +84,7 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
 
     @routes.post("/about")
     def about(form: AboutForm) -> dict[str, Any]:
-        talks, follows = _abilities(_known(settings, [form.model])[0])
+        talks, follows = template_worker.shared().abilities(_known(settings, [form.model])[0])
         return {"template": talks, "system": follows}
 
     @routes.post("/answer")
@@ -187,8 +188,3 @@ def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:
     if any(name not in found for name in ids):
         raise UserError("There is no such model in the runs folder any more; choose another.")
     return [found[name] for name in ids]
-
-
-@cache
-def _abilities(checkpoint: Checkpoint) -> tuple[bool, bool]:
-    return abilities(checkpoint.tokenizer())

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
+from psigrad.records.rows import parse_row
+from psigrad_studio.runs.files import content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 DEEPEST = 4
 MOST = 2000
-"""Checkpoints in one list; a folder with more is cut there."""
+"""Checkpoints in one list, and entries of one folder that are looked at; what has more is cut there."""
+MOST_FOLDERS = 20_000
 # transformers imports lazily, and fails where two threads do so at once
 _LOADING = threading.Lock()
 _STEP = re.compile(r"step-(\d{8,})")
@@ -72,7 +75,7 @@ class Checkpoint:
         if not self.adapter:
             kind = str(_json(self.folder / "config.json").get("dtype"))
             return load(str(self.folder), dtype=kind if kind in DTYPES else "float32", device=where)
-        settings = _model_of(_run_folder(self.folder))
+        settings = _model_of(self.folder)
         before = find_adapter(settings)
         base = locate(settings if before is None else before.base)
         return load(base, dtype=settings.dtype, device=where, lora=lora_of(settings), adapter=self.folder)
@@ -83,7 +86,8 @@ def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
 
     Links are not followed. Folders without such a model (control runs, reward models, half-written ones) are left out.
     """
-    made = [found for folder in _folders(runs, DEEPEST) if (found := _read(folder, runs)) is not None]
+    folders = islice(_folders(runs, DEEPEST), MOST_FOLDERS)
+    made = [found for folder in folders if (found := _read(folder, runs)) is not None]
     made.sort(key=lambda c: (c.run or "", c.step is None, c.step or 0, c.name))
     own = [found for folder in named if (found := _read(Path(folder), None)) is not None]
     return {c.id: c for c in [*own, *made][:MOST]}
@@ -104,7 +108,11 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
 def _read(folder: Path, runs: Path | None) -> Checkpoint | None:
     """The checkpoint in a folder; None where there is none, or where it is being written or deleted."""
     try:
-        weights = [path.stat() for path in folder.glob("*.safetensors") if path.name != "optimizer.safetensors"]
+        with os.scandir(folder) as held:
+            entries = list(islice(held, MOST))
+        plain = all(entry.is_file() or entry.is_dir() for entry in entries)  # who opens a pipe waits for ever
+        names = [e.name for e in entries if e.name.endswith(".safetensors") and e.name != "optimizer.safetensors"]
+        weights = [(folder / name).stat() for name in names] if plain else []
     except OSError:
         return None
     adapter = (folder / "adapter_config.json").is_file()
@@ -154,19 +162,16 @@ def _causal(folder: Path) -> bool:
 
 
 def _causal_adapter(folder: Path) -> bool:
-    return _json(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" and bool(_model_of(_run_folder(folder)).path)
+    return _json(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" and bool(_model_of(folder).path)
 
 
-def _model_of(run: Path) -> Model:
-    """The model in a run's settings, where they can be read."""
-    given = _json(run / "config.json").get("model")
+def _model_of(folder: Path) -> Model:
+    """The model in the settings of a folder's run, or, where those are damaged, in its checkpoint's manifest."""
+    settings = _json(_run_folder(folder) / "config.json") or _json(folder / "manifest.json").get("settings")
+    given = settings.get("model") if isinstance(settings, dict) else None
     known = given if isinstance(given, dict) else {}
     return Model(**{name: value for name, value in known.items() if name in Model.__dataclass_fields__})
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return parse_row(content(file.resolve())) or {}

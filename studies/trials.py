@@ -28,8 +28,10 @@ from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import api, demo, sample, sft
+from psigrad.processes.workers.lifetime import die_with_parent
 from psigrad.records.report.plots import COLOURS
-from psigrad.records.rows import figures
+from psigrad.records.row_lines import read_steps, replace_file
+from psigrad.records.rows import figures, parse_row
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Watch
 from psigrad.runs.progress import bar
@@ -167,7 +169,8 @@ def run_all(
                 seconds = job.result()
             except UserError as error:
                 raise UserError(f"The run of {trial.arm}, seed {trial.seed}, failed: {error}") from error
-            _mark(places[trial.arm, trial.seed]).write_text(json.dumps({"trial": _identity(trial), "cpu_seconds": seconds}))
+            mark = json.dumps({"trial": _identity(trial), "cpu_seconds": seconds}).encode()
+            replace_file(_mark(places[trial.arm, trial.seed]), [mark])
             advance(note=f"{trial.arm} seed {trial.seed}")
     return {key: _rows(own) for key, own in places.items()}
 
@@ -198,7 +201,9 @@ def _mark(place: Path) -> Path:
 def _done(place: Path, trial: Trial) -> bool:
     if not _mark(place).exists():
         return False
-    found = json.loads(_mark(place).read_text())["trial"]
+    found = (parse_row(_mark(place).read_bytes()) or {}).get("trial")
+    if not isinstance(found, dict):
+        return False  # torn by a kill: the run is finished, and says so
     method = found.pop("method")
     try:  # a setting that is newer than the run has its default
         known = {"method": method, **_plain(load(type(trial.settings), flags=found))}
@@ -223,7 +228,7 @@ def pairs(asked: SampleConfig, place: Path) -> None:
 def core_minutes(s: TrialSettings | PretrainedSettings, name: str) -> float:
     """Minutes of processor time that the finished runs of an experiment took, those of its tuning included."""
     marks = [mark for part in (name, f"{name}-tuning") for mark in (Path(s.out) / "runs" / part).glob("*/trial.json")]
-    return math.fsum(json.loads(mark.read_text())["cpu_seconds"] for mark in marks) / 60
+    return math.fsum((parse_row(mark.read_bytes()) or {}).get("cpu_seconds", 0.0) for mark in marks) / 60
 
 
 def _run(method: str, settings: dict[str, Any]) -> float:
@@ -237,7 +242,8 @@ def _run(method: str, settings: dict[str, Any]) -> float:
 
 
 def _quiet(log: Path) -> None:
-    """What runs have to say goes to a file: several of them at once would talk over each other."""
+    """What runs have to say goes to a file: several of them at once would talk over each other. They end with their parent."""
+    die_with_parent()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         for stream in (1, 2):
@@ -245,7 +251,7 @@ def _quiet(log: Path) -> None:
 
 
 def _rows(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return list(read_steps(place / "metrics.jsonl"))
 
 
 def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "train") -> Iterator[dict[str, Any]]:

@@ -41,6 +41,8 @@ class Package:
     version: str
     licence: str
     home: str
+    hashes: tuple[str, ...] = ()
+    """The SHA-256 of every file that may be installed of it."""
 
 
 def pinned(text: str) -> dict[str, str]:
@@ -79,12 +81,15 @@ def cpu_builds(version: str) -> list[str]:
 def packages() -> list[Package]:
     """The locked packages that are installed, and what is vendored."""
     found = [Package(*parts) for parts in VENDORED]
-    for name, version in pinned(LOCK.read_text()).items():
+    text = LOCK.read_text()
+    for name, version in pinned(text).items():
         try:
             data = distribution(name)
         except PackageNotFoundError:
             continue  # of another platform
-        found.append(Package(name, version, licence_of(data), home_of(data)))
+        entry = re.search(rf"^{name}==.*\n(?:    --hash=.*\n)+", text, re.MULTILINE | re.IGNORECASE)
+        hashes = re.findall(r"sha256:([0-9a-f]{64})", entry[0]) if entry else []
+        found.append(Package(name, version, licence_of(data), home_of(data), tuple(hashes)))
     return sorted(found, key=lambda package: package.name)
 
 
@@ -128,6 +133,7 @@ def bill_of_materials(found: list[Package]) -> str:
             "name": p.name,
             "version": p.version,
             "purl": f"pkg:pypi/{p.name}@{p.version}",
+            "hashes": [{"alg": "SHA-256", "content": value} for value in p.hashes],
             "licenses": [{"license": {"name": p.licence}}],
             "externalReferences": [{"type": "website", "url": p.home}],
         }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -89,11 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or os.environ.get("PSIGRAD_TRACEBACK"):
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        print(f"psigrad: {error.strerror}: this process may have {most}; allow more (ulimit -n 1024).", file=sys.stderr)
+        return 2
     except ValueError as error:
         # UserError everywhere, ValueError from objective/, whose sentences are as good; a bug of ours must show its traceback
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
-        print(f"psigrad: {error}", file=sys.stderr)
+        from psigrad import redaction
+
+        print(f"psigrad: {redaction.hide(str(error))}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
 
 

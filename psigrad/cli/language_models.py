@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,14 @@ def score(arguments: list[str]) -> int:
         "tokenizer": "",
         "reward_timeout": 10.0,
     }
+    if "--attack" in rest or flags.asks_for_help(arguments):
+        defaults |= {"attack": False, "max_rows": 50}
     given = flags.plain("score", rest, {"model": "", **defaults})
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     weights = [flags.number("--reward-weights", text) for text in listed["--reward-weights"]]
+    if given.get("attack"):
+        return _attack(listed["--reward"], weights, given)
     from psigrad.language.recipes import score_rows
 
     scores = score_rows.score(
@@ -73,6 +78,29 @@ def score(arguments: list[str]) -> int:
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
     print(score_rows.summary(scores), file=sys.stderr)
     return 0
+
+
+def _attack(rewards: list[str], weights: list[float], given: dict[str, Any]) -> int:
+    """Say which answers the rewards misjudge; exit status 1 where a wrong one is rewarded."""
+    if given["tokenizer"]:
+        raise UserError("score --attack counts no tokens; leave out --tokenizer, and rewards of lengths alone.")
+    if not given["dataset"]:
+        raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
+    from psigrad.language.recipes import attack
+
+    found = attack.attack(
+        rewards,
+        given["dataset"],
+        weights=weights,
+        split=given["split"],
+        timeout=given["reward_timeout"],
+        max_rows=given["max_rows"],
+        columns=given["columns"],
+    )
+    if given["output"]:
+        _write("".join(json.dumps(asdict(one)) + "\n" for one in found), given["output"], len(found))
+    print(attack.report(found))
+    return 1 if any(one.misjudged and not one.right for one in found) else 0
 
 
 def _score_by_model(arguments: list[str]) -> int:

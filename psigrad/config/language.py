@@ -108,7 +108,10 @@ class EpisodeSettings:
     environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
     """Processes that environments and tools run in."""
     environment_sandbox: Annotated[bool, RECORDED, _PLAYED] = False
-    """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
+    """Run them in bubblewrap too: no network, nothing to write to but a temporary folder, and of the machine's files only Python,
+    the working folder and where they are imported from."""
+    environment_files: Annotated[tuple[str, ...], RECORDED, _PLAYED] = ()
+    """Files and folders that they may read besides, with environment_sandbox."""
     max_turns: Annotated[Count, _PLAYED] = 8
     """Turns of the policy after which an episode is cut."""
     max_turn_length: Annotated[CountOrZero, _PLAYED] = 0
@@ -155,6 +158,9 @@ class SFTConfig(PackingSettings, RewardSettings):
     """Rows per optimiser step."""
     max_length: Annotated[Count, MAIN] = 1024
     """Rows with more tokens than this are cut at the end."""
+    train_empty_thinking: bool = False
+    """Also learn the empty thought that some chat templates write before an answer without one (Qwen3: <think></think>); else it
+    is context, as where sampling is asked not to think."""
 
 
 @dataclass(frozen=True)

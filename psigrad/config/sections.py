@@ -51,6 +51,14 @@ class Model:
     """Branch, tag or commit of a hub model; empty: its newest."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your rights. Set it only for models whose code you have read."""
+    chat_template_path: str = ""
+    """Chat template in place of the tokenizer's own: a Jinja file, or a folder or hub model whose template it is. It is saved
+    with the model."""
+    chat_template_kwargs: str | dict[str, Any] = ""
+    """Arguments of the chat template for every row, as '{"enable_thinking": false}'. A row's own column of that name goes over
+    them."""
+    eos_token: str = ""
+    """Token that ends a text, in place of the tokenizer's own EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN] = "float32"
     """Precision of the weights and of the forward pass."""
     adapter: Literal["continue", "merge"] = "continue"

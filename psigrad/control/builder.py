@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 
+from psigrad import redaction
 from psigrad.config import Run
 from psigrad.config.fields import unread_by
 from psigrad.config.load import load, to_dict
@@ -161,7 +162,8 @@ def save_policy(folder: Path, trainer: Trainer) -> None:
 def _plain(config: ControlConfig) -> dict[str, Any]:
     named = config.env if isinstance(config.env, str) else getattr(getattr(config.env, "spec", None), "id", None) or ""
     algorithm = config.algorithm.name if isinstance(config.algorithm, PolicyGradient) else config.algorithm
-    return to_dict(replace(config, env=named, algorithm=algorithm))
+    plain = redaction.hide(to_dict(replace(config, env=named, algorithm=algorithm)))
+    return dict(json.loads(redaction.without(json.dumps(plain).encode(), redaction.values())))
 
 
 def load_policy(folder: Path, env: Any = None) -> Trainer:

@@ -21,6 +21,7 @@ from psigrad.language.models.native.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
 from psigrad.runs.cycle import cycle
+from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.result import Result
@@ -49,23 +50,23 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
-    trainer = builder.build(config)
-    envs = evaluation_environments(config) if config.eval_episodes else None
+    with no_way_out():
+        trainer = builder.build(config)
+        envs = evaluation_environments(config) if config.eval_episodes else None
     try:
         if config.video:
             from psigrad.control.environments import video
 
             video.check(config)
         with session.open_run(config, "control") as journal:
-            if (done := session.load_finished(config, journal)) is not None:
+            if (done := session.load_finished(config, journal, users_code(config))) is not None:
                 return done
             state = begin(trainer, journal)
             train(trainer, state, envs, journal)
             model = journal.folder.save_model(lambda folder: builder.save_policy(folder, trainer))
             if config.video:
                 video.record(trainer, journal.folder.path / run_folder.VIDEO)
-            journal.folder.flush()
-            journal.folder.event("finished")
+            session.note_end(journal)
             written = report.write([journal.folder.path]) if config.run.report else None
             before, after = session.evaluations(journal.folder.path)
             return Result(journal.folder.path, model, written, before, after)
@@ -144,12 +145,17 @@ def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
 
 
 def pinned(config: ControlConfig) -> dict[str, str]:
-    """What a run of control pins: the user's code of the environment and the algorithm, and the machine."""
+    """What a run of control pins: the user's code, and the machine."""
+    return {**users_code(config), **pins_of(config.run, kernels())}
+
+
+def users_code(config: ControlConfig) -> dict[str, str]:
+    """The user's code of the environment and the algorithm."""
     algorithm = builder.resolve(config)
     parts = [] if algorithm is None else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     around = [imported_callable(name, "wrapper") for name in config.wrappers]
     found = {"environment": pins.hash_code(vector.source(config.env), *around), "algorithm": pins.hash_code(*parts)}
-    return {**{name: digest for name, digest in found.items() if digest is not None}, **pins_of(config.run, kernels())}
+    return {name: digest for name, digest in found.items() if digest is not None}
 
 
 def evaluation_environments(config: ControlConfig) -> Environments:

@@ -24,7 +24,7 @@ from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_rows
-from psigrad.language.data.templates import ignores_tools, observation_ids, prompt_ids, stop_token_id
+from psigrad.language.data.templates import observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading import model_source
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
@@ -227,16 +227,19 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
     for token in stops:
         if not 0 <= token < vocabulary:
             yield f"the token {token} that ends a text is not among the model's {vocabulary}"
-    if ignores_tools(model.tokenizer, row):
-        yield "the chat template does not show the tools to the model"
-    if not isinstance(row.prompt, str):
-        ids = prompt_ids(model.tokenizer, row)
-        tokenizer: Any = model.tokenizer
-        closed = tokenizer.apply_chat_template(list(row.prompt or ()), tokenize=False)
-        if model.tokenizer.decode(ids) == closed:
-            yield "the chat template does not open the assistant's turn (add_generation_prompt changes nothing)"
-        if stop_token_id(model.tokenizer) not in stops:
-            yield "the token that ends a turn of the chat template does not stop a completion"
+    if missing := sorted(place for place in model.tokenizer.get_vocab().values() if place >= vocabulary):
+        names = ", ".join(map(repr, model.tokenizer.convert_ids_to_tokens(missing[:4])))
+        yield f"the tokenizer has {len(missing)} tokens more than the embedding has rows ({names})"
+    if not isinstance(row.prompt, str) and not set(stop_token_ids(model.tokenizer, row)) <= set(stops):
+        yield "the token that ends a turn of the chat template does not stop a completion"
+
+
+def _acts(model: LanguageModel) -> list[str]:
+    """What the model's generation_config would change in a sampler that obeys it."""
+    config = model.network.generation_config
+    usual = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "forced_eos_token_id": None}
+    held = {name: getattr(config, name, None) for name in usual} if config is not None else {}
+    return [f"{name}={value}" for name, value in held.items() if value not in (None, usual[name])]
 
 
 def check_text(subject: Subject) -> Finding:
@@ -256,9 +259,11 @@ def check_text(subject: Subject) -> Finding:
         overrun = len(completion.ids) - 1 - completion.ids.index(token) if token in completion.ids else 0
         if overrun or (token in completion.ids and completion.finish_reason != "stop"):
             found.append(f"the sampler goes on {overrun} tokens behind one that stops")
+    notes = said_otherwise(model.tokenizer, row)
+    notes += [f"generation_config has {', '.join(acts)}, which is not used"] if (acts := _acts(model)) else []
     control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
     what = "tokens that end a text, chat template, stopping"
-    return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join(found))
+    return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join([*found, *notes]))
 
 
 def check_tools(subject: Subject) -> Finding:

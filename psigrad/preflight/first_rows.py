@@ -10,6 +10,7 @@ from psigrad.language.data import rendered_rows
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, read_dataset
+from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 
 
@@ -21,6 +22,7 @@ def rendered(config: OnlineConfig) -> list[Rendered]:
     if not config.data.dataset:
         return []
     tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
+    settle_chat(tokenizer, config.model)
     rows = read_dataset(config.data, form, config.data.dataset, config.data.split, _say).rows
     (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, _say)
     return rendered_rows.first_rows(tokenizer, rows)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,6 +43,7 @@ class Latest:
     path: Path | None
     step: int = 0
     ignored: list[str] = field(default_factory=list)
+    manifest: dict[str, Any] = field(default_factory=dict)
 
 
 def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[str, Any]) -> Path:
@@ -56,8 +57,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[
         root.mkdir(parents=True, exist_ok=True)
         beside.mkdir()
         write(beside)
-        files = {str(path.relative_to(beside)): _seal(path) for path in sorted(beside.rglob("*")) if path.is_file()}
-        _write_manifest(beside / MANIFEST, {**meta, "format": FORMAT, "step": step, "files": files})
+        _write_manifest(beside / MANIFEST, {**meta, "format": FORMAT, "step": step, "files": seal(beside)})
         sync_tree(beside)
         if final.exists():
             os.rename(final, root / f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
@@ -94,9 +94,28 @@ def _discard(path: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
 
 
-def _seal(path: Path) -> dict[str, Any]:
-    sync(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def seal(folder: Path) -> dict[str, Any]:
+    """The size and the SHA-256 of every file below a folder, which is on the disk then."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in files:
+        sync(path)
+    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
+
+
+def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` naming the first file of a sealed folder that is not as it was. Of a folder of an older psigrad
+    nothing is known, and only cut and missing weights are found.
+    """
+    for name, entry in files.items():
+        _verify_file(folder, name, entry)
+    weights = [] if files else list(folder.glob("*.safetensors"))
+    if not files and not weights:
+        raise CheckpointError(f"{folder} holds no weights.")
+    for path in weights:
+        try:
+            safe_open(path, "np")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a safetensors file ({error}).") from None
 
 
 def sha256(path: Path) -> str:
@@ -188,11 +207,11 @@ def latest(root: Path) -> Latest:
     ignored = []
     for path in _steps(root):
         try:
-            verify(path)
+            manifest = verify(path)
         except CheckpointError as error:
             ignored.append(str(error))
             continue
-        return Latest(path, step_of(path) or 0, ignored)
+        return Latest(path, step_of(path) or 0, ignored, manifest)
     return Latest(None, 0, ignored)
 
 

@@ -6,6 +6,7 @@ refused by name. `run.allow` takes a change deliberately; it is then recorded am
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +25,12 @@ from huggingface_hub import try_to_load_from_cache
 
 from psigrad.config.fields import FREE, LENGTH, RECORDED, defaults_of, marked
 from psigrad.errors import UserError, nearest
+from psigrad.importing import opened_by
 from psigrad.records.rows import FORMAT
 
 # What is pinned besides the settings, by the names that `run.allow` takes.
 PINS = (
-    *("dataset", "eval_dataset", "tokenizer", "chat_template"),
+    *("dataset", "eval_dataset", "tokenizer", "chat_template", "date"),
     *("model", "reference", "critic", "reward_model"),
     *("reward", "environment", "tools", "algorithm", "sampler"),
     *("kernels", "threads", "device"),
@@ -149,8 +152,7 @@ def identify_model(path: str, revision: str = "") -> str | None:
     if Path(path).is_dir():
         return _folder_hash(Path(path))
     if Path(path).is_file():
-        with Path(path).open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return _file_hash(Path(path))
     try:
         cached = try_to_load_from_cache(path, "config.json", revision=revision or None)
     except ValueError:  # neither a folder nor a hub name
@@ -158,20 +160,34 @@ def identify_model(path: str, revision: str = "") -> str | None:
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
+def identify_data(path: str) -> str | None:
+    """The SHA-256 of a file of rows, or of all files of a folder; None if it is not here."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        files = sorted(file for file in place.rglob("*") if file.is_file())
+        return hash_parts({"": [[str(file.relative_to(place)), _file_hash(file)] for file in files]})[""]
+    return _file_hash(place) if place.is_file() else None
+
+
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 @functools.lru_cache(maxsize=8)
 def _folder_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
-        with file.open("rb") as stream:
-            digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+        digest.update(f"{file.name}\0{_file_hash(file)}\n".encode())
     return digest.hexdigest()
 
 
 def hash_code(*objects: Any) -> str | None:
     """The SHA-256 of the user's code behind functions, classes and objects; None where all of it is psigrad's or a library's.
 
-    It covers the files that define them, and the user's own modules that those files import. What a script or notebook defines is
-    covered function by function, since the rest of the script may well change.
+    It covers the files that define them, the user's own modules that those files import, and the data files that these opened
+    while `psigrad.importing` imported them. What a script or notebook defines is covered function by function, since the rest of
+    the script may well change.
     """
     found: dict[str, str] = {}
     for thing in objects:
@@ -200,16 +216,60 @@ def _source(thing: Any) -> str:
 
 
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
-    """Add the file of a user's module, and those of the user's modules that it refers to."""
+    """Add the file of a user's module, the data files that it opened while it was imported, and the user's modules that it
+    refers to, by a value or in an import statement anywhere in it.
+    """
     file = str(module.__file__)
     if file in found:
         return
-    found[file] = ""
-    for value in list(vars(module).values()):
-        other = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
-        if other is not None and other is not module and _is_users(other) and other.__name__ != "__main__":
-            _add_module(other, found)
     found[file] = Path(file).read_text(errors="replace")
+    for data in opened_by.get(module.__name__, ()):
+        path = Path(data).resolve()
+        if path.is_file() and not _is_library(path) and not any(part.startswith(".") for part in path.parts):
+            found[str(path)] = _file_hash(path)
+    others = {sys.modules.get(getattr(value, "__module__", None) or "") for value in list(vars(module).values())
+              if not isinstance(value, ModuleType)}  # fmt: skip
+    others |= {value for value in list(vars(module).values()) if isinstance(value, ModuleType)}
+    for other in [*filter(None, others), *_imported_by(module, found[file])]:
+        if other is not module and _is_users(other) and other.__name__ != "__main__":
+            _add_module(other, found)
+
+
+def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
+    """The modules that a source's import statements name: of a constant nothing else tells where it comes from. One that was not
+    imported yet, for its statement stands in a function, is not imported for this, but found.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    names: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = (module.__package__ or "").split(".")
+            above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, (above, node.module)))
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    for name in names:
+        if (found := sys.modules.get(name) or _unloaded(name)) is not None:
+            yield found
+
+
+def _unloaded(name: str) -> ModuleType | None:
+    """A stand-in for a module that was not imported, with its name and its file; None where there is none."""
+    spec, path = None, None
+    for end in range(name.count(".") + 1):
+        spec = PathFinder.find_spec(".".join(name.split(".")[: end + 1]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    made = ModuleType(name)
+    made.__file__, made.__package__ = spec.origin, name if path else name.rpartition(".")[0]
+    return made
 
 
 def _is_users(module: ModuleType) -> bool:
@@ -218,7 +278,11 @@ def _is_users(module: ModuleType) -> bool:
     if file is None:
         return getattr(module, "__name__", "") == "__main__"
     path = Path(file).resolve()
-    return path.is_file() and not any(path.is_relative_to(home) for home in _libraries())
+    return path.is_file() and not _is_library(path)
+
+
+def _is_library(path: Path) -> bool:
+    return any(path.is_relative_to(home) for home in _libraries())
 
 
 @functools.cache

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.records.pins import check_format, name_preset_once
-from psigrad.records.rows import metric_of, number, parse_row, parse_step, rollout_figures
+from psigrad.records.row_lines import read_lines, read_steps
+from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600
 
@@ -162,9 +163,9 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
             name=path.resolve().name,
             path=path,
             config=config,
-            metrics=[row for line in _lines(path / "metrics.jsonl") if (row := parse_step(line)) is not None],
-            timings=[row for line in _lines(path / "timings.jsonl") if (row := parse_step(line)) is not None],
-            events=[row for line in _lines(path / "events.jsonl") if (row := parse_row(line)) is not None],
+            metrics=list(read_steps(path / "metrics.jsonl")),
+            timings=list(read_steps(path / "timings.jsonl")),
+            events=[row for line in read_lines(path / "events.jsonl") if (row := parse_row(line)) is not None],
             summary=[row for row in summary if isinstance(row, dict) and {"name", "value"} <= row.keys()],
             rewards=rewards,
             troubles=troubles,
@@ -172,13 +173,6 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
         )
     except OSError as error:
         raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; fix that and write the report again.") from error
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; none where it is missing."""
-    if path.is_file():
-        with path.open("rb") as stream:
-            yield from stream
 
 
 def _rollouts(path: Path) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]]]:
@@ -189,7 +183,7 @@ def _rollouts(path: Path) -> tuple[dict[int, list[float]], Counter[tuple[str, st
     troubles: Counter[tuple[str, str]] = Counter()
     offsets: dict[int, list[int]] = {}
     end = 0
-    for line in _lines(path):
+    for line in read_lines(path):
         at, end = end, end + len(line)
         row = rollout_figures(line)
         if row is None:

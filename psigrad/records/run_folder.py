@@ -11,14 +11,17 @@ import math
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
+from psigrad import redaction
 from psigrad.errors import UserError
-from psigrad.records import checkpoint, pins
-from psigrad.records.rows import FORMAT
+from psigrad.records import checkpoint, pins, row_lines
+from psigrad.records.rows import FORMAT, parse_row
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
@@ -52,10 +55,17 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, BinaryIO] = {}
+        self._secret = redaction.values()
+        self.settings: dict[str, Any] = {}
+        """The run's settings as they are written down."""
+        self.rows: dict[str, int] = {}
+        """How many rows metrics, timings and rollouts have."""
         self.checkpoint_bytes = 0
         """The size of this process' newest checkpoint."""
         self.finished = False
-        """Whether the run came to its end before and has nothing left to do."""
+        """Whether the run came to its end before, its model is as it was written, and there is nothing left to do."""
+        self.lasting: dict[str, str] = {}
+        """What a finished run was made of, by the names of `pins.PINS`."""
 
     @classmethod
     @contextlib.contextmanager
@@ -69,18 +79,22 @@ class RunFolder:
         that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
         """
         path = Path(path)
+        if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models take no other name
+            raise RunFolderError(f"The name of {str(path)!r} is not UTF-8; choose another output_dir.")
         if path.is_file():
             raise RunFolderError(f"{path} is a file; choose a new or an empty folder as output_dir.")
         with _errors_of(path):
             path.mkdir(parents=True, exist_ok=True)
             started = (".lock", ".config.json.tmp")  # all that a run killed at once leaves
-            if not (path / "config.json").exists() and any(p.name not in started for p in path.iterdir()):
+            begun = (path / "config.json").exists() or any(path.glob("checkpoints/step-*"))
+            if not begun and any(p.name not in started for p in path.iterdir()):
                 raise RunFolderError(
                     f"{path} holds files but is not a run folder; choose an empty or a new folder as output_dir."
                 )
-            for name in (".lock", ".config.json.tmp", "config.json", "checkpoints", *(f"{rows}.jsonl" for rows in ROWS)):
-                if (path / name).is_symlink():
-                    raise RunFolderError(f"{path / name} is a link; a run folder holds its own files, so remove the link.")
+            for name in (".lock", ".config.json.tmp", "config.json", *(f"{rows}.jsonl" for rows in ROWS)):
+                _must_be_own(path / name, Path.is_file, "regular file")
+            for name in ("checkpoints", "model"):
+                _must_be_own(path / name, Path.is_dir, "folder")
             lock = _lock(path)
         try:
             folder = cls(path, lock)
@@ -102,24 +116,63 @@ class RunFolder:
                 f"{self.path} has no checkpoint that can be used and resume is must; check output_dir or set resume to auto."
             )
         file = self.path / "config.json"
-        now = json.loads(to_line(config))
+        now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), self._secret))
         changes: list[pins.Change] = []
-        if file.exists():
-            before = _settings(file)
+        before = self._settings_before(file)
+        if before is not None:
             pins.check_format(self.path, before)
-        if file.exists() and self._has_begun():
-            changes = pins.check_settings(self.path, before, now, settings)
-        _replace(file, (json.dumps(now, indent=1) + "\n").encode())
+            if self._has_begun():
+                changes = pins.check_settings(self.path, before, now, settings)
+        damaged = self._has_begun() and not (file.exists() and parse_row(file.read_bytes()))
+        if damaged and file.exists():
+            os.replace(file, file.with_name("config.json.damaged"))
+        row_lines.replace_file(file, [(json.dumps(now, indent=1) + "\n").encode()])
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
+        row_lines.end_last_line(self.path / "events.jsonl")
         for name in ROWS:
-            rows = self.path / f"{name}.jsonl"
-            self._files[name] = rows.open("ab", buffering=0)
-            _truncate(rows, _end_of_lines(rows))
+            self._files[name] = (self.path / f"{name}.jsonl").open("ab", buffering=0)
         longer = any(change.is_length for change in changes)
-        self.finished = not longer and (self.path / "model").is_dir() and _last_kind(self.path / "events.jsonl") == "finished"
+        last = row_lines.last_event(self.path / "events.jsonl", "started", "resumed", "finished")
+        self.finished = not longer and last.get("kind") == "finished" and self._holds_model(last.get("model") or {})
+        self.lasting = last.get("pins") or {}
         if changes:
             self.event("settings_changed", changes={c.name: [c.before, c.now] for c in changes})
+        if damaged:
+            known = "" if before is not None else " No checkpoint knows the settings of before; those of now are taken."
+            self._warn("config_damaged", f"config.json was damaged or gone and is written anew.{known}")
+
+    def _settings_before(self, file: Path) -> dict[str, Any] | None:
+        """The settings of the run so far: those of its newest checkpoint where config.json is damaged or gone; None where it has
+        none, as in checkpoints of an older psigrad.
+        """
+        found = parse_row(file.read_bytes()) if file.exists() else None
+        if found is None and (newest := checkpoint.latest(self.checkpoints)).path is not None:
+            return newest.manifest.get("settings")
+        if found is None and file.exists():
+            raise RunFolderError(f"{file} is damaged, and there is no checkpoint; restore it, or choose another output_dir.")
+        return found
+
+    def _holds_model(self, files: Mapping[str, Any]) -> bool:
+        """Whether the model of a finished run is as it was written. If not, it is kept aside, to be written from the newest
+        checkpoint again. Raises `RunFolderError` where there is none.
+        """
+        model = self.path / "model"
+        try:
+            checkpoint.check_sealed(model, files)
+            return True
+        except checkpoint.CheckpointError as error:
+            if checkpoint.latest(self.checkpoints).path is None:
+                raise RunFolderError(
+                    f"{self.path} is finished and its model is not what was written ({error} There is no checkpoint to write it "
+                    "from again); restore it, or choose another output_dir."
+                ) from None
+            aside = self.path / "model.damaged"
+            if model.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(model, aside)
+            self._warn("model_damaged", f"{error} The model is written again from the newest checkpoint.", reason=str(error))
+            return False
 
     def _has_begun(self) -> bool:
         """Whether there is a run to go on with. One that was refused before its first step leaves its settings and no figure."""
@@ -130,7 +183,9 @@ class RunFolder:
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _append(self, name: str, lines: bytes) -> None:
-        stream, rest = self._files[name], memoryview(lines)
+        stream, rest = self._files[name], memoryview(redaction.without(lines, self._secret))
+        if name != "events":
+            self.rows[name] = self.rows.get(name, 0) + lines.count(b"\n")
         with _errors_of(self.path):
             end = stream.seek(0, os.SEEK_END)
             try:
@@ -150,11 +205,16 @@ class RunFolder:
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows of rollouts.jsonl."""
-        self._append("rollouts", b"".join(to_line(row) for row in rows))
+        told = ({**row, "reason": redaction.hide(row["reason"])} if row.get("reason") else row for row in rows)
+        self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
         """One row of events.jsonl, with the time."""
-        self._append("events", to_line({"time": time.time(), "kind": kind, **fields}))
+        self._append("events", to_line({"time": time.time(), "kind": kind, **redaction.hide(fields)}))
+
+    def _warn(self, kind: str, text: str, **fields: Any) -> None:
+        self.event(kind, **fields)
+        print(f"psigrad: {self.path}: {text}", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
         """Everything written so far is on the disk when this returns."""
@@ -162,15 +222,23 @@ class RunFolder:
             for stream in self._files.values():
                 os.fsync(stream.fileno())
 
-    def rewind(self, step: int) -> None:
-        """Take metrics, timings and rollouts back to their rows of step `step` and before."""
+    def rewind(self, step: int, written: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Take metrics, timings and rollouts back to their rows of step `step` and before, of which so many were `written`.
+
+        Damaged lines are kept aside, and said, as rows that are missing are.
+        """
         with _errors_of(self.path):
             for name in ("metrics", "timings", "rollouts"):
-                file = self.path / f"{name}.jsonl"
-                end, damaged = _end_of(file, step)
-                _truncate(file, end)
+                file, expected = self.path / f"{name}.jsonl", written.get(name)
+                self._files[name].close()
+                left, damaged = row_lines.take_back(file, step, expected)
+                self._files[name], self.rows[name] = file.open("ab", buffering=0), left
                 if damaged:
-                    self.event("rows_damaged", file=file.name, lines=damaged)
+                    said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
+                    self._warn("rows_damaged", said, file=file.name, lines=damaged)
+                if expected is not None and left < expected:
+                    said = f"{file.name} lacks {expected - left} of its {expected} rows; the run goes on without them."
+                    self._warn("rows_missing", said, file=file.name, rows=expected - left)
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
@@ -210,7 +278,7 @@ class NullRunFolder(RunFolder):
 
     def __init__(self, path: Path, finished: bool) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
-        self.checkpoint_bytes, self.finished = 0, finished
+        self.checkpoint_bytes, self.finished, self.settings, self.rows, self.lasting = 0, finished, {}, {}, {}
 
     def _append(self, name: str, lines: bytes) -> None:
         pass
@@ -218,7 +286,7 @@ class NullRunFolder(RunFolder):
     def flush(self) -> None:
         """Nothing was written."""
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, written: Mapping[str, int] = MappingProxyType({})) -> None:
         """Rank 0 does it."""
 
     def disk_low(self) -> str:
@@ -230,57 +298,12 @@ class NullRunFolder(RunFolder):
         return self.path / "model"
 
 
-def _end_of(file: Path, step: int) -> tuple[int, int]:
-    """(the offset behind the last row of a step at most `step`, rows being in order of their steps; damaged lines before it)."""
-    end = at = passed = damaged = 0
-    with file.open("rb") as stream:
-        for line in stream:
-            at += len(line)
-            try:
-                found = json.loads(line)["step"]
-                if found > step:
-                    break
-            except (ValueError, TypeError, KeyError, RecursionError):
-                passed += 1  # counts once a row behind it is whole; at the end it is what a power cut leaves
-                continue
-            end, damaged = at, damaged + passed
-            passed = 0
-    return end, damaged
-
-
-def _end_of_lines(file: Path) -> int:
-    """The offset behind the last whole line: a kill can tear the one that was being written."""
-    end = 0
-    with file.open("rb") as stream:
-        for line in stream:
-            end += len(line) if line.endswith(b"\n") else 0
-    return end
-
-
-def _last_kind(events: Path) -> str:
-    """The kind of the last event, or nothing."""
-    with events.open("rb") as stream:
-        stream.seek(max(0, events.stat().st_size - (1 << 16)))
-        lines = stream.read().splitlines()
-    try:
-        return str(json.loads(lines[-1])["kind"]) if lines else ""
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ""
-
-
-def _truncate(file: Path, size: int) -> None:
-    with file.open("r+b") as stream:
-        stream.truncate(size)
-        os.fsync(stream.fileno())
-
-
-def _replace(file: Path, content: bytes) -> None:
-    beside = file.with_name(f".{file.name}.tmp")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, file)
+def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> None:
+    """Refuse a link, which leads elsewhere, and a pipe or a device, which would hang who opens it."""
+    if place.is_symlink():
+        raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")
+    if place.exists() and not is_right(place):
+        raise RunFolderError(f"{place} is no {kind}; remove it, or choose another output_dir.")
 
 
 def _lock(path: Path) -> BinaryIO:
@@ -313,10 +336,3 @@ def _errors_of(path: Path) -> Iterator[None]:
             f"{what} cannot be written: {why} ({checkpoint.free_bytes(path)} bytes are free); what was saved before is intact. "
             "Fix that and start again: the run continues from its newest checkpoint."
         ) from error
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise RunFolderError(f"{file} is damaged ({error}); restore it, or choose another output_dir.") from error

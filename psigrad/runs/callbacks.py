@@ -23,7 +23,8 @@ from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.records.rows import headline, parse_step
+from psigrad.records.row_lines import read_steps
+from psigrad.records.rows import headline
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.state import RunState
 
@@ -163,8 +164,7 @@ class Callbacks:
             return state
         self.visible_state.max_steps = total
         if self.folder is not None and self.world.rank == 0:
-            lines = (self.folder.path / "metrics.jsonl").read_bytes().splitlines()
-            self._take_history([row for line in lines if (row := parse_step(line)) is not None])
+            self._take_history(list(read_steps(self.folder.path / "metrics.jsonl")))
         self.held = dict(state.changes)
 
         def restore() -> None:

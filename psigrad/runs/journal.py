@@ -15,9 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records import rows
+from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import BY_NAME, Alert, Watch
@@ -106,9 +108,8 @@ class Announcer:
         """Take in one row of metrics. Before the first, those of the run so far are taken in without a word."""
         if not self._begun:
             self._begun = True
-            for line in (self._folder.path / "metrics.jsonl").read_bytes().splitlines():
-                if (before := rows.parse_step(line)) is not None:
-                    self._judge(before["step"], before)
+            for before in read_steps(self._folder.path / "metrics.jsonl"):
+                self._judge(before["step"], before)
         for alert in self._judge(step, row):
             rule = BY_NAME[alert.rule]
             self._folder.event("warning", rule=rule.name, step=alert.step, value=alert.value, says=f"{rule.title}. {rule.says}")
@@ -144,7 +145,7 @@ class Journal:
         """An event, and a line for people on stderr."""
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
-            print(f"psigrad: {text}", file=sys.stderr, flush=True)
+            print(f"psigrad: {redaction.hide(text)}", file=sys.stderr, flush=True)
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
-from psigrad.records.rows import first_and_last, headline, parse_step
+from psigrad.records.row_lines import read_steps
+from psigrad.records.rows import first_and_last, headline
 
 if TYPE_CHECKING:
     import pandas
@@ -61,8 +62,7 @@ class Result:
     @cached_property
     def history(self) -> MetricsHistory:
         """Every row of metrics.jsonl, as it stands now."""
-        lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
-        return MetricsHistory(row for line in lines if (row := parse_step(line)) is not None)
+        return MetricsHistory(read_steps(self.folder / "metrics.jsonl"))
 
     @property
     def metrics(self) -> dict[str, Any]:

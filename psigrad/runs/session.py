@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 import traceback
@@ -19,9 +18,11 @@ from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, join_world
 from psigrad.records import checkpoint, pins
+from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.callbacks import Callbacks
+from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
 from psigrad.runs.machine import device, prepare_torch
 from psigrad.runs.result import Result
@@ -49,18 +50,18 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
 def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
     if world.rank:
-        with StopSignal() as stop:
+        with StopSignal() as stop, no_way_out():
             null_folder = NullRunFolder(path, world.broadcast(False))
             yield Journal(null_folder, signal=stop, world=world, callbacks=_callbacks(config, null_folder, world))
         return
     with RunFolder.open(path, settings, config.run.resume, type(config)) as folder, StopSignal() as stop:
         world.broadcast(folder.finished)
-        trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
+        trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, folder.settings)
         watchdog = Watchdog(
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )
         try:
-            with watchdog.watching():
+            with watchdog.watching(), no_way_out(lambda reason: folder.event("failed", reason=reason)):
                 callbacks = _callbacks(config, folder, world)
                 journal = Journal(folder, trackers, stop, Announcer(folder), watchdog, world, callbacks)
                 if not folder.finished and (unheard := idle(config)):
@@ -96,11 +97,17 @@ def new_folder(recipe: str) -> Path:
     )
 
 
-def load_finished(config: Any, journal: Journal) -> Result | None:
-    """The result of a run that came to its end before, after saying so; None where there is something left to do."""
+def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> Result | None:
+    """The result of a run that came to its end before, after saying so; None where there is something left to do.
+
+    `lasting` is what the run is made of, by the names of `pins.PINS`. Raises `UserError` where that is not what the finished run
+    was made of, and `run.allow` does not name it.
+    """
     folder = journal.folder.path
     if not journal.folder.finished:
+        journal.folder.lasting = dict(lasting)
         return None
+    pins.check_pins(folder, journal.folder.lasting, lasting, config.run.allow)
     if journal.world.rank == 0:
         length = marked(type(config), LENGTH)[0].rpartition(".")[2]
         print(f"{folder} is finished; nothing was done. To train on, give a larger {length} with --extend.", file=sys.stderr)
@@ -115,17 +122,32 @@ def newest_checkpoint(journal: Journal) -> Path | None:
     found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Latest(None))
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
-    journal.folder.rewind(found.step if found.path is not None else -1)
+    journal.folder.rewind(found.step if found.path is not None else -1, found.manifest.get("rows") or {})
     return found.path
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
     """A checkpoint of what `write` puts into its folder; old ones go. The rows of the run are on the disk before it."""
     journal.folder.flush()
-    path = checkpoint.save(journal.folder.checkpoints, step, write, meta=meta)
+    path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **vouched(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
     journal.folder.checkpoint_bytes = checkpoint.size_of(path)
     journal.folder.event("saved", step=step)
+
+
+def vouched(journal: Journal) -> dict[str, Any]:
+    """What a checkpoint's manifest says of the run folder: its settings, and how many rows there are."""
+    return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows)}
+
+
+def note_end(journal: Journal, **noted: Any) -> None:
+    """The event that a run has come to its end, with the sums of the model's files and what it was made of."""
+    folder = journal.folder
+    folder.flush()
+    if journal.world.rank == 0:
+        sums = checkpoint.seal(folder.path / "model")
+        sums = {name: sum for name, sum in sums.items() if not name.endswith("README.md")}  # a card is its reader's to change
+        folder.event("finished", model=sums, pins=folder.lasting, **noted)
 
 
 def note_start(run: Run, journal: Journal, found: Path | None, step: int, **noted: Any) -> None:
@@ -152,8 +174,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first and the last evaluation of a run, with their steps."""
     rows: dict[int, dict[str, Any]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_steps(folder / "metrics.jsonl"):
         if any(name.startswith("eval/") for name in row):
             rows.setdefault(row["step"], {}).update(row)
     ordered = [rows[step] for step in sorted(rows)]

@@ -102,7 +102,7 @@ def accept(database: Database, token: str, name: str, password: str) -> Login:
     taken.
     """
     look(database, token)
-    return _accept(database, token, name, passwords.hash_password(password))
+    return _accept(database, token, name, passwords.hash_password(password, name=name))
 
 
 @writes

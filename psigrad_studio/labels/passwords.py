@@ -9,9 +9,13 @@ import secrets
 import unicodedata
 from dataclasses import dataclass
 
+from zxcvbn import zxcvbn
+
 from psigrad_studio.labels.refusals import Refusal
 
 SHORTEST, LONGEST = 10, 1024
+# zxcvbn's score from which on 10^8 guesses are not enough, and the characters that it judges: its time grows with their square.
+_SAFE, _JUDGED = 3, 72
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,18 @@ class ScryptCost:
 COST = ScryptCost()
 
 
-def hash_password(password: str, cost: ScryptCost | None = None) -> str:
-    """`scrypt$log_n$r$p$salt$hash` of a password. Raises `Refusal` where it is too short or too long."""
+def hash_password(password: str, cost: ScryptCost | None = None, *, name: str = "") -> str:
+    """`scrypt$log_n$r$p$salt$hash` of a password of somebody of that name. Raises `Refusal` where it is too short or too long,
+    or would be guessed.
+    """
     if not SHORTEST <= len(password) <= LONGEST:
         raise Refusal(f"The password has {len(password)} characters; expected {SHORTEST} to {LONGEST}.")
+    judged = zxcvbn(password[:_JUDGED], user_inputs=[name, "".join(name.split()), *name.split(), "psigrad", "studio"])
+    if judged["score"] < _SAFE:
+        why = judged["feedback"]["warning"].rstrip(".") or "it is like many others"
+        raise Refusal(
+            f"The password would be guessed ({why}); choose a longer one, such as four words that do not belong together."
+        )
     cost = cost or COST
     salt = secrets.token_bytes(16)
     parts = (cost.log_n, cost.r, cost.p, *(base64.b64encode(b).decode() for b in (salt, _scrypt(password, salt, cost))))

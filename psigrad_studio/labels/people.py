@@ -23,6 +23,9 @@ HOUR = 3_600_000
 SESSION_FOR, SESSION_IDLE = 30 * 24 * HOUR, 24 * HOUR
 SEEN_EVERY = 60_000
 FAILURES, FAILURES_WITHIN = 10, HOUR // 4
+# Letters and digits of Latin, Cyrillic and Greek as the letter that they are taken for: the commonest of Unicode's confusables.
+_CAPITALS = str.maketrans("IІΙӀ1|0", "llllllo")
+_ALIKE = str.maketrans("аеорсухіјѕһԁԛԝӏѵкмтвнгпαορνυχικτηωγϲϳıɩɡɑ", "aeopcyxijshdqwlvkmtbhrnaopvuxiktnwycjiiga")
 # what failures are counted under besides names, which have no such characters
 _DEVICE, _CHANGE = "\x01device", "\x01change"
 
@@ -92,14 +95,22 @@ def folded(name: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
+def skeleton(name: str) -> str:
+    """What a reader sees of a name: letters and digits that look alike are one. Names of one skeleton are refused."""
+    plain = unicodedata.normalize("NFKC", name).translate(_CAPITALS)
+    return folded(plain).translate(_ALIKE).replace("rn", "m").replace("vv", "w")
+
+
 def new_user(session: Session, name: str, password: str | None, *, admin: bool = False) -> User:
     """Create a user with this password hash. Raises `Refusal` where the name cannot be shown, `Conflict` where it is taken."""
     name = " ".join(name.split())
     _must_be_shown(name)
-    if password is not None and folded(name) == LOCAL:
+    if password is not None and skeleton(name) == LOCAL:
         raise Conflict(f"The name {name!r} is that of the person at this machine; choose another.")
     if session.scalar(select(User.id).where(User.folded == folded(name))) is not None:
         raise Conflict(f"The name {name!r} is taken; choose another.")
+    if alike := next((other for other in session.scalars(select(User.name)) if skeleton(other) == skeleton(name)), None):
+        raise Conflict(f"The name {name!r} looks like {alike!r}; choose another.")
     user = User(name=name, folded=folded(name), password_hash=password, admin=admin, created_at=now(session))
     session.add(user)
     session.flush()
@@ -235,7 +246,7 @@ def change_password(database: Database, person: Person, old: str, new: str) -> N
     if not passwords.check_password(old, _own_password(database, person)):
         _wrong_old_password(database, person)
         raise Forbidden("The old password is wrong; nothing was changed.")
-    _set_password(database, person, passwords.hash_password(new))
+    _set_password(database, person, passwords.hash_password(new, name=person.name))
 
 
 @reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import operator
@@ -364,3 +365,15 @@ def test_the_public_names_are_there_and_lazy():
     assert callable(psigrad.train) and callable(psigrad.explain)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         operator.attrgetter("trian")(psigrad)
+
+
+def test_too_few_open_files_are_a_sentence(monkeypatch, capsys):
+    def run(arguments):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setitem(cli.COMMANDS, "tasks", cli.Command("", run))
+    assert cli.main(["tasks"]) == 2
+    assert re.fullmatch(r"psigrad: Too many open files: this process may have \d+; allow more .*\n", capsys.readouterr().err)
+    monkeypatch.setitem(cli.COMMANDS, "tasks", cli.Command("", lambda arguments: (_ for _ in ()).throw(OSError(5, "I/O error"))))
+    with pytest.raises(OSError, match="I/O"):  # a bug, or a broken disk, shows where
+        cli.main(["tasks"])

@@ -237,7 +237,7 @@ def rows(path: Path, prompts: list) -> Data:
 
 def test_the_dataset_is_looked_at(models, tmp_path):
     data = rows(tmp_path / "long.jsonl", ["say a:", "say b:", "x" * 90])
-    (found, *_) = check.run(config(models["qwen3"], data=data))
+    (found, *_) = check.run(config(models["qwen3"], data=replace(data, plain_prompts=True)))
     assert (found.verdict, found.value) == ("failed", 1)
     assert "long.jsonl:3 has 90 tokens; there is room for 84" in found.note
     with pytest.raises(UserError, match="fewer than two prompts"):
@@ -250,11 +250,11 @@ def test_a_chat_template_that_does_not_open_the_turn_is_found(models, tmp_path):
     model = language_model.load(str(models["qwen3"]))
     model.tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     model.save_merged(tmp_path / "closed")
-    found = {f.name: f for f in check.run(config(tmp_path / "closed", data=data))}["end of text"]
-    assert found.verdict == "failed" and "does not open the assistant's turn" in found.note
+    with pytest.raises(UserError, match=r"does not open the assistant's turn: .*<\|im_start\|>assistant"):
+        check.load_subject(config(tmp_path / "closed", data=data))
 
 
-def test_a_chat_template_that_shows_no_tools_is_found(models, tmp_path):
+def test_a_chat_template_without_words_for_tools_is_told(tmp_path):
     def price(item: str) -> int:
         """The price of an item.
 
@@ -263,17 +263,35 @@ def test_a_chat_template_that_shows_no_tools_is_found(models, tmp_path):
         """
         return len(item)
 
+    tokenizer = tiny.tokenizer(["say a: b", "what is 2 + 2?"], 270)
     data = rows(tmp_path / "chat.jsonl", [[{"role": "user", "content": text}] for text in ("say a", "what is 2 + 2?")])
-    found = {f.name: f for f in check.run(config(models["qwen3"], data=data, tools=(price,)))}["end of text"]
-    assert found.verdict == "failed" and found.note == "the chat template does not show the tools to the model"
+    notes = []
+    for template in (CHATML, "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}" + CHATML):
+        tokenizer.chat_template = template
+        tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=1024).save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        found = check.check_text(check.load_subject(config(tmp_path, data=data, tools=(price,))))
+        assert found.verdict == "ok", found
+        notes.append(found.note)
+    assert notes[0].startswith("tools are offered in Hermes' form") and "tools are offered" not in notes[1]
+
+
+@pytest.mark.parametrize("fault", ["tokens", "pad", "acts"])
+def test_tokens_without_embedding_and_a_generation_config_that_acts_are_found(fault, models, tmp_path):
     model = language_model.load(str(models["qwen3"]))
-    template = model.tokenizer.chat_template
-    model.tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}" + template
-    model.save_merged(tmp_path / "shown")
-    found = {f.name: f for f in check.run(config(tmp_path / "shown", data=data, tools=(price,)))}
-    assert found["end of text"].verdict == "ok"
-    assert found["tool calls"].verdict == "failed" and "the chat template writes none; not read back" in found["tool calls"].note
-    assert "tool calls" not in NAMES, "without tools it is not asked"
+    if fault == "tokens":
+        model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>", "<|newer|>"]})
+    elif fault == "pad":
+        model.tokenizer.pad_token = None
+    else:
+        model.network.generation_config.repetition_penalty = 1.05
+    model.save_merged(tmp_path)
+    found = check.check_text(check.load_subject(config(tmp_path)))
+    assert (found.verdict, found.note) == {
+        "tokens": ("failed", "the tokenizer has 2 tokens more than the embedding has rows ('<|new|>', '<|newer|>')"),
+        "pad": ("ok", ""),
+        "acts": ("ok", "generation_config has repetition_penalty=1.05, which is not used"),
+    }[fault]
 
 
 def test_one_call_is_played_through_the_chat_template(models, tmp_path):

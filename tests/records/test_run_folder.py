@@ -298,7 +298,8 @@ def test_a_damaged_line_costs_no_row_behind_it(tmp_path):
     with RunFolder.open(path, CONFIG) as folder:
         folder.rewind(30)
     kept = file.read_bytes().splitlines(keepends=True)
-    assert kept == lines[:30], "the rows behind it stay, as it does itself"
+    assert kept == [*lines[:4], *lines[5:30]], "the rows behind it stay"
+    assert (path / "metrics.jsonl.damaged").read_bytes() == lines[4]
     assert [(e["file"], e["lines"]) for e in rows(path, "events") if e["kind"] == "rows_damaged"] == [("metrics.jsonl", 1)]
 
 
@@ -468,3 +469,10 @@ def test_flush_reaches_the_disk(tmp_path, monkeypatch):
         folder.metrics({"step": 1})
         folder.flush()
     assert {Path(name).name for name in synced} == {"metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "events.jsonl"}
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_trained(tmp_path):
+    odd = tmp_path / os.fsdecode(b"r\xff")
+    with pytest.raises(RunFolderError, match="is not UTF-8"), RunFolder.open(odd, CONFIG):
+        pass
+    assert not odd.exists()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,8 @@ from tiny_jobs import online_config, preference_config, sft_config
 from psigrad import importing
 from psigrad.config import OnlineConfig
 from psigrad.config.load import load, to_dict
+from psigrad.control import builder
+from psigrad.control import run as control_run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
 from psigrad.records import pins, read
@@ -79,6 +84,69 @@ def test_what_a_reward_imports_is_pinned_too(copied, tmp_path, monkeypatch):
     assert first == pins.hash_code(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward"))
     (tmp_path / "scales.py").write_text("FACTOR = 2.0\n")
     assert pins.hash_code(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward")) != first
+
+
+CONSTANT = "from scales import FACTOR\n\n\ndef mine(completions, **columns):\n    return [FACTOR] * len(completions)\n"
+LATER = "def mine(completions, **columns):\n    from parts.scales import FACTOR\n\n    return [FACTOR] * len(completions)\n"
+RELATIVE = "from .scales import FACTOR\n\n\ndef mine(completions, **columns):\n    return [FACTOR] * len(completions)\n"
+DATA = "import json, pathlib\n\nWORDS = json.loads(pathlib.Path(__file__).with_name('words.json').read_text())\n\n\n"
+DATA += "def mine(completions, **columns):\n    return [float(c in WORDS) for c in completions]\n"
+THROUGH = "from reading import mine\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "reward", "changed"),
+    [
+        ({"mine.py": CONSTANT, "scales.py": "FACTOR = 1.0"}, "mine.py:mine", "scales.py"),
+        (
+            {"mine.py": CONSTANT, "scales.py": "from deeper import FACTOR", "deeper.py": "FACTOR = 1.0"},
+            "mine.py:mine",
+            "deeper.py",
+        ),
+        ({"mine.py": LATER, "parts/__init__.py": "", "parts/scales.py": "FACTOR = 1.0"}, "mine.py:mine", "parts/scales.py"),
+        ({"own/__init__.py": "", "own/mine.py": RELATIVE, "own/scales.py": "FACTOR = 1.0"}, "own.mine:mine", "own/scales.py"),
+        ({"mine.py": DATA, "words.json": '["a"]'}, "mine.py:mine", "words.json"),
+        ({"mine.py": THROUGH, "reading.py": DATA, "words.json": '["a"]'}, "mine.py:mine", "words.json"),
+    ],
+    ids=["constant", "deeper", "in a function", "relative", "data", "data of a helper"],
+)
+def test_a_reward_is_another_when_what_it_is_made_of_changes(files, reward, changed, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def now():
+        for name in [
+            name for name, module in sys.modules.items() if str(tmp_path.parent) in str(getattr(module, "__file__", ""))
+        ]:
+            del sys.modules[name]  # as a fresh process
+        importlib.invalidate_caches()
+        return pins.hash_code(importing.imported(str(tmp_path / reward) if ".py:" in reward else reward, "reward"))
+
+    first = now()
+    assert now() == first
+    (tmp_path / "unrelated.py").write_text("FACTOR = 3.0")
+    assert now() == first
+    (tmp_path / changed).write_text((tmp_path / changed).read_text().replace("1.0", "2.0").replace('"a"', '"b"'))
+    os.utime(tmp_path / changed, (1, 1))  # a change within one second is none to Python's cache of compiled modules
+    assert now() != first
+
+
+@pytest.mark.parametrize("changed", ["reward", "dataset"])
+def test_a_finished_run_says_what_has_changed_since(changed, copied, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(REWARD)
+    made = with_reward(copied, tmp_path)
+    online.run(made)
+    if changed == "reward":
+        (tmp_path / "mine.py").write_text(REWARD.replace("float(", "2.0 * ("))
+    else:
+        rows = copied / made.data.dataset
+        rows.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
+    with pytest.raises(UserError, match=f"was trained with another {changed}"):
+        online.run(made)
+    online.run(replace(made, run=replace(made.run, allow=(changed,))))
+    assert "is finished; nothing was done" in capsys.readouterr().err
 
 
 def test_a_librarys_code_and_psigrads_are_not_pinned():
@@ -173,6 +241,29 @@ def test_a_finished_run_says_so_and_does_nothing(job, tmp_path, capsys):
     assert "is finished; nothing was done" in capsys.readouterr().err
     assert (again.model, again.before, again.after) == (first.model, first.before, first.after)
     assert contents(first.folder) == before
+
+
+@pytest.mark.parametrize("what", ["sft", "online", "control"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_finished_run_without_its_weights_writes_them_again_bitwise(what, damage, job, tmp_path, capsys):
+    small = {"n_steps": 16, "n_envs": 1, "total_timesteps": 32, "batch_size": 16, "eval_episodes": 0, "progress": False}
+    run, config = {
+        "sft": (sft.run, sft_config(job, tmp_path / "run")),
+        "online": (online.run, online_config(job, tmp_path / "run")),
+        "control": (control_run.run, builder.settings("ppo", "CartPole-v1", {**small, "output_dir": str(tmp_path / "run")})),
+    }[what]
+    weights = run(config).model / "model.safetensors"
+    content, rows = weights.read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        if damage == "gone":
+            weights.unlink()
+        else:
+            weights.write_bytes(content[:-4])
+        assert run(config).model / "model.safetensors" == weights and weights.read_bytes() == content
+        assert "model is written again" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+    run(config)
+    assert "is finished; nothing was done" in capsys.readouterr().err
 
 
 def test_a_longer_run_is_asked_for_by_name(job, tmp_path):

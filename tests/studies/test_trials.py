@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import time
 
+import psutil
 import pytest
+from timing import until
 
 from psigrad import cli
 from psigrad.config import Run, SFTConfig
@@ -198,6 +203,40 @@ def test_a_finished_run_is_known_by_its_settings_and_newer_ones_have_their_defau
     for other in ({"batch_size": 99}, {"method": "dpo"}, {"gone": 1}):
         with pytest.raises(UserError, match="holds a run with other settings"):
             done({**identity, **other})
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"trial": {"meth', "[1]", '{"trial": 3}'])
+def test_a_torn_mark_is_of_a_run_that_is_to_be_asked_again(torn, tmp_path):
+    (tmp_path / "trial.json").write_text(torn)
+    assert not trials._done(tmp_path, trials.Trial("a", 0, "sft", SFTConfig(run=Run(max_steps=7))))
+    (tmp_path / "runs" / "noise" / "a-0").mkdir(parents=True)
+    (tmp_path / "runs" / "noise" / "a-0" / "trial.json").write_text(torn)
+    assert trials.core_minutes(TrialSettings(out=str(tmp_path)), "noise") == 0.0
+
+
+@pytest.mark.parametrize("ends", [trials._quiet, None], ids=["ends", "negative control"])
+def test_the_processes_of_a_killed_experiment_end_with_it(ends, tmp_path):
+    """A process that starts another as an experiment does, and is killed."""
+    log, number = tmp_path / "log", tmp_path / "number"
+    pid = os.fork()
+    if pid == 0:
+        if os.fork() == 0:
+            if ends is not None:
+                ends(log)
+            number.write_text(str(os.getpid()))
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    until(lambda: number.exists() and number.read_text() != "")
+    child = psutil.Process(int(number.read_text()))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if ends is None:
+        assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        child.kill()
+    else:
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_the_time_of_finished_runs_is_added_up(tmp_path):

@@ -29,7 +29,8 @@ from psigrad.language.models import language_model
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad_studio import chat_answers, comparisons, serve
-from psigrad_studio.chat_answers import ChatAnswer, ChatQuestion, abilities, converse
+from psigrad_studio.chat_answers import ChatAnswer, converse
+from psigrad_studio.chat_question import ChatQuestion, abilities
 from psigrad_studio.checkpoint_list import find
 from psigrad_studio.labels import export, people, projects
 from psigrad_studio.labels.database import connect

@@ -8,9 +8,15 @@ C = "import ctypes, os, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
 
 def programs(secret: Path, marker: Path, pid: int) -> dict[str, str]:
-    """By name. `secret` is a host file whose content must not come out, `marker` a host file that must not be made, `pid` the
+    """All of them by name, see `groups`."""
+    return {name: source for group in groups(secret, marker, pid).values() for name, source in group.items()}
+
+
+def groups(secret: Path, marker: Path, pid: int) -> dict[str, dict[str, str]]:
+    """By what they try, and by name. Beside `marker` lie a FIFO and two sockets of the host, `fifo`, `stream` and `datagram`. `secret` is a host file whose content must not come out, `marker` a host file that must not be made, `pid` the
     process that runs the sandbox.
     """
+    fifo, stream, datagram = (marker.with_name(name) for name in ("fifo", "stream", "datagram"))
     read = {
         "read the host's file": f"print(open({str(secret)!r}).read())",
         "read it by symlink": f"import os; os.symlink({str(secret)!r}, '/tmp/l'); print(open('/tmp/l').read())",
@@ -51,6 +57,10 @@ def programs(secret: Path, marker: Path, pid: int) -> dict[str, str]:
         "a file in /dev": "open('/dev/x', 'w')",
         "a kernel setting": "open('/proc/sys/kernel/hostname', 'w').write('x')",
         "core pattern": f"open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/touch {marker}')",
+        "every setting of the kernel": (
+            "import glob\nfor f in glob.glob('/proc/sys/**', recursive=True):\n  try: open(f, 'r+').write('1')\n  except OSError: pass\n"
+            "  else: print('written', f)"
+        ),
         "sysrq": "open('/proc/sysrq-trigger', 'w').write('c')",
         "a control group": "import os; os.makedirs('/sys/fs/cgroup/x'); open('/sys/fs/cgroup/x/release_agent', 'w')",
         "setuid copy": "import os, shutil; shutil.copy('/bin/sh', '/tmp/sh'); os.chown('/tmp/sh', 0, 0); os.chmod('/tmp/sh', 0o4755)",
@@ -66,6 +76,8 @@ def programs(secret: Path, marker: Path, pid: int) -> dict[str, str]:
         "chroot": "import os; os.mkdir('/tmp/r'); os.chroot('/tmp/r')",
         "new user namespace": C + "assert libc.unshare(0x10000000) == 0",
         "new mount namespace": C + "assert libc.unshare(0x00020000) == 0",
+        "root anew": C + "assert libc.syscall(117, 0, 0, 0) == 0",
+        "a call that no list knows": C + "assert libc.syscall(461, 0, 0, 0) >= 0",
         "clone a namespace": C + "assert libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) >= 0",
         "clone3": C + "assert libc.syscall(435, (ctypes.c_uint64 * 8)(), 64) >= 0",
         "setns": "import os; os.setns(os.open('/proc/1/ns/net', 0))",
@@ -91,6 +103,16 @@ def programs(secret: Path, marker: Path, pid: int) -> dict[str, str]:
         "an abstract socket": "import socket; s = socket.socket(socket.AF_UNIX); s.connect('\\0x')",
         "a raw socket": "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
         "netlink": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+        "write to a FIFO of the host": f"import os; os.write(os.open({str(fifo)!r}, os.O_WRONLY | os.O_NONBLOCK), b'x')",
+        "read a FIFO of the host": f"import os; print(os.read(os.open({str(fifo)!r}, os.O_RDONLY | os.O_NONBLOCK), 100))",
+        "a Unix socket of the host": f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({str(stream)!r}); s.send(b'x')",
+        "a datagram from a pair of sockets": (
+            f"import socket; a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', {str(datagram)!r})"
+        ),
+        "a pair of sockets connected anew": (
+            f"import socket; a, b = socket.socketpair(); a.connect({str(stream)!r}); a.send(b'x')"
+        ),
+        "vsock": "import socket; socket.socket(socket.AF_VSOCK)",
         "loopback": "import urllib.request; urllib.request.urlopen('http://127.0.0.1:22')",
         "name lookup": "import socket; socket.create_connection(('localhost', 80))",
         "shared memory": C + "assert libc.shmget(1234, 4096, 0o1666) >= 0",
@@ -154,4 +176,12 @@ def programs(secret: Path, marker: Path, pid: int) -> dict[str, str]:
         "answer long": "def answer(): return 'x' * (1 << 26)",
         "wait for a change of the checker": "import os, time\nfor _ in range(100):\n  try: os.rename('/driver.py', '/tmp/d'); os.symlink('/tmp/e', '/driver.py')\n  except OSError: time.sleep(0.001)",
     }
-    return read | write | kernel | network | everything | stay | cheat
+    return {
+        "read": read,
+        "write": write,
+        "kernel": kernel,
+        "network": network,
+        "everything": everything,
+        "stay": stay,
+        "cheat": cheat,
+    }

@@ -132,12 +132,16 @@ def _bubblewrap() -> Lack | None:
 NOBODY = 65534
 
 
-def as_nobody(folder: Path, python: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command by a Python as an ordinary user: as root it becomes nobody."""
+# As root of a user namespace with a single id, as in a rootless container.
+ROOTLESS = ("unshare", "--user", "--map-root-user")
+
+
+def as_nobody(folder: Path, python: str, *command: str, within: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """A command by a Python as an ordinary user, behind the command `within`: as root it becomes nobody."""
     paths = os.pathsep.join([str(ROOT), sysconfig.get_paths()["purelib"]])
     given = {"HOME": str(folder), "PATH": os.environ["PATH"], "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     drop = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"] if os.geteuid() == 0 else []
-    return subprocess.run([*drop, python, *command], env=given, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run([*drop, *within, python, *command], env=given, cwd=ROOT, capture_output=True, text=True)
 
 
 @functools.cache
@@ -164,6 +168,14 @@ def _nobody() -> Lack | None:
     said = as_nobody(Path("/tmp"), python, "-c", code)
     tier, _, why = said.stdout.strip().partition(" ")
     return None if tier == "user" else Lack(why or said.stderr.strip()[-300:])
+
+
+def _rootless() -> Lack | None:
+    python, _ = python_of_nobody()
+    if not python:
+        return _nobody()
+    said = as_nobody(Path("/tmp"), python, "-c", "import os; print(os.geteuid())", within=ROOTLESS)
+    return None if said.stdout.strip() == "0" else Lack(said.stderr.strip()[-300:] or "no user namespaces")
 
 
 def _compiler() -> Lack | None:
@@ -198,6 +210,7 @@ def _mcp() -> Lack | None:
 NEEDS = {
     "bubblewrap": Need("the sandbox", _bubblewrap, ("bubblewrap", "util-linux")),
     "nobody": Need("the sandbox of an ordinary user", _nobody),
+    "rootless": Need("the sandbox in a rootless container", _rootless),
     "chromium": Need("pages in a browser", _chromium, ("chromium", "fonts-liberation", "libatomic1")),
     "postgresql": Need("labels on PostgreSQL", _postgresql, ("postgresql",)),
     "compiler": Need("the kernels for a CPU", _compiler, ("g++",)),

@@ -128,7 +128,7 @@ def _answer(t: Trajectory) -> Answer:
 
 def sft(model, rows, groups):
     made = [([*t.prompt_ids, *t.completion.ids], len(t.prompt_ids)) for t in rows]
-    return SFTTask(model, [Example(ids, [i >= n for i in range(len(ids))], False) for ids, n in made])
+    return SFTTask(model, [[Example(ids, [i >= n for i in range(len(ids))], False)] for ids, n in made])
 
 
 def pairs_of(groups):

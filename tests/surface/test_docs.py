@@ -50,6 +50,16 @@ def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():
     assert "| `sampling.top_p` | `--top-p` | number > 0, ≤ 1 | `1.0` |" in page
 
 
+def test_the_examples_of_rewards_are_what_the_rewards_give():
+    """Right and wrong are worked out by hand there: the script fails where a reward says anything else."""
+    maker = script("rewards")
+    assert maker.PAGE.read_text() == maker.page(), "run: python docs/make/rewards.py"
+    assert all(len(right) + len(wrong) >= 10 for _, right, wrong in maker.COMPARED.values())
+    maker.COMPARED["exact"][2].append(("42", "42"))
+    with pytest.raises(AssertionError, match="exact"):
+        maker.compared("exact")
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_page_of_a_preset_names_each_of_its_parts(name):
     page, preset = (ROOT / "docs" / "methods" / f"{name}.md").read_text(), resolve(name)

@@ -19,7 +19,7 @@ ROOMS = (
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
     *("processes.parallel", "language.models", "language.data", "config", "objective", "tabular"),
 )
-LEAVES = ("endpoint", "errors", "importing", "intervals", "seeds")
+LEAVES = ("endpoint", "errors", "importing", "intervals", "redaction", "seeds")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 for room in ("cli", "experiments"):
     ALLOWED[room] |= {"tabular"}

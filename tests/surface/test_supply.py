@@ -32,6 +32,13 @@ def test_the_lock_has_every_pinned_package_with_its_hashes():
     assert "--hash=sha256:" + lock.TORCH_CPU in next(e for e in entries if e.startswith("torch=="))
 
 
+def test_a_locked_install_builds_psigrad_with_what_is_locked():
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "--no-deps" in line and "--editable" in line]
+    assert "--no-build-isolation" in line, "else pip fetches the newest setuptools, without a hash"
+    backend = re.match(r"[\w-]+", tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"][0])
+    assert backend is not None and backend[0] in lock.pinned(lock.LOCK.read_text())
+
+
 def test_every_dependency_is_locked():
     needed = {
         *PROJECT["dependencies"],
@@ -47,6 +54,10 @@ def test_notices_and_bill_of_materials_are_those_of_what_is_installed():
     assert lock.NOTICES.read_text() == lock.notices(found), "run: python tools/lock.py"
     assert lock.SBOM.read_text() == lock.bill_of_materials(found), "run: python tools/lock.py"
     content = json.loads(lock.SBOM.read_text())
+    locked, vendored = lock.LOCK.read_text(), {name for name, *_ in lock.VENDORED}
+    for component in content["components"]:
+        assert bool(component["hashes"]) is (component["name"] not in vendored), component["name"]
+        assert all(f"--hash=sha256:{entry['content']}" in locked for entry in component["hashes"])
     assert content["bomFormat"] == "CycloneDX" and len({c["bom-ref"] for c in content["components"]}) == len(found)
 
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from psigrad.errors import UserError, nearest
-
-Message = dict[str, Any]
+from psigrad.language.data.chat.messages import Message, check_answers, read_message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -322,6 +321,7 @@ class _Check:
             if role == "tool" and before not in ("assistant", "tool"):
                 self.fail(f"{column}[{i}]", f"is a tool's answer after {before or 'nothing'}; only an assistant can call a tool")
             before = role
+        check_answers(turns, column, self.fail)
         return turns
 
     def turn(self, message: object, where: str) -> Message:
@@ -330,21 +330,20 @@ class _Check:
         if "role" not in message and "from" in message and "value" in message:
             rest = {key: value for key, value in message.items() if key not in ("from", "value")}
             message = {"role": role_of(message), "content": message["value"], **rest}
-        turn = {key: value for key, value in message.items() if value is not None}
+        if (depth := _depth(message)) > MAX_DEPTH:
+            self.fail(where, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
+        turn = read_message(message, where, self.fail)
         role = turn.get("role")
         if not isinstance(role, str) or role not in ROLES:
             guess = _FOREIGN_ROLES.get(role, "") if isinstance(role, str) else ""
             hint = f"; did you mean {guess!r}?" if guess else nearest(str(role), ROLES)
             self.fail(f"{where}.role", f"is {show(role)}; it must be one of {', '.join(ROLES)}{hint}")
         calls = turn.get("tool_calls")
-        if calls is not None and (role != "assistant" or not isinstance(calls, list)):
-            self.fail(f"{where}.tool_calls", "must be a list, in an assistant's message")
-        content = text_of_content(turn.get("content", ""))
-        turn |= {"content": content} if "content" in turn else {}
+        content = turn.get("content", "")
         if "content" not in turn and not calls:
             self.fail(f"{where}.content", "is missing or null")
         if not isinstance(content, str):
-            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string, or a list of parts that are all text")
+            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string, or a list of content parts of text")
         if not content and role in ("user", "assistant") and not calls:
             self.fail(f"{where}.content", "is an empty string")
         return turn

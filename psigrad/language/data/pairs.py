@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from psigrad.errors import UserError
+from psigrad.language.data.chat.rendering import refuse
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import encode_after, example, prompt_ids
+from psigrad.language.data.templates import Example, encode_after, example, examples, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,9 +68,13 @@ class Steps:
         return len(self.ids)
 
 
-def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row) -> Pair:
-    """The two texts of a preference row, behind the prompt that they share. Plain answers end with EOS."""
-    texts = [example(tokenizer, row), example(tokenizer, replace(row, completion=row.rejected))]
+def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = True) -> Pair:
+    """The two texts of a preference row, behind the prompt that they share. Plain answers end with EOS.
+
+    `whole` asks for every turn of an answer in one text, which a template that rewrites earlier turns cannot give.
+    """
+    read = _whole if whole else example
+    texts = [read(tokenizer, row), read(tokenizer, replace(row, completion=row.rejected))]
     # a template may render the prompt's end differently before unlike answers: what they share is what both see
     starts = [text.mask.index(True) for text in texts]
     shared = next((i for i in range(min(starts)) if texts[0].ids[i] != texts[1].ids[i]), min(starts))
@@ -87,9 +92,17 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row) -> Pair:
 
 def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
     """The text of an unpaired-preference row."""
-    text = example(tokenizer, row)
+    text = _whole(tokenizer, row)
     start = text.mask.index(True)
     return Judged(text.ids[:start], Answer(text.ids[start:], text.mask[start:]), bool(row.label))
+
+
+def _whole(tokenizer: PreTrainedTokenizerBase, row: Row) -> Example:
+    found = examples(tokenizer, row)
+    if len(found) > 1:
+        why = "has turns that the chat template rewrites once others follow, so they are no one text; give a row for each turn"
+        raise refuse(row, "completion", why)
+    return found[0]
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:

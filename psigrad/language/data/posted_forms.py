@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from psigrad.errors import nearest
-from psigrad.language.data.dataset_rows import BadRow, Message, Row, RowError, name_columns, role_of, show, text_of_content
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns, role_of, show, text_of_content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

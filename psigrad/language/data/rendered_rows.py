@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.pairs import encode_steps
-from psigrad.language.data.templates import example, prompt_ids
+from psigrad.language.data.templates import examples, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,13 +43,23 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
         found = _rendered(tokenizer, row.source, ids, [False] * len(ids))
         return [found._replace(pieces=[*found.pieces, Segment("sampled", "(the model's completion, which is trained)")])]
     answers = {"": row} if row.rejected is None else {", chosen": row, ", rejected": replace(row, completion=row.rejected)}
-    made_of = {name: example(tokenizer, one) for name, one in answers.items()}
-    return [_rendered(tokenizer, row.source + name, one.ids, one.mask) for name, one in made_of.items()]
+    made_of = {name: examples(tokenizer, one) for name, one in answers.items()}
+    return [
+        _rendered(tokenizer, f"{row.source}{name}{f', text {n}' if len(made) > 1 else ''}", one.ids, one.mask)
+        for name, made in made_of.items()
+        for n, one in enumerate(made, 1)
+    ]
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[Rendered]:
-    """The first three rows as their model reads them."""
-    return [one for row in rows[:SHOWN] for one in render(tokenizer, row, separator)]
+    """The first three rows as their model reads them, or why one is left out."""
+    found: list[Rendered] = []
+    for row in rows[:SHOWN]:
+        try:
+            found += render(tokenizer, row, separator)
+        except RowError as error:
+            found.append(Rendered(row.source, [Segment("masked", f"(left out: {error})")]))
+    return found
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> Rendered:

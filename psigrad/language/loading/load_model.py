@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of
+from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.given_model import GivenModel, take_weights
 from psigrad.language.loading.model_source import find_adapter, locate, lora_of
 from psigrad.language.models import language_model, scalar_model
@@ -43,10 +44,13 @@ def load_model(
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     in_shards = checkpoint is not None and shards.written_in(checkpoint)
     whole = None if in_shards else checkpoint
+    if given is not None:
+        settle_chat(given.tokenizer, settings, checkpoint)
     if given is not None and given.network is not None:
         model = _prepare_given(language_model.prepare, given, settings, run, whole, world)
     else:
         model = _load_language_model(settings, run, whole, world, None if given is None else given.tokenizer)
+    settle_chat(model.tokenizer, settings, checkpoint, model.network)
     set_attention(settings, model)
     if value_head:
         model.add_value_head(whole)
@@ -67,6 +71,7 @@ def _load_language_model(
             lora=lora,
             adapter=(checkpoint or (before.folder if before is not None else None)) if lora is not None else None,
             tokenizer=tokenizer or (before.tokenizer if before is not None else ""),
+            eos_token=settings.eos_token,
             **_options(settings, run, world),
         )
     model.continued = before is not None
@@ -146,6 +151,7 @@ def load_scalar_model(
         model = _prepare_given(scalar_model.prepare, given, settings, run, whole, world)
     else:
         model = _load_scalar_model(settings, run, whole, world, None if given is None else given.tokenizer)
+    settle_chat(model.tokenizer, settings, checkpoint, model.network)
     set_attention(settings, model)
     take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     return model

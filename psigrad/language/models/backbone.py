@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 R = TypeVar("R")
+# What transformers raises for a folder or a name that is no model.
+LOADING_ERRORS = (
+    *(OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError),
+    *(SafetensorError, pickle.UnpicklingError, EOFError),
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 

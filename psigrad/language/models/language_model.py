@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, PROBE, Pretrained, with_whole_weights
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.weights_only import WeightsOnly
@@ -223,6 +222,7 @@ def load(
     lora: Lora | None = None,
     adapter: Path | None = None,
     tokenizer: str | PreTrainedTokenizerBase = "",
+    eos_token: str = "",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     for_shards: bool = False,
@@ -230,7 +230,7 @@ def load(
     """The model at `path` (a folder or a hub name), ready to train and to sample.
 
     `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's, or
-    that tokenizer.
+    that tokenizer. `eos_token` is its EOS, where its own is none or another.
     `trust_remote_code` runs the Python code that comes with the model. `for_shards` leaves the weights in the host's memory, on
     their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. Raises `UserError` if
     nothing loads from `path`.
@@ -243,7 +243,9 @@ def load(
             network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
         if isinstance(tokenizer, str):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
+        if eos_token in tokenizer.get_vocab():
+            tokenizer.eos_token = eos_token
+    except LOADING_ERRORS as error:
         raise UserError(
             f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
         ) from error

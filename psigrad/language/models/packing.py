@@ -21,10 +21,19 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """`completions[b]` continue `prompts[b]`. All completion tokens are targets: N completions in order, T = the longest."""
+    """`completions[b]` continue `prompts[b]`: N completions in order, T = the longest. Their tokens are targets, or of each
+    completion those where its mask is True.
+    """
 
     prompts: Sequence[Ids]
     completions: Sequence[Sequence[Ids]]
+    masks: Sequence[Sequence[Sequence[bool]]] | None = None
+
+    def wanted(self, count: int) -> np.ndarray:
+        """[count] whether each completion token is a target, one completion after the other."""
+        if self.masks is None:
+            return np.ones(count, dtype=bool)
+        return np.fromiter((own for group in self.masks for mask in group for own in mask), dtype=bool, count=count)
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,8 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     first = total + own.cumsum() - own
     rows = np.where(t == 0, ends[prefix[n]], first[n] + t - 1)
     layout = PackedLayout(_table(before, 0, device), _table(own, total, device), on_device(prefix, device), len(tokens))
-    targets = _targets((rows, ids, n, t), lengths, device)
+    wanted = groups.wanted(len(ids))
+    targets = _targets((rows[wanted], ids[wanted], n[wanted], t[wanted]), lengths, device)
     return ForwardInputs(
         on_device(tokens[None], device),
         on_device(positions[None], device),
@@ -201,7 +211,11 @@ def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInp
         pairs = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]
         sequences = [[*p, *c] for p, c in pairs]
         shape = _shape([len(c) for _, c in pairs])
-        starts: list[tuple[int, Ids, Sequence[int]]] = [(len(p), c, range(len(c))) for p, c in pairs]
+        kept = np.split(inputs.wanted(sum(len(c) for _, c in pairs)), np.cumsum([len(c) for _, c in pairs])[:-1])
+        found = [np.flatnonzero(own).tolist() for own in kept]
+        starts: list[tuple[int, Ids, Sequence[int]]] = [
+            (len(p), [c[t] for t in ts], ts) for (p, c), ts in zip(pairs, found, strict=True)
+        ]
     else:
         sequences = [list(ids) for ids in inputs.rows]
         shape = _shape([len(ids) for ids in sequences])

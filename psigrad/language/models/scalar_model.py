@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, PROBE, Pretrained, with_whole_weights
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora
@@ -108,7 +107,7 @@ def load(
         network: Any
         network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
         words = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
         raise UserError(
             f"No model with a scalar head could be loaded from {path!r} ({reason_of(error)}); give the folder or hub name of a "
             "reward model with one label, or of a causal language model."

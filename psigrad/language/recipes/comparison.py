@@ -25,6 +25,9 @@ from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
 from psigrad.language.recipes import api, evaluate, online_settings
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
+from psigrad.processes.workers.lifetime import die_with_parent
+from psigrad.records.row_lines import read_steps, replace_file
+from psigrad.records.rows import parse_row
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 
@@ -122,7 +125,7 @@ def _record(folder: Path, method: str, seed: int) -> Path:
 def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
     """Run one job in a process of its own, unless its result is there."""
     result = _record(folder, method, seed)
-    if result.exists():
+    if result.exists() and "process_seconds" in (parse_row(result.read_bytes()) or {}):
         return
     job = folder / "settings" / f"{method}-{seed}.json"
     settings = to_dict(settings_of(comparison, folder, method, seed))
@@ -140,7 +143,8 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
         raise UserError(f"The run of {method}, seed {seed}, failed: {error.splitlines()[-1] if error else process.returncode}")
     measured = json.loads(result.read_text())
     peak = usage.ru_maxrss / 1024
-    result.write_text(json.dumps({**measured, "peak_mb": peak, "process_seconds": time.perf_counter() - started}))
+    whole = {**measured, "peak_mb": peak, "process_seconds": time.perf_counter() - started}
+    replace_file(result, [json.dumps(whole).encode()])
 
 
 def work(job: Path, result: Path) -> None:
@@ -148,8 +152,8 @@ def work(job: Path, result: Path) -> None:
     task = json.loads(job.read_text())
     finished = api.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
-    rows = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
-    timings = [json.loads(line) for line in (finished.folder / "timings.jsonl").read_text().splitlines()]
+    rows = list(read_steps(finished.folder / "metrics.jsonl"))
+    timings = list(read_steps(finished.folder / "timings.jsonl"))
     curve = [_point(row, config) for row in rows if f"eval/{_metric(config)}/mean" in row]
     last = measured(finished.model, config)
     seconds = sum(row["step_time"] for row in timings if "time/update" in row or "time/sample" in row)
@@ -214,6 +218,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     try:
         machine.prepare_torch(Run())
         work(Path(sys.argv[1]), Path(sys.argv[2]))

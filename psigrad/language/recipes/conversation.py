@@ -21,7 +21,7 @@ from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
 from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, call_form_of, resolve, schemas
-from psigrad.processes.sandbox import enclosing_command
+from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.runs.journal import Journal
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _playing(config: Played, form: CallForm) -> Playing:
         workers=config.environment_workers,
         memory_gb=config.worker_memory_gb,
         variables=config.worker_env,
-        prefix=enclosing_command() if config.environment_sandbox else (),
+        enclosure=enclosure_of_workers(config.environment_files) if config.environment_sandbox else None,
     )
 
 

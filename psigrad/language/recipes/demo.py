@@ -21,6 +21,7 @@ from psigrad.language.data import tasks
 from psigrad.language.models import tiny
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.language.recipes.finish import write_report
+from psigrad.records.row_lines import read_steps
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
@@ -165,7 +166,7 @@ def _figure(name: str, figures: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def timings(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's timings.jsonl."""
-    return [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    return list(read_steps(folder / "timings.jsonl"))
 
 
 def recorded_seconds(folder: Path) -> float:

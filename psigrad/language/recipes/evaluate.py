@@ -99,7 +99,7 @@ def _by_model(
     episodes: Episodes | None,
 ) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
     """`size` completions of each prompt by a model here."""
-    rows = _rows(config, episodes, model.tokenizer)
+    rows = rewards.judgeable(_rows(config, episodes, model.tokenizer))
     evaluator = evaluator_for(config, model, rewards, scorer, rows, None, episodes, size=size)
     with contextlib.closing(samplers.make(config.sampling, model)) as sampler:
         figures, trajectories = evaluator(model, sampler, 0)
@@ -114,7 +114,7 @@ def _by_server(
         raise UserError("Episodes with an environment or tools need a model here; leave out --server, or environment and tools.")
     if config.evaluation.eval_kl:
         raise UserError("eval_kl needs the model's own distribution, which a server does not tell; leave it out.")
-    rows, sampling = _rows(config, None, None), config.sampling
+    rows, sampling = rewards.judgeable(_rows(config, None, None)), config.sampling
     for row in rows:
         if row.prompt is None:
             raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")

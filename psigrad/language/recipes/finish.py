@@ -81,8 +81,7 @@ def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel,
     journal.folder.save_model(leave)
     if world.rank and model.root is not None:
         leave(journal.folder.path)  # what the others have of it
-    journal.folder.flush()
-    journal.folder.event("finished", **noted)
+    session.note_end(journal, **noted)
     if world.rank == 0:
         write_card(journal.folder.path)
     written = write_report(journal.folder.path) if config.run.report and world.rank == 0 else None

@@ -14,9 +14,9 @@ from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, rows_for
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
-from psigrad.language.recipes.pinned import collect_pins
+from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
-from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
+from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for, judgeable_rows
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.learners import Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
@@ -37,14 +37,14 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     check(config, algorithm)
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        rows, held_out = rows_for(config, episodes, model.tokenizer, journal.tell)
+        rows, held_out = judgeable_rows(*rows_for(config, episodes, model.tokenizer, journal.tell), rewards, metric, journal)
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))

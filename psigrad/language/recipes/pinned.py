@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
+from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.sources import parse_mixture
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.episodes import environments, tools
@@ -40,7 +42,25 @@ def collect_pins(
         "tokenizer": tokenizer.get_vocab(),
         "chat_template": tokenizer.chat_template,
     }
-    return {**pins.hash_parts(content), **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
+    day = {"date": day_of(tokenizer).isoformat()} if prints_date(tokenizer) else {}
+    return {**pins.hash_parts(content), **day, **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
+
+
+def lasting_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
+    """What a finished run is compared by when it is asked for again: all that can be told without reading rows or loading a
+    model.
+    """
+    functions = [function for judge in judges if judge is not None for function in judge.functions]
+    data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
+    return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, functions)}
+
+
+def _data(given: Any) -> str:
+    """The sums of the files of a dataset, or of rows from Python; empty where neither is here."""
+    if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
+        return pins.hash_parts({"rows": given})["rows"]
+    names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]
+    return " ".join(filter(None, map(pins.identify_data, names)))
 
 
 def _models(config: Config) -> dict[str, str]:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ from psigrad.language.loading.load_model import load_frozen, load_model, load_re
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.placement import sampler_of
-from psigrad.language.recipes.row_limits import check_row_count, token_limit
+from psigrad.language.recipes.row_limits import check_row_count, encode_rows, token_limit
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Generated, Task
@@ -51,7 +53,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     check_sampling(config.sampling)
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"
@@ -101,11 +103,15 @@ def _task(
     """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
     limit = token_limit(config, model)
     if isinstance(loss, KahnemanTversky):
-        judged, left = pairs.drop_long([pairs.encode_judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, limit)
+        judged, left = pairs.drop_long(
+            encode_rows(rows, partial(pairs.encode_judged, model.tokenizer), config.data, journal), lambda j: j.tokens, limit
+        )
         check_row_count(config, limit, len(judged), left, journal)
         answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
         return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers, journal.world))
-    made, left = pairs.drop_long([pairs.encode_pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
+    made, left = pairs.drop_long(
+        encode_rows(rows, partial(pairs.encode_pair, model.tokenizer), config.data, journal), pairs.longest, limit
+    )
     check_row_count(config, limit, len(made), left, journal)
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)

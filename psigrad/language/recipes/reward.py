@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from psigrad.config import Data, Model, RewardConfig, Run
@@ -16,7 +17,8 @@ from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
 from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
-from psigrad.language.recipes.row_limits import check_row_count, token_limit
+from psigrad.language.recipes.pinned import lasting_pins
+from psigrad.language.recipes.row_limits import check_row_count, encode_rows, token_limit
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.scoring import judged_ids, score_all
@@ -33,7 +35,7 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
     of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "reward") as journal:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_scalar_model(config.model, config.run, checkpoint, journal.world, given)
@@ -62,7 +64,9 @@ def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Jo
         )
         check_row_count(config, limit, len(solutions), left, journal)
         return ProcessRewardTask(model, solutions)
-    made, left = pairs.drop_long([pairs.encode_pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
+    made, left = pairs.drop_long(
+        encode_rows(rows, partial(pairs.encode_pair, model.tokenizer, whole=False), config.data, journal), pairs.longest, limit
+    )
     check_row_count(config, limit, len(made), left, journal)
     return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
 

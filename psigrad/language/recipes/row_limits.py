@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.posted_forms import as_turns
-from psigrad.language.data.templates import ignores_tools, prompt_for_reward, prompt_ids
+from psigrad.language.data.templates import prompt_for_reward, prompt_ids, said_otherwise
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rollout.types import Prompt
 from psigrad.runs.journal import Journal
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 def encode_prompts(
@@ -23,7 +29,8 @@ def encode_prompts(
 
     A prompt that is empty or too long is refused by its place in the file, or left out and counted with `bad_rows: skip`.
     """
-    prompts = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(rows)]
+    numbered = encode_rows(list(enumerate(rows)), lambda one: (*one, prompt_ids(model.tokenizer, one[1])), data, journal)
+    prompts = [Prompt(i, tuple(ids), row) for i, row, ids in numbered]
     room = model.max_length - completion
     bad = {}
     for prompt in prompts:
@@ -39,11 +46,8 @@ def encode_prompts(
                 f"the prompt has {tokens} tokens, and with max_completion_length {completion} the model's {model.max_length} "
                 f"positions leave {max(0, room)}; shorten it or lower max_completion_length"
             )
-    if journal is not None and (deaf := next((row for row in rows[:1] if ignores_tools(model.tokenizer, row)), None)) is not None:
-        text = (
-            f"The chat template does not show the tools to the model ({deaf.source}); take a model whose template offers tools."
-        )
-        journal.tell("tools_ignored", text)
+    if journal is not None:
+        tell_translations(model.tokenizer, rows, journal)
     kept = [prompt for prompt in prompts if prompt.index not in bad]
     if bad and (data.bad_rows == "stop" or not kept):
         first = next(iter(bad))
@@ -53,6 +57,34 @@ def encode_prompts(
         text = f"{len(bad)} of {len(rows)} prompts have no tokens or too many and are left out."
         journal.tell("rows_left_out", text, longer_than_max_length=len(bad), kept=len(kept))
     return kept
+
+
+def encode_rows(rows: Sequence[R], encode: Callable[[R], T], data: Data, journal: Journal | None = None) -> list[T]:
+    """What `encode` makes of each row. A row that it refuses stops the run, by its place in the file, or is left out and counted
+    with `bad_rows: skip`.
+    """
+    made: list[T] = []
+    refused: list[RowError] = []
+    for row in rows:
+        try:
+            made.append(encode(row))
+        except RowError as error:
+            refused.append(error)
+    if refused and (data.bad_rows == "stop" or not made):
+        more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
+        raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or leave such rows out with bad_rows=skip.")
+    if refused and journal is not None:
+        text = f"{len(refused)} of {len(rows)} rows are refused and left out; the first: {refused[0]}."
+        journal.tell("rows_refused", text, count=len(refused), kept=len(made), reasons=[str(error) for error in refused[:5]])
+    return made
+
+
+def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], journal: Journal) -> None:
+    """Say once what the chat template has no words for and is said otherwise."""
+    for row in rows[:1]:
+        if notes := said_otherwise(tokenizer, row):
+            text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
+            journal.tell("said_otherwise", text, what=notes)
 
 
 def add_teacher_prompts(

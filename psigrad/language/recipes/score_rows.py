@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad.config import Reward
@@ -16,9 +16,11 @@ from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import Example, example
 from psigrad.language.loading.model_source import load_tokenizer
+from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
-from psigrad.language.rewards.outcomes import Failed, Result, Samples, Scored
+from psigrad.language.rewards.outcomes import Failed, Result, Scored, Unscored
+from psigrad.language.rewards.reward_pool import row_faults
 
 FORM = "prompt-completion"
 
@@ -72,17 +74,17 @@ def score(
         raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
     renamed = columns_of(columns)
     read = load(str(rows), form=FORM, split=split, columns=renamed) if named else from_rows(list(rows), FORM, columns=renamed)
-    names = sorted({name for row in read.rows for name in row.columns})
     ids_of = _ids(tokenizer)
+    samples = [replace(samples_of([row], read.rows), completion_ids=[ids_of(row)]) for row in read.rows]
+    faults = row_faults(specs, samples, timeout=timeout)
     found = []
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:
-        for row in read.rows:
+        for row, one, fault in zip(read.rows, samples, faults, strict=True):
             scoring = pool.begin()
             start = time.perf_counter()
-            shown = {name: [row.columns.get(name)] for name in names}
-            scoring.add(Samples([row.prompt], [row.completion], [ids_of(row)], shown))
+            scoring.add(one)
             (result,) = scoring.results()
-            found.append(RowScore(row.source, result, time.perf_counter() - start))
+            found.append(RowScore(row.source, Unscored(fault) if fault else result, time.perf_counter() - start))
     return found
 
 

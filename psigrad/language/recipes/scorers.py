@@ -22,7 +22,8 @@ from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.reward_pool import name_apart
+from psigrad.language.rewards.outcomes import Samples
+from psigrad.language.rewards.reward_pool import name_apart, row_faults
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
@@ -114,15 +115,51 @@ class RewardSetup:
 
     def pool(self) -> RewardPool:
         """The reward functions in processes of this machine."""
+        return RewardPool(self.specs, weights=list(self.weights.values())[: len(self.specs)], **self._processes())
+
+    def _processes(self) -> dict[str, Any]:
         config = self.config
-        return RewardPool(
-            self.specs,
-            weights=list(self.weights.values())[: len(self.specs)],
-            timeout=config.reward_timeout,
-            workers=config.reward_workers,
-            memory_gb=config.worker_memory_gb,
-            variables=config.worker_env,
-        )
+        return {
+            "timeout": config.reward_timeout,
+            "workers": config.reward_workers,
+            "memory_gb": config.worker_memory_gb,
+            "variables": config.worker_env,
+        }
+
+    def judgeable(self, rows: Sequence[Row], journal: Journal | None = None) -> list[Row]:
+        """The rows that the functions can judge; one that they can't is refused by its place in the file, or left out and counted
+        with `bad_rows: skip`. An answer that is read in part would reward wrong ones.
+        """
+        groups = [samples_of(rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
+        faults = row_faults(self.specs, groups, **self._processes())
+        bad = [(row, fault) for row, fault in zip(rows, faults, strict=True) if fault]
+        if bad and (self.config.data.bad_rows == "stop" or len(bad) == len(rows)):
+            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+            (row, fault), cure = bad[0], "mend it, leave its answer empty where the reward does not apply, or set bad_rows=skip"
+            raise UserError(f"{row.source}: {fault.rstrip('.')}; {cure}{more}.")
+        if bad and journal is not None:
+            text = f"{len(bad)} of {len(rows)} rows can't be judged by the rewards and are left out, such as {bad[0][0].source}."
+            journal.tell("rows_left_out", text, unjudged=len(bad), kept=len(rows) - len(bad))
+        return [row for row, fault in zip(rows, faults, strict=True) if not fault]
+
+
+def judgeable_rows(
+    rows: list[Row], held_out: list[Row], rewards: RewardSetup, metric: RewardSetup | None, journal: Journal
+) -> tuple[list[Row], list[Row]]:
+    """The rows that the rewards can judge, and those held out that the metric can, or without one the rewards."""
+    return rewards.judgeable(rows, journal), (metric or rewards).judgeable(held_out, journal)
+
+
+_ROWS_AT_ONCE = 64
+
+
+def samples_of(rows: Sequence[Row], of: Sequence[Row] = ()) -> Samples:
+    """Rows as reward functions are shown them, with the completions that they bring along and the columns of all rows that they
+    are of.
+    """
+    names = sorted({name for row in of or rows for name in row.columns})
+    columns = {name: [row.columns.get(name) for row in rows] for name in names}
+    return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
 
 
 def _pool_of(config: Scored, alone: Sequence[Reward] | None) -> RewardPool:
@@ -189,7 +226,7 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by these rewards, which `scorer` gives."""
     return Evaluator(
-        prompts=encode_prompts(rows, model, config.data, completion_room(config)),
+        prompts=encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config)),
         scorer=scorer,
         metric=rewards.metric,
         params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import example
+from psigrad.language.data.templates import examples
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.placement import sampler_of
-from psigrad.language.recipes.row_limits import name_limit, token_limit
+from psigrad.language.recipes.row_limits import encode_rows, name_limit, tell_translations, token_limit
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.training.offline.offline import Generated
 from psigrad.language.training.offline.sft_task import SFTTask
@@ -29,21 +31,27 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
     """
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
         read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, journal.tell)
         rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
         limit = token_limit(config, model)
-        examples = [example(model.tokenizer, row, limit) for row in rows]
-        if cut := sum(e.truncated for e in examples):
-            journal.tell("rows_cut", f"{cut} of {len(examples)} rows are cut at {limit} tokens.", at=limit, count=cut)
-        learned = [e for e in examples if any(e.mask)]
+        encode = partial(examples, model.tokenizer, max_length=limit, empty_thinking=config.train_empty_thinking)
+        found = encode_rows(rows, encode, config.data, journal)
+        tell_translations(model.tokenizer, rows, journal)
+        texts = [text for texts in found for text in texts]
+        if len(texts) > len(found):
+            said = f"{len(found)} rows are {len(texts)} texts: the chat template rewrites turns once others follow."
+            journal.tell("turns_apart", said, rows=len(found), texts=len(texts))
+        if cut := sum(e.truncated for e in texts):
+            journal.tell("rows_cut", f"{cut} of {len(texts)} rows are cut at {limit} tokens.", at=limit, count=cut)
+        learned = [own for texts in found if (own := [text for text in texts if any(text.mask)])]
         if not learned:
             raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
-        if empty := len(examples) - len(learned):
-            text = f"{empty} of {len(examples)} rows have no token to learn within {limit} tokens and are left out."
+        if empty := len(found) - len(learned):
+            text = f"{empty} of {len(found)} rows have no token to learn within {limit} tokens and are left out."
             journal.tell("rows_left_out", text, nothing_to_learn=empty, kept=len(learned))
         generated = None
         measure = metric or rewards
@@ -53,7 +61,8 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, learned)
-        judged = [made for row in held_out_rows if any((made := example(model.tokenizer, row, limit)).mask)]
+        apart = encode_rows(held_out_rows, encode, config.data) if held_out_rows else []
+        judged = [own for texts in apart if (own := [text for text in texts if any(text.mask)])]
         held_out = SFTTask(model, judged) if judged else None
         return train_on_rows(
             config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)

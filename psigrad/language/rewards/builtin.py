@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import inf, isfinite
 from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.rewards.code import Code
+from psigrad.language.rewards.math_answers import Math
+from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
 from psigrad.language.rewards.rubric import Rubric
 
@@ -25,69 +25,19 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> 
     return [None if a is None else float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
-# A sign counts only where it is none of subtraction or hyphen: the last number of "7-5" is 5. A fraction is one number: were
-# it two, 3/2 would pass for 1/2.
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+(?!\w))?")
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*+"
 
 
-@dataclass(frozen=True)
-class Numeric:
-    """1 where the last number in the completion equals the last one in the column `answer` within `tolerance`, else 0.
-
-    The tolerance is relative where the answer is above 1, else absolute. None where the answer has no number.
-    """
-
-    tolerance: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if not self.tolerance >= 0:
-            raise UserError(f"numeric: tolerance is {self.tolerance}; it must be 0 or more.")
-
-    def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0, 0.0 or None for each completion."""
-        return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
-
-    def _one(self, text: str, answer: Any) -> float | None:
-        wanted, found = _last_number(str(answer)), _last_number(text)
-        if wanted is None:
-            return None  # the row has no number to compare with: not applicable, and not the policy's fault
-        return float(found is not None and abs(found - wanted) <= self.tolerance * max(1.0, abs(wanted)))
-
-
-def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not found:
-        return None
-    above, _, below = found[-1].replace(",", "").partition("/")
-    divisor = float(below or 1)
-    value = float(above) / divisor if divisor else inf
-    return value if isfinite(value) else None
-
-
-def math(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 where math-verify finds the completion's expression equal to the column `answer`; None where the answer cannot be parsed.
-
-    An unparsable gold answer must not count as a hit: open-r1 once gave 1.0 for it.
-    """
-    from math_verify import parse, verify
-
-    # its time-outs need the main thread's SIGALRM; the pool's own stops what hangs, so the warning that they are off is noise
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    out: list[float | None] = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        gold = parse(str(wanted), parsing_timeout=None) or parse(f"${wanted}$", parsing_timeout=None)
-        if wanted is None or all(isinstance(form, str) for form in gold):
-            out.append(None)
-            continue
-        out.append(float(verify(gold, parse(text_of(completion), parsing_timeout=None), timeout_seconds=None)))
-    return out
+math = Math()
 
 
 @dataclass(frozen=True)
 class Format:
-    """1 where the whole completion matches `pattern`: by default reasoning in <think>, then an answer in <answer>."""
+    """1 where the whole completion matches `pattern`: by default one block of reasoning in <think>, then one answer in <answer>,
+    with none of these tags inside, and nothing around them but white space.
+    """
 
-    pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+    pattern: str = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
     def __post_init__(self) -> None:
         try:
@@ -102,15 +52,16 @@ class Format:
 
 def reasoning_gym(
     completions: Sequence[Any], task: Sequence[str], answer: Sequence[Any], metadata: Sequence[Any], **columns: Any
-) -> list[float | Failure]:
-    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.language.data.tasks`.
+) -> list[float | Failure | None]:
+    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.language.data.tasks`; None where
+    a row has no task.
 
     Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text that they cannot read. One that reads
     its own answer is sound, so the completion is at fault: a `Failure`.
     """
     entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer, metadata, strict=True)]
     return [
-        _reasoning_gym(name, _scorer(name), text_of(c).strip(), entry)
+        None if name is None else _reasoning_gym(name, _scorer(name), text_of(c).strip(), entry)
         for c, name, entry in zip(completions, task, entries, strict=True)
     ]
 
@@ -142,12 +93,27 @@ def similarity(completions: Sequence[Any], answer: Sequence[Any], **columns: Any
 
 
 def _similarity(a: str, b: str) -> float:
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        before, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
-    return 1 - row[-1] / max(len(a), len(b), 1)
+    return 1 - _edits(a, b) / max(len(a), len(b), 1)
+
+
+def _edits(a: str, b: str) -> int:
+    """Levenshtein's distance, a column of his table in two whole numbers: bit i says that cell i is one more, or one less, than
+    the cell above. So two texts of a policy's greatest length take a part of a second. Source: Myers 1999, Hyyrö 2003.
+    """
+    places: dict[str, int] = {}
+    for i, letter in enumerate(b):
+        places[letter] = places.get(letter, 0) | 1 << i
+    whole = (1 << len(b)) - 1
+    more, less, edits = whole, 0, len(b)
+    for letter in a:
+        here = places.get(letter, 0)
+        either = here | less
+        across = (((here & more) + more) ^ more) | here
+        up, down = less | ~(across | more) & whole, more & across
+        edits += (up >> len(b) - 1 & 1) - (down >> len(b) - 1 & 1) if b else 1
+        up, down = up << 1 | 1, down << 1
+        more, less = (down | ~(either | up)) & whole, up & either & whole
+    return edits
 
 
 @dataclass(frozen=True)

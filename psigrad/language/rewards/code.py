@@ -2,76 +2,104 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.code_rows import COLUMNS, Check, Evaluated, Printed, checks_of
-from psigrad.language.rewards.outcomes import Failure, text_of
+from psigrad.language.rewards.code_asserts import Evaluated
+from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, RowTests, read_tests
+from psigrad.language.rewards.code_values import same
+from psigrad.language.rewards.outcomes import text_of
 from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
 from psigrad.processes.sandbox.executor import MissingValue
 
+# A block that was never closed goes to the end.
 _FENCE = re.compile(
-    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*(?P=fence)[ \t]*$",
+    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
+_DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _PYTHON = ("python", "python3", "py")
+# What values of the wrong kind may raise where they are judged.
+_WRONG = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+
+
+class Wrong(float):
+    """The reward 0 of a program that is wrong, and what it did."""
+
+    def __new__(cls, reason: str) -> Wrong:
+        """0, with the reason."""
+        made = super().__new__(cls, 0.0)
+        made.reason = reason
+        return made
+
+    reason: str
 
 
 @dataclass(frozen=True)
 class Code:
-    """1 where the completion's Python program passes every test of its row; else it has failed, and the reason says how.
+    """1 where the completion's Python program passes every test of its row, else 0: a `Wrong`, whose `reason` says how.
 
-    The program is the last fenced block (of Python, where one says so), or the whole completion without one. Tests stand in a
-    column `tests`, `test_cases`, `verification_info`, `test_list`, `ground_truth` or `reward_model`; see `rewards.code_rows`
-    for their forms. With `partial` the reward is the share of tests that pass. Trouble of the sandbox itself leaves a completion
-    unscored.
+    The program is the last fenced block (of Python, where one says so), or the whole completion without one. Tests stand in one
+    of `code_rows.COLUMNS`; see there for their forms. The first test that fails ends it. With `partial` the reward is the share
+    of tests that pass. Trouble of the sandbox itself leaves a completion unscored.
     """
 
     partial: bool = False
     seconds: float = 2.0
-    """Wall-clock time of one run of the program."""
+    """CPU time of each test, rounded up to whole seconds; by the clock, five times as much."""
     memory_mb: int = 512
     """Memory of one run."""
+    output_kb: int = 1024
+    """What one run may print; more where its test expects more."""
+    tolerance: float = 1e-6
+    """Difference at which two printed decimal numbers are the same: of the larger one, or of 1."""
+    packages: bool = False
+    """Whether programs may import the packages of your own environment, such as numpy."""
     service: str = ""
     """URL of a sandbox service to ask instead of this machine; see `psigrad.processes.sandbox.remote`."""
+    service_token_variable: str = ""
+    """Environment variable with the service's token, which `worker_env` must name too."""
     allow_unsafe_code: bool = False
     """Run programs without a sandbox where the machine has none: they can then do whatever you can."""
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0 or not self.memory_mb > 0:
-            raise UserError(f"code: seconds is {self.seconds} and memory_mb {self.memory_mb}; both must be above 0.")
+        if not self.seconds > 0 or not self.memory_mb > 0 or not self.output_kb > 0:
+            raise UserError(
+                f"code: seconds is {self.seconds}, memory_mb {self.memory_mb}, output_kb {self.output_kb}; they must be above 0."
+            )
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | Failure]:
-        """One reward per completion; `Failure` says what a wrong program did."""
-        executor = _executor(self.service, self.allow_unsafe_code)
-        limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb)
-        known = [name for name in COLUMNS if name in columns]
-        tasks = []
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """One reward per completion; of a wrong program a `Wrong`."""
+        token = os.environ[self.service_token_variable] if self.service_token_variable else ""
+        executor = _executor(self.service, token, self.allow_unsafe_code)
+        judged = []
         for i, completion in enumerate(completions):
-            checks = checks_of({name: columns[name][i] for name in known})
-            tasks.append((checks, _programs(program_of(text_of(completion)), checks)))
-        outcomes = iter(executor.run([program for _, programs in tasks for program in programs], limits))
-        return [self._judge(checks, [next(outcomes) for _ in programs]) for checks, programs in tasks]
+            row = {name: columns[name][i] for name in (*COLUMNS, *BESIDE) if name in columns}
+            prompt = columns["prompts"][i] if "prompts" in columns else ""
+            source = whole_program(text_of(completion), prompt, str(row.get("entry_point") or ""))
+            judged.append(_Judged(source, read_tests(row), self))
+        # all that are still right have their next run together: what is wrong runs no more
+        while left := [one for one in judged if one.runs]:
+            room = max(self.output_kb, *(2 * one.runs[0].expected >> 10 for one in left))
+            limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb, output_kb=room, packages=self.packages)
+            for one, outcome in zip(left, executor.run([one.runs[0].program for one in left], limits), strict=True):
+                one.hear(outcome)
+        return [one.reward for one in judged]
 
-    def _judge(self, checks: Sequence[Check], outcomes: Sequence[ProgramOutcome]) -> float | Failure:
-        faults = _faults(checks, outcomes)
-        wrong = [(i, fault) for i, fault in enumerate(faults) if fault]
-        if self.partial:
-            return 1 - len(wrong) / len(faults)
-        if not wrong:
-            return 1.0
-        i, fault = wrong[0]
-        return Failure(f"test {i + 1} of {len(faults)}: {fault}")
+    def check_row(self, row: dict[str, Any]) -> None:
+        """Raises `UserError` for a row whose tests cannot be judged."""
+        read_tests(row)
 
 
 @cache
-def _executor(service: str, allow_unsafe_code: bool) -> Executor:
-    return executor_for(service, allow_unsafe_code=allow_unsafe_code)
+def _executor(service: str, token: str, allow_unsafe_code: bool) -> Executor:
+    return executor_for(service, token=token, allow_unsafe_code=allow_unsafe_code)
 
 
 def program_of(text: str) -> str:
@@ -82,61 +110,130 @@ def program_of(text: str) -> str:
     return chosen[0]["code"] if chosen else text
 
 
-def _programs(source: str, checks: Sequence[Check]) -> list[Program]:
-    """One run for each stdin, and one for all expressions together."""
-    expressions = tuple(check.expression for check in checks if isinstance(check, Evaluated))
-    runs = [Program(source, check.stdin) for check in checks if isinstance(check, Printed)]
-    return [*runs, *([Program(source, expressions=expressions)] if expressions else [])]
+def whole_program(text: str, prompt: Any, entry: str) -> str:
+    """The program in a completion, which may go on with what the prompt began, as HumanEval's: the function `entry`."""
+    program = program_of(text)
+    if not entry or not isinstance(prompt, str) or f"def {entry}" not in prompt:
+        return program
+    begun = program_of(prompt)
+    if program[:1] in (" ", "\t"):
+        return begun + program
+    # what the prompt defines beside the function is the program's too
+    return f"{begun}\n\n{program}" if _is_python(begun) else program
 
 
-def _faults(checks: Sequence[Check], outcomes: Sequence[ProgramOutcome]) -> list[str]:
-    """What is wrong with each check, or an empty text. The last outcome is that of all expressions together."""
-    printed, values = iter(outcomes), iter(outcomes[-1].values)
-    found = []
-    for check in checks:
-        if isinstance(check, Evaluated):
-            found.append(_value_fault(next(values), check, outcomes[-1]))
-        else:
-            outcome = next(printed)
-            wrong = "" if same_output(outcome.stdout, check.expected) else "it printed something else"
-            found.append(_trouble(outcome) or wrong)
-    return found
-
-
-def _value_fault(value: Any, check: Evaluated, outcome: ProgramOutcome) -> str:
-    if isinstance(value, MissingValue):
-        return _trouble(outcome) or value.reason
+def _is_python(text: str) -> bool:
     try:
-        return "" if check.compare(value, check.expected) else "another value"
-    except TypeError:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One start of a program, and what it is asked there."""
+
+    program: Program
+    printed: Printed | None = None
+    evaluated: tuple[Evaluated, ...] = ()
+
+    @property
+    def expected(self) -> int:
+        """Characters that it must print."""
+        return len(self.printed.expected) if self.printed else 0
+
+
+class _Judged:
+    """A program on its way through its tests."""
+
+    def __init__(self, source: str, tests: RowTests, settings: Code) -> None:
+        self._settings, self._count = settings, len(tests.checks)
+        self._faults = list[str]()  # of each test, in the order of the runs; empty: it passed
+        printed = [check for check in tests.checks if isinstance(check, Printed)]
+        evaluated = tuple(check for check in tests.checks if isinstance(check, Evaluated))
+        self.runs = [_Run(Program(source, check.stdin), check) for check in printed]
+        if evaluated:
+            expressions = tuple(one for check in evaluated for one in check.expressions)
+            until = None if settings.partial else _fails_at(evaluated)
+            self.runs.append(_Run(Program(f"{source}\n{tests.setup}\n", "", expressions, until), None, evaluated))
+
+    def hear(self, outcome: ProgramOutcome) -> None:
+        """The outcome of the first of its runs."""
+        run = self.runs.pop(0)
+        if run.printed:
+            wrong = same_output(outcome.stdout, run.printed.expected, self._settings.tolerance)
+            self._faults.append(_trouble(outcome) or ("" if wrong else "it printed something else"))
+        values = iter(outcome.values)
+        for check in run.evaluated:
+            self._faults.append(_value_fault(check, [next(values) for _ in check.expressions], outcome))
+        if any(self._faults) and not self._settings.partial:
+            self.runs.clear()
+
+    @property
+    def reward(self) -> float:
+        """1, or what it is worth."""
+        number, fault = next(((i, fault) for i, fault in enumerate(self._faults) if fault), (0, ""))
+        if not fault:
+            return 1.0
+        right = self._faults.count("") / self._count if self._settings.partial else 0.0
+        return right or Wrong(f"test {number + 1} of {self._count}: {fault}")
+
+
+def _fails_at(checks: Sequence[Evaluated]) -> Callable[[int, Any], bool]:
+    """Whether a test has failed with this value, which is the next of all."""
+    ends = dict(enumerate(check for check in checks for _ in check.expressions))
+    heard: list[Any] = []
+
+    def fails(number: int, value: Any) -> bool:
+        check = ends[number]
+        heard.append(value)
+        if ends.get(number + 1) is check:
+            return isinstance(value, MissingValue)
+        parts = heard[-len(check.expressions) :]
+        return bool(_value_fault(check, parts, None))
+
+    return fails
+
+
+def _value_fault(check: Evaluated, values: Sequence[Any], outcome: ProgramOutcome | None) -> str:
+    for value in values:
+        if isinstance(value, MissingValue):
+            return (_trouble(outcome) if outcome else "") or value.reason
+    try:
+        return "" if check.judge(*values) else "another value"
+    except _WRONG:
         return "a value of another kind"
 
 
 def _trouble(outcome: ProgramOutcome) -> str:
     """How a program ended, where that is no good end."""
-    if outcome.status != "exited":
+    if outcome.status not in ("exited", "stopped"):
         return {"timeout": "it ran out of time", "memory": "it ran out of memory", "output": "it printed too much"}[
             outcome.status
         ]
-    if outcome.code:
+    if outcome.code and outcome.status == "exited":
         last = outcome.stderr.strip().splitlines()[-1:] or [f"exit status {outcome.code}"]
         return f"it crashed ({last[0][:200]})"
     return ""
 
 
-def same_output(found: str, expected: str) -> bool:
-    """Equal but for white space at the ends of lines and of the text; numbers may be written differently (1.0, 1.00)."""
+def same_output(found: str, expected: str, tolerance: float = 1e-6) -> bool:
+    """Equal but for white space at the ends of lines and of the text; decimal numbers may differ by the tolerance."""
     ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (found, expected))
     if ours == theirs:
         return True
     words, wanted = found.split(), expected.split()
-    return len(ours) == len(theirs) and len(words) == len(wanted) and all(map(_same_word, words, wanted))
+    if len(ours) != len(theirs) or len(words) != len(wanted):
+        return False
+    return all(_same_word(*pair, tolerance) for pair in zip(words, wanted, strict=True))
 
 
-def _same_word(a: str, b: str) -> bool:
+def _same_word(a: str, b: str, tolerance: float) -> bool:
     if a == b:
         return True
     try:
-        return ("." in a or "." in b) and Decimal(a) == Decimal(b)
-    except InvalidOperation:
+        # whole numbers are exact
+        return bool(_DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b) and "." in a + b and same(float(a), float(b), tolerance))
+    except ValueError:
         return False

@@ -2,37 +2,38 @@
 
 | form | where |
 |---|---|
-| [{"input": TEXT, "output": TEXT}, …] | stdin and stdout; column `tests` or `test_cases` |
-| ["assert f(2) == 4", …] or one text of such lines | MBPP's `test_list`; column `tests` |
-| {"inputs": […], "outputs": […], "fn_name": NAME} | APPS, PRIME and verl, in `tests`, `ground_truth` or verl's `reward_model` |
+| [{"input": TEXT, "output": TEXT}, …] | stdin and stdout; column `tests`, `test_cases` or `official_tests` (open-r1) |
+| ["assert f(2) == 4", …] or one text of such lines | MBPP's `test_list` with `test_setup_code`; column `tests` |
+| a text with `def check(candidate)` | HumanEval's `test` with `entry_point`; MBPP+'s `test` |
+| {"inputs": […], "outputs": […], "fn_name": NAME} | APPS' and TACO's `input_output`, `ground_truth`, verl's `reward_model` |
+| [{"input", "output", "testtype": "stdin" or "functional"}, …] | LiveCodeBench's `public_test_cases` and `private_test_cases` |
 | {"test_cases": [{"type": "stdin_stdout" or "function_call", "input", "output", …}]} | open-r1's `verification_info`, TRL |
 
-Each may also be JSON text.
+Each may also be JSON text. What Python tests may say is in `code_asserts`.
 """
 
 from __future__ import annotations
 
-import ast
+import base64
+import io
 import json
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from psigrad.errors import UserError, kind_of
+from psigrad.language.rewards.code_asserts import Evaluated, taken_apart
+from psigrad.language.rewards.code_values import same
 
-COLUMNS = ("tests", "test_cases", "verification_info", "test_list", "ground_truth", "reward_model")
-_OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-_TURNED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+COLUMNS = (
+    *("tests", "test_cases", "verification_info", "test", "test_list", "ground_truth", "reward_model", "input_output"),
+    *("public_test_cases", "private_test_cases", "official_tests"),
+)
+# What tests need besides.
+BESIDE = ("entry_point", "test_setup_code", "test_imports", "metadata", "challenge_test_list")
 
 
 @dataclass(frozen=True)
@@ -43,66 +44,123 @@ class Printed:
     expected: str
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """An expression over what the program defines, and how its value is judged outside the sandbox."""
-
-    expression: str
-    expected: Any
-    compare: Callable[[Any, Any], Any] = operator.eq
-
-
 Check = Printed | Evaluated
 
 
-def checks_of(row: Mapping[str, Any]) -> list[Check]:
-    """The checks of a dataset row, from the first of `COLUMNS` that has any. Raises `UserError` for a form that is not known."""
+@dataclass(frozen=True)
+class RowTests:
+    """The checks of a row, and lines of Python that run behind the program and before them."""
+
+    checks: tuple[Check, ...]
+    setup: str = ""
+
+
+def read_tests(row: Mapping[str, Any]) -> RowTests:
+    """The tests of a dataset row, from the first of `COLUMNS` that has any that can be judged outside the sandbox.
+
+    Raises `UserError` for a form that is not known, and for tests whose expected values would have to enter the sandbox.
+    """
+    first: UserError | None = None
     for column in COLUMNS:
         if row.get(column):
             try:
-                found = _checks(_unpack(row[column]))
-            except (KeyError, TypeError, ValueError, SyntaxError, RecursionError) as error:
-                raise UserError(f"The tests in column {column!r} cannot be read ({type(error).__name__}: {error}).") from error
-            if found:
+                found = _Reader(row).read(_together(row, column))
+            except (KeyError, TypeError, ValueError, SyntaxError, RecursionError, zlib.error, pickle.UnpicklingError) as error:
+                why = f"The tests in column {column!r} cannot be read ({type(error).__name__}: {error})."
+                first = first or UserError(why)
+                continue
+            if found.checks:
                 return found
-    raise UserError(f"The row has no tests; give them in a column {', '.join(COLUMNS[:-1])} or verl's reward_model.")
+    raise first or UserError(f"The row has no tests; give them in a column {', '.join(COLUMNS)}.")
+
+
+def _together(row: Mapping[str, Any], column: str) -> Any:
+    """What stands in a column; LiveCodeBench's tests stand in two."""
+    if column == "public_test_cases" and row.get("private_test_cases"):
+        return [*_unpack(row[column]), *_unpack(row["private_test_cases"])]
+    return _unpack(row[column])
 
 
 def _unpack(value: Any) -> Any:
-    """JSON text as what it holds."""
+    """JSON text as what it holds; also as LiveCodeBench packs it."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
         except ValueError:
             return value
+    if isinstance(value, str) and value.startswith("eJ"):  # what zlib writes, in base 64
+        return json.loads(_Texts(io.BytesIO(zlib.decompress(base64.b64decode(value)))).load())
     return value
 
 
-def _checks(tests: Any) -> list[Check]:
-    if isinstance(tests, str):
-        return [_read_assert(node) for node in ast.parse(tests).body]
-    if isinstance(tests, Mapping):
-        if "ground_truth" in tests:
-            return _checks(_unpack(tests["ground_truth"]))
-        if "test_cases" in tests:
-            return _checks(_unpack(tests["test_cases"]))
-        if "inputs" in tests:
-            name = tests.get("fn_name")
-            pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-            return [_read_printed(i, o) if name is None else _read_call(name, i, o) for i, o in pairs]
-        return [_one(tests)]
-    if not isinstance(tests, Sequence):
+class _Texts(pickle.Unpickler):
+    """Of pickles only texts: nothing is imported or called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Nothing."""
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+@lru_cache(512)
+def _apart(source: str, entry: str) -> tuple[tuple[Evaluated, ...], str]:
+    checks, imports = taken_apart(source, entry)
+    return tuple(checks), imports
+
+
+class _Reader:
+    """Reads the tests of one row."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row = row
+        metadata = _unpack(row.get("metadata"))
+        self._name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+        given = [row.get("test_imports"), row.get("test_setup_code")]
+        self._setup = [line for lines in given if lines for line in ([lines] if isinstance(lines, str) else list(lines))]
+
+    def read(self, tests: Any) -> RowTests:
+        """All of them."""
+        checks = tuple(self._checks(tests))
+        return RowTests(checks, "\n".join(self._setup) if any(isinstance(check, Evaluated) for check in checks) else "")
+
+    def _checks(self, tests: Any) -> Iterable[Check]:
+        match tests:
+            case str():
+                checks, imports = _apart(tests, str(self._row.get("entry_point") or ""))
+                self._setup += [imports] if imports else []
+                return checks
+            case {"ground_truth": inner} | {"test_cases": inner} | {"functional": inner} | {"assert_case": inner}:
+                return self._checks(_unpack(inner))
+            case {"inputs": given, "outputs": expected}:
+                name = tests.get("fn_name")
+                pairs = zip(given, expected, strict=True)
+                return [_read_printed(i, o) if name is None else _read_call(name, i, o) for i, o in pairs]
+            case Mapping():
+                return [self._one(tests)]
+            case Sequence() if all(isinstance(test, str) for test in tests):
+                return self._checks("\n".join(tests))
+            case Sequence():
+                return [check for test in tests for check in self._checks(test)]
         raise TypeError(f"{kind_of(tests)}; expected a list, a mapping or text")
-    return [check for test in tests for check in (_checks(test) if isinstance(test, str) else [_one(test)])]
+
+    def _one(self, test: Mapping[str, Any]) -> Check:
+        """One test case as a mapping."""
+        name = test.get("fn_name") or (self._name if test.get("testtype") == "functional" else None)
+        if test.get("testtype") == "functional" and not name:
+            raise ValueError("a functional test needs its function's name, as func_name in the column metadata")
+        if name is not None and test.get("type", "function_call") == "function_call":
+            arguments = test["input"] if test.get("testtype") else _unpack(test["input"])
+            if not isinstance(arguments, list | str):
+                arguments = [arguments]
+            return _read_call(name, arguments, _value(test["output"]))
+        return _read_printed(test["input"], test["output"])
 
 
-def _one(test: Mapping[str, Any]) -> Check:
-    """One test case as a mapping."""
-    name = test.get("fn_name")
-    if name is not None and test.get("type", "function_call") == "function_call":
-        arguments = _unpack(test["input"])
-        return _read_call(name, arguments if isinstance(arguments, list) else [arguments], _unpack(test["output"]))
-    return _read_printed(test["input"], test["output"])
+def _value(text: Any) -> Any:
+    """What a text of JSON says, or the text."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
 
 
 def _read_printed(given: Any, expected: Any) -> Printed:
@@ -115,48 +173,20 @@ def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
     """A call of a function, or of a method of LeetCode's class Solution."""
     if not name.isidentifier():
         raise ValueError(f"fn_name {name!r} is no name of a function")
-    if isinstance(arguments, str):  # APPS: one JSON value a line
-        arguments = [json.loads(line) for line in arguments.splitlines()]
+    if isinstance(arguments, str):  # APPS and LiveCodeBench: one JSON value a line
+        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
     values = ", ".join(map(repr, arguments))
     found = f"(Solution().{name} if {name!r} not in globals() else {name})({values})"
-    return Evaluated(found, expected, _called_equal)
+    return Evaluated((found,), partial(_called_equal, expected))
 
 
-def _called_equal(value: Any, expected: Any) -> bool:
-    """JSON has no tuples, and APPS wraps some outputs in a list of one."""
-    value = _as_lists(value)
-    return bool(value == expected or (isinstance(expected, list) and len(expected) == 1 and value == expected[0]))
+def _called_equal(expected: Any, value: Any) -> bool:
+    """JSON has no tuples and no numbers as keys, and APPS wraps some outputs in a list of one."""
+    value, expected = _as_json(value), _as_json(expected)
+    return same(value, expected) or (isinstance(expected, list) and len(expected) == 1 and same(value, expected[0]))
 
 
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _read_assert(node: ast.stmt) -> Evaluated:
-    """`assert EXPR == LITERAL`, or another comparison with a literal, or a plain `assert EXPR` or `assert not EXPR`.
-
-    Raises ValueError for any other test: its expected side would have to enter the sandbox with the program.
-    """
-    if not isinstance(node, ast.Assert):
-        raise ValueError(f"line {node.lineno} is no assert; only `assert EXPR == LITERAL` and its like can be judged outside")
-    test = node.test
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        left, kind, right = test.left, type(test.ops[0]), test.comparators[0]
-        if kind in _OPERATORS and _is_literal(right) and not _is_literal(left):
-            return Evaluated(ast.unparse(left), ast.literal_eval(right), _OPERATORS[kind])
-        if kind in _OPERATORS and _is_literal(left) and not _is_literal(right):
-            return Evaluated(ast.unparse(right), ast.literal_eval(left), _OPERATORS[_TURNED.get(kind, kind)])
-        raise ValueError(f"line {node.lineno} compares with what is no literal: {ast.unparse(test)}")
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and isinstance(test.operand, ast.Call):
-        return Evaluated(f"bool({ast.unparse(test.operand)})", False)
-    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id not in ("all", "any", "isclose"):
-        return Evaluated(f"bool({ast.unparse(test)})", True)
-    raise ValueError(f"line {node.lineno} is no comparison with a literal: {ast.unparse(test)}")
-
-
-def _is_literal(node: ast.expr) -> bool:
-    try:
-        ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_json(v) for v in value]
+    return {str(k): _as_json(v) for k, v in value.items()} if isinstance(value, dict) else value

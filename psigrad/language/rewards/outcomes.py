@@ -85,7 +85,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """The policy's fault, said by a reward function through `Failure`: the completion is worth `value`."""
+    """A reward function said through `Failure` that the policy is at fault, and counts with the failure value: `value` is the
+    weighted sum with it, `parts` what each function gave.
+    """
 
     value: float
     reason: str

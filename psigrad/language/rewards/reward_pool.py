@@ -117,10 +117,23 @@ class PoolScoring(Scoring):
 
     def results(self) -> list[Result]:
         """See `Scoring`."""
-        while self._pending():
-            self._advance(wait=True)
+        self._wait()
         pool, names = self._pool, [spec.name for spec in self._pool.specs]
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
+
+    def faults(self) -> list[str]:
+        """Why a function gave no number to a sample, with its name; empty where each gave one, or None."""
+        self._wait()
+        named = list(zip(self._pool.specs, self._parts, strict=True))
+        said = [[(spec.name, part[i]) for spec, part in named] for i in range(self._count)]
+        return [
+            next((p.reason if isinstance(p, Unscored) else f"{n}: {p}" for n, p in one if isinstance(p, Unscored | Failure)), "")
+            for one in said
+        ]
+
+    def _wait(self) -> None:
+        while self._pending():
+            self._advance(wait=True)
 
     def _pending(self) -> bool:
         return bool(self._jobs) or self._pool.workers.at_work
@@ -145,6 +158,40 @@ class PoolScoring(Scoring):
                 self._pool.workers.ask(worker, (functions, shown), calls)
 
 
+@dataclass(frozen=True)
+class RowCheck:
+    """A function's `check_row` in the shape of a reward: None for a row that it can judge, a `Failure` for another."""
+
+    function: Any
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Failure | None]:
+        """What is wrong with each row."""
+        return [self._one({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
+
+    def _one(self, row: dict[str, Any]) -> Failure | None:
+        try:
+            self.function.check_row(row)
+        except UserError as error:
+            return Failure(str(error))
+        return None
+
+
+def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings: Any) -> list[str]:
+    """Why a row cannot be judged, for each row of the samples; empty where it can.
+
+    Asked are the functions that have a method `check_row(row)`, which is given the columns and raises `UserError`. They are
+    asked in the processes of a `RewardPool` with these settings, so that no row can hang the caller.
+    """
+    asked = [RewardSpec(spec.name, RowCheck(spec.function)) for spec in specs if hasattr(spec.function, "check_row")]
+    if not asked or not rows:
+        return [""] * sum(map(len, rows))
+    with RewardPool(asked, **settings) as pool:
+        scoring = pool.begin()
+        for some in rows:
+            scoring.add(some)
+        return scoring.faults()
+
+
 def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:
     """Enter a function's answer into `parts` (by function, then by sample).
 
@@ -159,22 +206,24 @@ def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[
 def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part], failure_value: float) -> Result:
     """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
 
-    A sample that no function with a weight applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
+    A function that says `Failure` gave `failure_value`; the others keep what they gave. A sample that no function with a weight
+    applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
     """
-    for part in given:
+    parts: dict[str, float | None] = {}
+    faults = []
+    for name, weight, part in zip(names, weights, given, strict=True):
         if isinstance(part, Unscored):
             return part
-    parts = {name: part if isinstance(part, float) else None for name, part in zip(names, given, strict=True)}
-    for name, part in zip(names, given, strict=True):
-        if isinstance(part, Failure):
-            return Failed(failure_value, f"{name}: {part}", parts)
+        parts[name] = failure_value if isinstance(part, Failure) else part
+        if isinstance(part, Failure) and weight != 0:
+            faults.append(f"{name}: {part}")
     terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
     if not terms:
         return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
     total = sum(terms)
     if not math.isfinite(total):
         return Unscored("the weighted sum of its rewards is beyond floating point")
-    return Scored(total, parts)
+    return Failed(total, faults[0], parts) if faults else Scored(total, parts)
 
 
 def name_apart(specs: Sequence[RewardSpec]) -> list[RewardSpec]:

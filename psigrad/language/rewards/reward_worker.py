@@ -7,9 +7,11 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from psigrad.errors import kind_of
+from psigrad.language.rewards.code import Code, Wrong
 from psigrad.language.rewards.outcomes import Failure, Unscored, transcript_of, turns_of
 from psigrad.language.rewards.rubric import Rubric
 from psigrad.processes.workers import unpack
@@ -40,9 +42,22 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
         for which in asked:
             # what one function does to its lists, no other sees
             name, function = functions[which]
-            yield encode(ask(name, function, copy.deepcopy(samples)))
+            arguments = (name, function, copy.deepcopy(samples))
+            if isinstance(function, Code):
+                yield from _while_alive(*arguments)
+            else:
+                yield encode(ask(*arguments))
 
     return answer
+
+
+def _while_alive(*arguments: Any) -> Iterator[Any]:
+    """The answer of a function that has limits of its own, and signs of life till then: its time follows from its tests."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, *arguments)
+        while not wait([asked], timeout=0.2).done:
+            yield None
+        yield encode(asked.result())
 
 
 def encode(answer: list[Part] | Unscored) -> Any:
@@ -189,6 +204,8 @@ def _part_of(name: str, value: Any) -> Part:
     """One value of a returned list as a plain Python object, which any process can read."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
+    if isinstance(value, Wrong):
+        return Failure(value.reason)  # worth 0, and the records say why
     if isinstance(value, Unscored):
         return Unscored(f"{name}: {value.reason}")
     kind = kind_of(value)

@@ -206,7 +206,8 @@ def begin(
         if world.rank and not world.lockstep:
             return
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
-        path = save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned, world=world)
+        meta = {**pinned, **session.vouched(journal)}
+        path = save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=meta, world=world)
         if path is not None:
             journal.folder.checkpoint_bytes = checkpoint.size_of(path)
         journal.folder.event("saved", step=now.step)

@@ -13,13 +13,14 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.language.data.batches import pack_by_tokens
-from psigrad.language.data.dataset_rows import Message, Row
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.rewards import Failed, Result, RewardPool, Samples, Scored, Scorer, Scoring, Unscored
-from psigrad.language.rewards.outcomes import join, text_of
+from psigrad.language.rewards.outcomes import join, transcript_of
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.processes.parallel.actor_pool import ActorPool
 
@@ -67,7 +68,7 @@ class ModelScorer:
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
             talks = bool(self.model.tokenizer.chat_template) and not self.model.plain_prompts
-            prompt, completion = (_user(prompt), completion) if talks else (prompt, text_of(completion))
+            prompt, completion = (_user(prompt), completion) if talks else (prompt, transcript_of(completion))
         columns = {name: values[i] for name, values in samples.columns.items() if values[i] is not None}
         row, words = Row("a completion", prompt, completion, columns=columns), list(self._special.values())
         return as_turns(self.model.tokenizer, row, self.model.plain_prompts, words)
@@ -222,7 +223,7 @@ class MixedScoring(Scoring):
             total += weight * result.value
             steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
-        return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)
+        return Scored(total, parts, tuple(steps)) if fault is None else Failed(total, fault.reason, parts)
 
 
 class RewardWorker:

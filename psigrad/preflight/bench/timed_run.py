@@ -192,7 +192,7 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
             task, config = PreferenceTask(policy, DPO, made, known), PreferenceConfig(**common)
         else:
             texts = [example(model.tokenizer, validate(row, "prompt-completion", "x")) for row in rows]
-            task, config = SFTTask(policy, texts), SFTConfig(**common)
+            task, config = SFTTask(policy, [[text] for text in texts]), SFTConfig(**common)
     journal: Any = TimingJournal()
     optimizer = Optimizer(model.trainable(), RATE, recompute=again)
     run = offline.Offline(config, task, None, optimizer, 100000, journal)

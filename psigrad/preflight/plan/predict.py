@@ -16,7 +16,8 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import example, prompt_ids
+from psigrad.language.data.templates import Example, examples, prompt_ids
+from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
@@ -222,6 +223,7 @@ def _limit(config: Config) -> int:
 def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     """([tokens of a prompt, of its answers] of the dataset's first rows, all its training rows)."""
     tokenizer = _tokenizer(tokenizer_path(config.model))
+    settle_chat(tokenizer, config.model)
     form, lengths = _reader(config)
     train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
     (first,) = for_model(tokenizer, [train[:_ROWS]], config.data.plain_prompts)
@@ -233,7 +235,9 @@ def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[i
     if isinstance(config, OnlineConfig):
         return "prompt-only", lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
     if isinstance(config, SFTConfig):
-        return "sft", lambda tokenizer, row: _split_lengths(example(tokenizer, row, config.max_length))
+        return "sft", lambda tokenizer, row: _split_lengths(
+            examples(tokenizer, row, config.max_length, empty_thinking=config.train_empty_thinking)
+        )
     if isinstance(config, RewardConfig) and config.process:
         return "stepwise", lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
     if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
@@ -241,9 +245,9 @@ def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[i
     return "preference", lambda tokenizer, row: _pair_lengths(pairs.encode_pair(tokenizer, row))
 
 
-def _split_lengths(made: Any) -> tuple[int, list[int]]:
-    before = made.mask.index(True) if any(made.mask) else len(made.ids)
-    return before, [len(made.ids) - before]
+def _split_lengths(texts: list[Example]) -> tuple[int, list[int]]:
+    before = [text.mask.index(True) if any(text.mask) else len(text.ids) for text in texts]
+    return sum(before), [sum(len(text.ids) for text in texts) - sum(before)]
 
 
 def _judged_lengths(made: pairs.Judged) -> tuple[int, list[int]]:

@@ -1,18 +1,20 @@
-"""Programs that a model wrote, run where they can do no harm: one executor, its limits, and what a machine can guarantee."""
+"""What is not ours to trust, run where it can do no harm: one enclosure, an executor of programs, what a machine guarantees."""
 
 from __future__ import annotations
 
-from psigrad.processes.sandbox.choice import enclosing_command, executor_for, tier_of_this_machine
+from psigrad.processes.sandbox.choice import enclosure_of_workers, executor_for, tier_of_this_machine
+from psigrad.processes.sandbox.enclosure import Enclosure
 from psigrad.processes.sandbox.executor import Executor, Limits, Program, ProgramOutcome, SandboxError, Tier
 
 __all__ = [
+    "Enclosure",
     "Executor",
     "Limits",
     "Program",
     "ProgramOutcome",
     "SandboxError",
     "Tier",
-    "enclosing_command",
+    "enclosure_of_workers",
     "executor_for",
     "tier_of_this_machine",
 ]

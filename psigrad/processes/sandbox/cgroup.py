@@ -1,6 +1,7 @@
 """Control groups, where this process may make them: the one limit on processes and memory that holds for a whole tree.
 
 Version 2 where its controllers can be handed down, else version 1. Rules of both: Documentation/admin-guide of Linux.
+A group is named by its owner's process and the moment that it began, so that a process's number that returns is another's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from psigrad.processes.sandbox.executor import SandboxError
 
 ROOT = Path("/sys/fs/cgroup")
 _NUMBERS = itertools.count()
@@ -75,27 +78,51 @@ class Group:
 
 @contextlib.contextmanager
 def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
-    """A group of at most so many processes and bytes for the length of the block; whoever is still in it is killed."""
-    name, made = f"{os.getpid()}-{next(_NUMBERS)}", []
-    for folder in dict.fromkeys(home / name for home in homes().values()):
-        with contextlib.suppress(OSError):
-            folder.mkdir()
-            made.append(folder)
-            for file, value in (
-                ("pids.max", processes),
-                ("memory.max", memory_bytes),
-                ("memory.swap.max", 0),
-                ("memory.limit_in_bytes", memory_bytes),
-                ("memory.memsw.limit_in_bytes", memory_bytes),
-            ):
-                with contextlib.suppress(OSError):
-                    if (folder / file).exists():
-                        (folder / file).write_text(str(value))
+    """A group of at most so many processes and bytes for the length of the block; whoever is still in it is killed.
+
+    Raises `SandboxError` where the machine has such groups and this one cannot be made or limited.
+    """
+    sweep()
+    name, made = f"{os.getpid()}-{_began(os.getpid())}-{next(_NUMBERS)}", list[Path]()
+    limits = (
+        ("pids.max", processes),
+        ("memory.max", memory_bytes),
+        ("memory.swap.max", 0),
+        ("memory.limit_in_bytes", memory_bytes),
+        ("memory.memsw.limit_in_bytes", memory_bytes),
+    )
     group = Group(made)
     try:
+        try:
+            for folder in dict.fromkeys(home / name for home in homes().values()):
+                folder.mkdir()
+                made.append(folder)
+                for file, value in limits:
+                    if (folder / file).exists():
+                        (folder / file).write_text(str(value))
+        except OSError as error:
+            raise SandboxError(f"The limits of a sandbox could not be set ({error}); nothing was run in it.") from error
         yield group
     finally:
         _remove(group, made)
+
+
+def sweep() -> None:
+    """Remove the groups whose owner was killed before it could, with whoever is still in them."""
+    for place in {ROOT / "psigrad", *(ROOT / controller / "psigrad" for controller in ("pids", "memory"))}:
+        for folder in place.glob("*-*-*") if os.access(place, os.W_OK) else ():
+            owner, began, _ = folder.name.split("-")
+            if _began(int(owner)) != began:
+                _remove(Group([folder]), [folder])
+
+
+def _began(process: int) -> str:
+    """When a process began, in the kernel's ticks; empty: there is none, or only its remains."""
+    try:
+        fields = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _remove(group: Group, folders: list[Path]) -> None:
@@ -106,6 +133,7 @@ def _remove(group: Group, folders: list[Path]) -> None:
         for folder in list(folders):
             with contextlib.suppress(OSError):
                 folder.rmdir()
+            if not folder.exists():
                 folders.remove(folder)
         if not folders:
             return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 
 from psigrad.processes.sandbox import cgroup, seccomp
-from psigrad.processes.sandbox.bubblewrap import Bubblewrap, command
+from psigrad.processes.sandbox.bubblewrap import Bubblewrap
+from psigrad.processes.sandbox.enclosure import Enclosure, command, user_of, users_here
 from psigrad.processes.sandbox.executor import Executor, SandboxError, Tier, TierName
 from psigrad.processes.sandbox.remote import RemoteExecutor
 from psigrad.processes.sandbox.unsafe import Unsafe
@@ -18,21 +20,25 @@ INSTALL = "install bubblewrap (Debian and Ubuntu: apt-get install bubblewrap uti
 
 @cache
 def tier_of_this_machine() -> Tier:
-    """Tried, not guessed: a program is run in it."""
-    missing = [name for name in ("bwrap", "prlimit", *(("setpriv",) if os.geteuid() == 0 else ())) if shutil.which(name) is None]
+    """Tried, not guessed: a program is run in it. Root without user ids to give away is a user, as in a rootless container."""
+    root = os.geteuid() == 0 and users_here()[1] > 0
+    missing = [name for name in ("bwrap", "prlimit", *(("setpriv",) if root else ())) if shutil.which(name) is None]
     if missing:
         return Tier("none", why_not=f"{', '.join(missing)} not found; {INSTALL}.")
-    name: TierName = "root" if os.geteuid() == 0 else "user"
-    tried = subprocess.run([*command(name), "/bin/true"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
-    if tried.returncode:
-        reason = tried.stderr.strip().splitlines()[-1] if tried.stderr.strip() else f"exit status {tried.returncode}"
-        return Tier(
-            "none",
-            why_not=f"bwrap cannot start here ({reason}); allow unprivileged user namespaces "
-            "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0), or in a container run it with "
-            "--security-opt seccomp=unconfined --cap-add SYS_ADMIN.",
-        )
-    return Tier(name, tuple(cgroup.homes()), seccomp.program() is not None)
+    reason = ""
+    names: tuple[TierName, ...] = ("root", "user") if root else ("user",)
+    for name in names:
+        line = command(name, user_of(os.getpid(), 0))
+        tried = subprocess.run([*line, "/bin/true"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
+        if tried.returncode == 0:
+            return Tier(name, tuple(cgroup.homes()), seccomp.program() is not None)
+        reason = reason or (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
+    return Tier(
+        "none",
+        why_not=f"bwrap cannot start here ({reason}); allow unprivileged user namespaces "
+        "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0), or in a container run it with "
+        "--security-opt seccomp=unconfined --cap-add SYS_ADMIN.",
+    )
 
 
 def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = False) -> Executor:
@@ -53,19 +59,13 @@ def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = Fa
     )
 
 
-def enclosing_command() -> list[str]:
-    """The command to run a user's own process under: it reads what it reads outside, and writes and reaches nothing. There are no
-    network, no capabilities, a read-only disk, /dev/shm for temporary files, and a process namespace that ends with it.
+def enclosure_of_workers(files: Sequence[str] = ()) -> Enclosure:
+    """What to run a user's own process in: it reads Python, what it imports from, its working folder and `files`, and writes to
+    a temporary folder of its own.
 
     Raises `SandboxError` where this machine has no bubblewrap that works.
     """
     tier = tier_of_this_machine()
     if tier.name == "none":
         raise SandboxError(f"environment_sandbox is set and this machine has no sandbox: {tier.why_not}")
-    spaces = ["--unshare-user", "--disable-userns"] if tier.name == "user" else []
-    spaces += [f"--unshare-{space}" for space in ("ipc", "pid", "net", "uts", "cgroup-try")]
-    return [
-        *("bwrap", *spaces, "--die-with-parent", "--cap-drop", "ALL"),
-        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
-        *("--setenv", "TMPDIR", "/dev/shm", "--setenv", "HOME", "/dev/shm", "--"),
-    ]
+    return Enclosure.of_worker(tier.name, files)

@@ -5,29 +5,57 @@ Read as text and given to the sandbox's own Python, which knows nothing of psigr
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import resource
 import sys
+import types
+from typing import Any
+
+# Of standard types, what they are made of: a text, or a list of values. A subclass goes out as the plain type it extends.
+AS_TEXT: dict[str, Any] = {"bytes": lambda v: v.hex(), "bytearray": lambda v: v.hex(), "complex": str, "Decimal": str}
+AS_VALUES: dict[str, Any] = {
+    "list": list.__iter__,
+    "tuple": tuple.__iter__,
+    "set": set.__iter__,
+    "frozenset": frozenset.__iter__,
+    "deque": iter,
+    "Fraction": lambda v: (v.numerator, v.denominator),
+    "range": lambda v: (v.start, v.stop, v.step),
+    "datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond),
+    "date": lambda v: (v.year, v.month, v.day),
+    "time": lambda v: (v.hour, v.minute, v.second, v.microsecond),
+    "timedelta": lambda v: (v.days, v.seconds, v.microseconds),
+}
+MODULES = ("builtins", "collections", "fractions", "decimal", "datetime")
 
 
 def plain(value: object, depth: int = 0) -> object:
     """The value as tagged JSON; raises TypeError for what is no plain value."""
-    kind = type(value)
     if depth > 50:
         raise TypeError("nested too deeply")
-    if value is None or kind is bool or kind is str:
+    if value is None or value is True or value is False:
         return value
-    if isinstance(value, int) and kind is int:
-        return {"int": hex(value)}  # any size: decimal digits of large integers are limited
-    if isinstance(value, float) and kind is float:
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, list | tuple | set | frozenset) and kind in (list, tuple, set, frozenset):
-        name = "set" if kind in (set, frozenset) else kind.__name__
-        return {name: [plain(v, depth + 1) for v in value]}
-    if isinstance(value, dict) and kind is dict:
-        return {"dict": [[plain(k, depth + 1), plain(v, depth + 1)] for k, v in value.items()]}
-    raise TypeError("a " + kind.__name__ + " is no plain value")
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return {"int": hex(int.__index__(value))}  # any size: decimal digits of large integers are limited
+    if isinstance(value, float):
+        return float.__float__(value) if math.isfinite(value) else {"float": float.__repr__(value)}
+    if isinstance(value, dict):
+        return {"dict": [[plain(k, depth + 1), plain(v, depth + 1)] for k, v in dict.items(value)]}
+    for kind in type(value).__mro__:
+        if kind.__module__ in MODULES and kind.__name__ in AS_TEXT:
+            return {kind.__name__: AS_TEXT[kind.__name__](value)}
+        if kind.__module__ in MODULES and kind.__name__ in AS_VALUES:
+            return {kind.__name__: [plain(v, depth + 1) for v in AS_VALUES[kind.__name__](value)]}
+    if hasattr(value, "tolist"):  # of numpy
+        return plain(value.tolist(), depth + 1)
+    if hasattr(value, "__next__") or type(value).__name__ in ("dict_keys", "dict_values", "dict_items"):
+        return {"iterator": [plain(v, depth + 1) for v in itertools.islice(value, 100_000)]}  # type: ignore[call-overload]
+    raise TypeError("a " + type(value).__name__ + " is no plain value")
 
 
 def main() -> None:
@@ -42,11 +70,17 @@ def main() -> None:
     if not task["expressions"]:
         out.close()
     sys.argv = ["program.py"]
-    space = {"__name__": "__main__", "__builtins__": __builtins__}
-    exec(compile(task["source"], "program.py", "exec"), space)
+    # what reads and prints is a script; where only functions are asked for, its last lines under __main__ are not
+    module = types.ModuleType("program" if task["expressions"] else "__main__")
+    sys.modules[module.__name__] = module
+    exec(compile(task["source"], "program.py", "exec", dont_inherit=True), module.__dict__)
     for expression in task["expressions"]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        soft = math.ceil(used.ru_utime + used.ru_stime) + task["seconds"]
+        resource.setrlimit(resource.RLIMIT_CPU, (min(soft, most), most))
         try:
-            answer = {"value": plain(eval(compile(expression, "test", "eval"), space))}
+            answer = {"value": plain(eval(compile(expression, "test", "eval", dont_inherit=True), module.__dict__))}
         except Exception as error:
             answer = {"error": type(error).__name__ + ": " + str(error)[:300]}
         out.write(json.dumps(answer) + "\n")

@@ -5,14 +5,18 @@ Values that come out of a sandbox are read as plain Python values: nothing is ex
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal, Protocol
 
 from psigrad.errors import UserError
 
-Status = Literal["exited", "timeout", "memory", "output"]
+Status = Literal["exited", "timeout", "memory", "output", "stopped"]
 TierName = Literal["root", "user", "none"]
 
 
@@ -25,15 +29,24 @@ class Limits:
     """What one program may use. Beyond a limit it is killed with everything that it started."""
 
     seconds: float = 5.0
-    """Wall-clock time."""
+    """CPU time of each process, rounded up to whole seconds, and for each expression anew: a busy machine fails nobody."""
+    wall_seconds: float = 0.0
+    """Wall-clock time of each expression, or of the run; 0: five times `seconds`."""
     memory_mb: int = 512
     """Address space of each process; with cgroups, also the memory of all of them and of their files together."""
     processes: int = 32
     """Processes and threads at once."""
-    output_kb: int = 64
+    output_kb: int = 1024
     """What it may print, standard output and standard error each."""
     files_mb: int = 16
     """The size of its /tmp, the only place that it can write to."""
+    packages: bool = False
+    """Whether it may import the packages of our own environment, such as numpy."""
+
+    @property
+    def wall(self) -> float:
+        """Seconds by the clock."""
+        return self.wall_seconds or 5 * self.seconds
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Program:
     source: str
     stdin: str = ""
     expressions: tuple[str, ...] = ()
+    until: Callable[[int, Any], bool] | None = field(default=None, compare=False)
+    """Asked for each expression's value as it comes; the program is killed where it says True. It stays outside."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +65,13 @@ class ProgramOutcome:
     """What came of a program."""
 
     status: Status
-    """exited: it ended by itself, well or badly; timeout, memory, output: it was killed at that limit."""
+    """exited: it ended by itself, well or badly; timeout, memory, output: it was killed at that limit; stopped: by `until`."""
     code: int = 0
     """Exit status; -n for signal n."""
     stdout: str = ""
     stderr: str = ""
     values: tuple[Any, ...] = field(default=())
-    """Of each expression its value, made of None, bool, int, float, str, list, tuple, dict and set; or a `MissingValue`."""
+    """Of each expression its value, made of plain types of the standard library; or a `MissingValue`."""
     seconds: float = 0.0
 
 
@@ -102,38 +117,81 @@ class Tier:
         return f"{self.name}: {'; '.join(parts)}"
 
 
+@dataclass(frozen=True)
+class Items:
+    """What an iterator gave: equal to no list, as in Python, until one is made of it."""
+
+    items: tuple[Any, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def _decimal(text: str) -> Decimal:
+    """A decimal that no arithmetic takes long over."""
+    found = Decimal(text)
+    if found.is_finite() and abs(found.adjusted()) > 1000:
+        raise ValueError("a decimal too large or small to be read")
+    return found
+
+
+def _range(bounds: list[int]) -> range:
+    """A range whose list fits in memory."""
+    found = range(*bounds)
+    if len(found) > 1_000_000:
+        raise ValueError("a range too long to be read")
+    return found
+
+
+# What a tagged value is made of: of a text, or of a list of values.
+_OF_TEXT: dict[str, Callable[[str], Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "float": float,
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "Decimal": _decimal,
+}
+_OF_VALUES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "iterator": lambda values: Items(tuple(values)),
+    "Fraction": lambda values: Fraction(*values),
+    "range": _range,
+    "date": lambda values: datetime.date(*values),
+    "time": lambda values: datetime.time(*values),
+    "datetime": lambda values: datetime.datetime(*values),
+    "timedelta": lambda values: datetime.timedelta(*values),
+}
+
+
 def decode_values(lines: Sequence[bytes], count: int) -> tuple[Any, ...]:
     """The values of `count` expressions from the driver's lines; what is missing or malformed is a `MissingValue`."""
-    values = [_value(line) for line in lines[:count] if line]
+    values = [decode_value(line) for line in lines[:count] if line]
     return (*values, *[MissingValue("the program ended before it was evaluated")] * (count - len(values)))
 
 
-def _value(line: bytes) -> Any:
+def decode_value(line: bytes) -> Any:
+    """The value in one line of the driver, or why there is none."""
     try:
         answer = json.loads(line)
         return _plain(answer["value"], 0) if "value" in answer else MissingValue(str(answer["error"])[:400])
-    except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError, ArithmeticError):
         return MissingValue("its answer cannot be read")
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """The inverse of the driver's `plain`."""
+    """The inverse of the driver's `plain`: {tag: parts} is made of its parts."""
     if depth > 60:
         raise ValueError("nested too deeply")
     if value is None or isinstance(value, bool | str | float):
         return value
     ((kind, inner),) = value.items()
-    match kind:
-        case "int":
-            return int(inner, 16)
-        case "float":
-            return float(inner)
-        case "list":
-            return [_plain(v, depth + 1) for v in inner]
-        case "tuple":
-            return tuple(_plain(v, depth + 1) for v in inner)
-        case "set":
-            return {_plain(v, depth + 1) for v in inner}
-        case "dict":
-            return {_plain(k, depth + 1): _plain(v, depth + 1) for k, v in inner}
-    raise ValueError(f"unknown tag {kind!r}")
+    if isinstance(inner, str):
+        return _OF_TEXT[kind](inner)
+    if kind == "dict":
+        return {_plain(k, depth + 1): _plain(v, depth + 1) for k, v in inner}
+    return _OF_VALUES[kind]([_plain(v, depth + 1) for v in inner])

@@ -9,9 +9,8 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
-from typing import Literal
 
-from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, decode_values
+from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, Status, decode_value, decode_values
 
 _PIECE = 1 << 16
 # Answers are tagged JSON of what programs print in other cases, and a little longer.
@@ -22,7 +21,7 @@ _ANSWERS = 4
 class Output:
     """What a process wrote until it ended or was killed."""
 
-    status: Literal["exited", "timeout", "output"]
+    status: Status
     stdout: bytes
     stderr: bytes
     answers: bytes
@@ -32,17 +31,18 @@ class Output:
         """As the outcome of a program with this exit status."""
         values = decode_values(self.answers.split(b"\n")[1:], len(program.expressions))
         out, err = self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace")
-        return ProgramOutcome(self.status, code, out, err, values, seconds)
+        late = self.status == "exited" and code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+        return ProgramOutcome("timeout" if late else self.status, code, out, err, values, seconds)
 
 
-def exchange(process: subprocess.Popen[bytes], answers: int, stdin: bytes, limits: Limits) -> Output:
+def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, limits: Limits) -> Output:
     """Give the process its stdin and hear it out within the limits; it is gone when this returns. Closes `answers`."""
     assert process.stdin and process.stdout and process.stderr
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), answers: bytearray()}
     most = dict.fromkeys(output, limits.output_kb << 10) | {answers: _ANSWERS * limits.output_kb << 10}
-    deadline = time.monotonic() + limits.seconds
-    rest = memoryview(stdin)
-    status: Literal["exited", "timeout", "output"] = "exited"
+    deadline, heard = time.monotonic() + limits.wall, 0
+    rest = memoryview(program.stdin.encode(errors="surrogatepass"))
+    status: Status = "exited"
     with selectors.DefaultSelector() as selector:
         for fd in output:
             os.set_blocking(fd, False)
@@ -66,6 +66,12 @@ def exchange(process: subprocess.Popen[bytes], answers: int, stdin: bytes, limit
                         status = "output"
                 else:
                     selector.unregister(key.fd)
+            lines = output[answers].count(b"\n")
+            if status == "exited" and heard < lines <= 1 + len(program.expressions):
+                deadline = time.monotonic() + limits.wall  # of the next expression
+                if _unwanted(program, output[answers], range(max(0, heard - 1), lines - 1)):
+                    status = "stopped"
+                heard = lines
     status = _end(process, deadline, status)
     for stream in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
@@ -73,6 +79,14 @@ def exchange(process: subprocess.Popen[bytes], answers: int, stdin: bytes, limit
     os.close(answers)
     out, err, answered = (bytes(text[: most[fd]]) for fd, text in output.items())
     return Output(status, out, err, answered)
+
+
+def _unwanted(program: Program, answered: bytearray, numbers: range) -> bool:
+    """Whether one of these answers ends the program; the line before the first says that it has started."""
+    if program.until is None:
+        return False
+    lines = bytes(answered).split(b"\n")[1:]
+    return any(program.until(number, decode_value(lines[number])) for number in numbers)
 
 
 def _write(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, rest: memoryview) -> memoryview:
@@ -101,9 +115,7 @@ def _read(fd: int) -> bytes:
         return b""
 
 
-def _end(
-    process: subprocess.Popen[bytes], deadline: float, status: Literal["exited", "timeout", "output"]
-) -> Literal["exited", "timeout", "output"]:
+def _end(process: subprocess.Popen[bytes], deadline: float, status: Status) -> Status:
     """Wait for a process that has closed its pipes; kill it where it is late or must go. Its namespace dies with it."""
     if status == "exited":
         try:

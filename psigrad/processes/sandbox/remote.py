@@ -1,10 +1,10 @@
 """A team's own sandbox service, over HTTP.
 
-`POST URL` with {"programs": [{"source", "stdin", "expressions"}], "limits": {"seconds", "memory_mb", "processes", "output_kb",
-"files_mb"}}; the answer is {"outcomes": [{"status", "code", "stdout", "stderr", "seconds", "answers"}]}, one for each program in
-order. `answers` holds for each expression {"value": V} or {"error": TEXT}, where V is tagged JSON: null, booleans, strings and
-finite floats as they are, {"int": "0x2a"}, {"float": "nan"}, {"list": [V, …]}, {"tuple": […]}, {"set": […]} and
-{"dict": [[V, V], …]}.
+`POST URL` with {"programs": [{"source", "stdin", "expressions"}], "limits": {"seconds", "wall_seconds", "memory_mb", "processes",
+"output_kb", "files_mb", "packages"}}; the answer is {"outcomes": [{"status", "code", "stdout", "stderr", "seconds", "answers"}]},
+one for each program in order. `answers` holds for each expression {"value": V} or {"error": TEXT}, where V is tagged JSON: null,
+booleans, strings and finite floats as they are, {"int": "0x2a"}, {"float": "nan"}, {"list": [V, …]}, {"tuple": […]},
+{"set": […]}, {"dict": [[V, V], …]}, and the other tags of `executor`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ class RemoteExecutor:
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
         """See `Executor`."""
-        body = json.dumps({"programs": [asdict(p) for p in programs], "limits": asdict(limits)}).encode()
+        body = json.dumps(
+            {"programs": [_sent(p) for p in programs], "limits": {**asdict(limits), "wall_seconds": limits.wall}}
+        ).encode()
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
         try:
             request = urllib.request.Request(self.url, body, headers)
-            with urllib.request.urlopen(request, timeout=limits.seconds * len(programs) + _PATIENCE) as reply:
+            with urllib.request.urlopen(
+                request, timeout=limits.wall * sum(1 + len(p.expressions) for p in programs) + _PATIENCE
+            ) as reply:
                 found = json.loads(reply.read(_LARGEST))
             outcomes = [_outcome(one, program) for one, program in zip(found["outcomes"], programs, strict=True)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -45,6 +49,10 @@ class RemoteExecutor:
                 f"The sandbox service {self.url} gave no usable answer ({type(error).__name__}: {error})."
             ) from error
         return outcomes
+
+
+def _sent(program: Program) -> dict[str, Any]:
+    return {"source": program.source, "stdin": program.stdin, "expressions": program.expressions}
 
 
 def _outcome(found: dict[str, Any], program: Program) -> ProgramOutcome:

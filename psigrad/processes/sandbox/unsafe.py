@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from psigrad.processes.sandbox.bubblewrap import DRIVER, memory_file, rlimits
+from psigrad.processes.sandbox.bubblewrap import DRIVER, rlimits, task_of
+from psigrad.processes.sandbox.enclosure import memory_file
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
 from psigrad.processes.sandbox.pipes import exchange
 
@@ -25,10 +25,10 @@ class Unsafe:
         return [self._one(program, limits) for program in programs]
 
     def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
-        task = memory_file(json.dumps({"source": program.source, "expressions": program.expressions}).encode())
+        task = memory_file(task_of(program, limits))
         answers, say = os.pipe()
         # without a user of its own a limit on processes would count all of yours
-        bounds = [part for part in rlimits(limits) if not part.startswith("--nproc")]
+        bounds = [part for part in rlimits(program, limits) if not part.startswith("--nproc")]
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="psigrad-code-") as folder:
             try:
@@ -48,7 +48,7 @@ class Unsafe:
             finally:
                 os.close(task)
                 os.close(say)
-            output = exchange(process, answers, program.stdin.encode(errors="surrogatepass"), limits)
+            output = exchange(process, answers, program, limits)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         return output.outcome(program, process.returncode, time.monotonic() - started)

@@ -8,7 +8,6 @@ one is noticed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -21,6 +20,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from psigrad.processes.workers.keeper import keep
+from psigrad.processes.workers.lifetime import limit_shared_memory
 from psigrad.processes.workers.shipping import load_homes
 
 HEADER = struct.Struct("<8sQQ")
@@ -41,10 +42,8 @@ def main() -> None:
     """
     request, response, parent = map(int, sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if parent and os.getppid() != parent:
-        os._exit(0)  # it died before prctl could tell
+    if parent:
+        keep(parent)
     for descriptor in (request, response):
         os.set_inheritable(descriptor, False)  # or a program that the user's code starts would keep the pipe open
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -69,6 +68,7 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     try:
         if setup["memory"]:
             resource.setrlimit(resource.RLIMIT_DATA, (setup["memory"], setup["memory"]))
+            limit_shared_memory(setup["memory"])
         load_homes(setup["homes"])
         module, _, name = setup["service"].partition(":")
         service: Service = getattr(importlib.import_module(module), name)(setup["payload"])

@@ -1,6 +1,7 @@
 """A worker as its parent sees it: one process, pipes that never block, a deadline, and a kill that leaves nothing behind.
 
-Everything that it has started, also what left its session, is found by a mark in the environment that children inherit.
+Everything that it has started is below its keeper, or in its enclosure, and ends with it. Where its code kills the keeper first,
+what it started is found by a mark in the environment that children inherit.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from psigrad.processes.sandbox import Enclosure, cgroup
 from psigrad.processes.workers import child
+from psigrad.redaction import SECRET_NAME
 
 # Seconds in which a worker must have imported the user's code.
 START_LIMIT = 120.0
+# Seconds in which a keeper must have ended what its worker started.
+KEEPER_LIMIT = 10.0
 # The environment variable by whose value all that a worker has started is known.
 MARK = "PSIGRAD_WORKER"
 # Bytes of one worker's output that are shown.
@@ -37,7 +42,6 @@ _USUAL = re.compile(
     r"|(https?|no|all)_proxy",
     re.IGNORECASE,
 )
-_SECRET = re.compile(r"token|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth", re.IGNORECASE)
 _START = "from psigrad.processes.workers.child import main; main()"
 
 
@@ -50,7 +54,7 @@ class Worker:
 
     `service(payload)` is called in the worker and gives the function that answers. `homes` are files of modules that a fresh
     process does not find by name. `memory` limits its data in bytes (0: no limit), `variables` are environment variables that it
-    gets besides the usual ones. `prefix` is a command to run it under. It must be ready within `start_limit` seconds.
+    gets besides the usual ones. It runs in the `enclosure`, where one is given. It must be ready within `start_limit` seconds.
 
     Pipes never block: a worker that was stopped in the middle of reading or writing is late like any other.
     """
@@ -64,24 +68,27 @@ class Worker:
         name: str = "a worker",
         memory: int = 0,
         variables: Sequence[str] = (),
-        prefix: Sequence[str] = (),
+        enclosure: Enclosure | None = None,
         start_limit: float = START_LIMIT,
     ) -> None:
         request_read, self._requests = os.pipe()
         self._responses, response_write = os.pipe()
         printed, print_write = os.pipe()
         self._mark, self._name, self._number = uuid.uuid4().hex, name, 0
-        parent = "0" if prefix else str(os.getpid())  # under another program, that is the parent
+        prefix, given = enclosure.line() if enclosure else ([], [])
+        self._kept = enclosure is None
+        # an enclosure ends whole, with its first process
+        parent = str(os.getpid() if self._kept else 0)
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-P", "-c", _START, str(request_read), str(response_write), parent],
-            pass_fds=(request_read, response_write),
+            pass_fds=(request_read, response_write, *given),
             stdin=subprocess.DEVNULL,
             stdout=print_write,
             stderr=print_write,
             env={**pick_variables(variables), MARK: self._mark},
             start_new_session=True,
         )
-        for descriptor in (request_read, response_write, print_write):
+        for descriptor in (request_read, response_write, print_write, *given):
             os.close(descriptor)
         threading.Thread(target=_forward, args=(printed, name), name=f"output of {name}", daemon=True).start()
         os.set_blocking(self._requests, False)
@@ -150,10 +157,16 @@ class Worker:
 
     def kill(self) -> str:
         """End the process and everything that it started, for good, and say how it ended."""
+        if self._kept:
+            self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # the user's code may have stopped it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(KEEPER_LIMIT)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
         _kill_marked(self._mark)
+        cgroup.sweep()
         os.close(self._requests)
         os.close(self._responses)
         return f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -162,7 +175,7 @@ class Worker:
 def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
     """The variables of this process that a worker gets: the usual ones, and those named in `extra`."""
     names = set(extra)
-    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not _SECRET.search(k))}
+    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not SECRET_NAME.search(k))}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     return {**kept, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
 

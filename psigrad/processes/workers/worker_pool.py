@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from psigrad.errors import UserError
+from psigrad.processes.sandbox import Enclosure
 from psigrad.processes.workers.process import START_LIMIT, Worker, WorkerGone
 
 C = TypeVar("C")
@@ -58,11 +59,11 @@ class WorkerPool(Generic[C]):
         timeout: float = 10.0,
         memory_gb: float = 0.0,
         variables: Sequence[str] = (),
-        prefix: Sequence[str] = (),
+        enclosure: Enclosure | None = None,
     ) -> None:
         self.timeout = timeout
         self._decode, self._what, self._error = decode, what, error
-        limits: Any = {"memory": int(memory_gb * 1e9), "variables": tuple(variables), "prefix": tuple(prefix)}
+        limits: Any = {"memory": int(memory_gb * 1e9), "variables": tuple(variables), "enclosure": enclosure}
         self._start = partial(Worker, service, payload, homes, name=f"the worker of the {what}", **limits)
         self._places: list[_Place] = []
         self._looked = time.monotonic()

@@ -68,6 +68,7 @@ def text(folder: str | Path, repository: str = "") -> str:
         method=method_of(run),
         settings=_yaml(_settings(run), width=110),
     )
+    card = card.encode("utf-8", "backslashreplace").decode()  # a file's name may be no text
     return _publish(card, run) if repository else card
 
 

@@ -107,7 +107,7 @@ def save(content: str, target: Path) -> Path:
     """Write a page, whole or not at all. Raises `UserError` where it cannot be written."""
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(content, encoding="utf-8")
+        beside.write_text(content, encoding="utf-8", errors="backslashreplace")
         os.replace(beside, target)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -38,6 +38,25 @@ def line(id: str, bad: str | bytes, *says: str, form: Any = "prompt-only", good:
     return Case(id, "my.jsonl", good.encode() + b"\n" + raw + b"\n" + good.encode() + b"\n", ("my.jsonl:2", *says), form)
 
 
+def called(arguments: Any, name: str = "f") -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+def deep(levels: int) -> Any:
+    return [deep(levels - 1)] if levels else 1
+
+
+IMAGE = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+CALLED = "messages[1].tool_calls[0].function"
+CROSSED = [
+    USER,
+    {**BOT, "tool_calls": [{"id": one, "function": {"name": "f", "arguments": {}}} for one in "ab"]},
+    {"role": "tool", "tool_call_id": "b", "content": "4"},
+    {"role": "tool", "tool_call_id": "a", "content": "5"},
+    BOT,
+]
+
+
 def row(id: str, value: Any, column: str, *says: str, form: Any = "prompt-only") -> Case:
     good = {
         "prompt-only": {"prompt": "a"},
@@ -107,8 +126,32 @@ FORMS = [
     row("no content", {"prompt": [{"role": "user"}]}, "prompt[0].content", "missing"),
     row("null content", {"prompt": [{"role": "user", "content": None}]}, "prompt[0].content", "missing or null"),
     row("empty content", {"prompt": [{"role": "user", "content": ""}]}, "prompt[0].content", "empty"),
-    row("content parts", {"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "prompt[0].content", "a list"),
-    row("content of an image", {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "prompt[0].content", "all text"),
+    row("part without text", {"prompt": [{**USER, "content": [{"type": "text"}]}]}, "prompt[0].content[0]", "no text"),
+    row(
+        "image",
+        {"prompt": [IMAGE]},
+        "prompt[0].content[0]",
+        "type 'image'",
+    ),
+    row("half a weight", {"messages": [USER, {**BOT, "weight": 0.5}]}, "messages[1].weight", "0.5", form="messages"),
+    row("a user's weight", {"messages": [{**USER, "train": True}, BOT]}, "messages[0].train", "assistant", form="messages"),
+    row(
+        "call not JSON",
+        {"messages": [USER, called("{a")]},
+        f"{CALLED}.arguments",
+        "not JSON",
+        form="messages",
+    ),
+    row(
+        "call with a list",
+        {"messages": [USER, called([1])]},
+        f"{CALLED}.arguments",
+        "object",
+        form="messages",
+    ),
+    row("call without name", {"messages": [USER, called({}, "")]}, CALLED, "name", form="messages"),
+    row("answers crossed", {"messages": CROSSED}, "messages[2].tool_call_id", "'b'", "order", form="messages"),
+    row("deep message", {"prompt": [{**USER, "x": deep(200)}]}, "prompt[0]", "nested"),
     row("prompt of an answer alone", {"prompt": [BOT]}, "prompt", "ends with the role 'assistant'"),
     row("prompt ends with system", {"prompt": [{"role": "system", "content": "a"}]}, "prompt", "ends with the role 'system'"),
     row("tool without a call", {"prompt": [USER, {"role": "tool", "content": "4"}]}, "prompt[1]", "after user"),

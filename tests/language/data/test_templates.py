@@ -12,8 +12,17 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row, validate
-from psigrad.language.data.templates import CHATML, Example, completion_for_reward, decode, example, prompt_ids, stop_token_id
+from psigrad.language.data.dataset_rows import Row, RowError, validate
+from psigrad.language.data.templates import (
+    CHATML,
+    Example,
+    completion_for_reward,
+    decode,
+    example,
+    examples,
+    prompt_ids,
+    stop_token_ids,
+)
 
 Build = Callable[..., PreTrainedTokenizerFast]
 
@@ -144,7 +153,7 @@ def test_an_end_of_turn_token_left_outside_the_generation_block_is_trained_all_t
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     masked = tokenizer.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)
-    ends = [i for i, token in enumerate(masked["input_ids"]) if token == stop_token_id(tokenizer)]
+    ends = [i for i, token in enumerate(masked["input_ids"]) if token == stop_token_ids(tokenizer)[0]]
     assert not any(masked["assistant_masks"][i] for i in ends), "transformers' own mask leaves it out: the trap of trl#5988"
     assert pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) == TWO_TURNS_EXPECTED
 
@@ -154,7 +163,9 @@ def test_a_template_that_ends_turns_with_no_special_token_is_refused(build: Buil
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    with pytest.raises(UserError, match=r"doesn't end assistant turn 1 of my.jsonl:7 with a special token.*eos_token"):
+    with pytest.raises(
+        UserError, match=r"my.jsonl:7: the chat template doesn't end assistant turn 1 with a special token.*eos_token"
+    ):
         example(build(template), sft(messages=TWO_TURNS))
     ended = template.replace("m['content']", "m['content'] + ('<|endoftext|>' if m['role'] == 'assistant' else '')")
     assert [text for trained, text in pieces(build(ended), example(build(ended), sft(messages=TWO_TURNS))) if trained] == [
@@ -163,29 +174,42 @@ def test_a_template_that_ends_turns_with_no_special_token_is_refused(build: Buil
     ]
 
 
-def test_a_template_that_forgets_thinking_is_refused_by_turn_and_accepted_where_it_is_harmless(
+def test_a_template_that_forgets_thinking_gives_a_context_to_each_turn_that_it_rewrites(
     forgetful: PreTrainedTokenizerFast, plain_chatml: PreTrainedTokenizerFast
 ) -> None:
     thinking = [user("hello"), bot("<think>two</think>the cat"), user("what is two"), bot("<think>x</think>there")]
-    with pytest.raises(UserError, match=r"not prefix-preserving: in my.jsonl:7 .* message 2 \(assistant\)"):
-        example(forgetful, sft(messages=thinking))
-    assert example(plain_chatml, sft(messages=thinking)).mask.count(True) > 0
+    first, second = (pieces(forgetful, built) for built in examples(forgetful, sft(messages=thinking)))
+    assert first == [
+        (False, "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "<think>two</think>the cat<|im_end|>"),
+        (False, "\n"),
+    ]
+    past = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
+    assert second == [
+        (False, past + "<|im_start|>user\nwhat is two<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "<think>x</think>there<|im_end|>"),
+        (False, "\n"),
+    ]
+    assert len(examples(plain_chatml, sft(messages=thinking))) == 1
     # Nothing to forget: no thinking in the first turn, or one prompt-completion row per turn.
-    assert pieces(forgetful, example(forgetful, sft(messages=TWO_TURNS))) == TWO_TURNS_EXPECTED
+    assert [pieces(forgetful, built) for built in examples(forgetful, sft(messages=TWO_TURNS))] == [TWO_TURNS_EXPECTED]
     last = example(forgetful, sft(prompt=thinking[:3], completion=thinking[3:]))
     assert [text for trained, text in pieces(forgetful, last) if trained] == ["<think>x</think>there<|im_end|>"]
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(build: Build) -> None:
     rewriting = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    with pytest.raises(UserError, match="renders the prompt differently once the completion follows"):
+    with pytest.raises(RowError, match=r"my.jsonl:7: the chat template renders the generation prompt of message 2"):
         example(build(rewriting), sft(prompt=[user("hello")], completion=[bot("there")]))
 
 
 def test_a_generation_prompt_that_the_conversation_does_not_repeat_is_refused(build: Build) -> None:
-    template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
-    with pytest.raises(UserError, match=r"the generation prompt of message 2 \(assistant\) differently"):
-        example(build(template), sft(messages=TWO_TURNS))
+    template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}{}{% endif %}"
+    with pytest.raises(RowError, match=r"the generation prompt of message 2 \(assistant\) differently"):
+        example(build(template.replace("{}", "Hm:")), sft(messages=TWO_TURNS))
+    # an opened thought is one that the answer closes
+    closed, _ = examples(build(template.replace("{}", "<think>")), sft(messages=TWO_TURNS))
+    assert pieces(build(), closed) == [(False, "hello<|im_end|><think>\n</think>\n\n"), (True, "the cat<|im_end|>")]
 
 
 def test_what_a_template_writes_between_prompt_and_generation_block_is_trained_as_the_policy_must_write_it(build: Build) -> None:
@@ -198,21 +222,24 @@ def test_what_a_template_writes_between_prompt_and_generation_block_is_trained_a
     assert pieces(tokenizer, built)[1:] == [(True, "Answer: the cat<|im_end|>")]
 
 
-def test_a_template_made_for_content_parts_is_refused_instead_of_training_on_nothing(build: Build) -> None:
+def test_a_template_made_for_content_parts_gets_them_instead_of_training_on_nothing(build: Build) -> None:
     tokenizer = build(trl_template("smolvlm"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_utterance>"]})
     rendered = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     assert "the cat" not in rendered and "hello" not in rendered, "the template must drop strings in silence: the trap"
-    with pytest.raises(UserError, match=r"leaves out the content of message 2 in my\.jsonl:7"):
-        example(tokenizer, sft(messages=TWO_TURNS))
+    trained = [text for trained, text in pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) if trained]
+    assert trained == [" the cat<end_of_utterance>", "  world<end_of_utterance>"]
 
 
 def test_a_generation_block_that_starts_with_the_header_does_not_train_on_it(build: Build) -> None:
     tokenizer = build(trl_template("gptoss_training"))
     specials = ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
-    trained = [text for trained, text in pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) if trained]
-    assert trained == ["<|channel|>final<|message|>the cat<|end|>", "<|channel|>final<|message|> world<|return|>"]
+    built = [pieces(tokenizer, made) for made in examples(tokenizer, sft(messages=TWO_TURNS))]
+    trained = [text for made in built for trained, text in made if trained]
+    # gpt-oss stops at <|return|>, and reads its past turns with <|end|>
+    assert trained == ["<|channel|>final<|message|>the cat<|return|>", "<|channel|>final<|message|> world<|return|>"]
+    assert built[1][0][1].endswith("the cat<|end|><|start|>user<|message|>what is two<|end|><|start|>assistant")
 
 
 def test_an_added_token_that_is_not_special_ends_no_turn(build: Build) -> None:
@@ -230,14 +257,30 @@ def test_an_added_token_that_is_not_special_ends_no_turn(build: Build) -> None:
     ]
 
 
-def test_qwen3s_released_template_is_refused_on_two_turns_and_its_patched_one_is_right(build: Build) -> None:
-    released, patched = build(trl_template("qwen3")), build(trl_template("qwen3_training"))
-    with pytest.raises(UserError, match=r"not prefix-preserving.*message 2"):
-        example(released, sft(messages=TWO_TURNS))
-    trained = [text for trained, text in pieces(patched, example(patched, sft(messages=TWO_TURNS))) if trained]
-    assert trained == ["<think>\n\n</think>\n\nthe cat<|im_end|>", "<think>\n\n</think>\n\n world<|im_end|>"]
-    single = example(released, sft(prompt=TWO_TURNS[:1], completion=TWO_TURNS[1:2]))
-    assert [text for trained, text in pieces(released, single) if trained] == ["<think>\n\n</think>\n\nthe cat<|im_end|>"]
+def test_qwen3s_released_template_trains_both_turns_as_they_are_sampled(build: Build) -> None:
+    released = build(trl_template("qwen3"))
+    first, second = (pieces(released, made) for made in examples(released, sft(messages=TWO_TURNS)))
+    empty = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert first == [(False, "<|im_start|>user\nhello<|im_end|>\n" + empty), (True, "the cat<|im_end|>"), (False, "\n")]
+    past = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
+    assert second == [
+        (False, past + "<|im_start|>user\nwhat is two<|im_end|>\n" + empty),
+        (True, " world<|im_end|>"),
+        (False, "\n"),
+    ]
+
+
+def test_an_empty_thought_is_trained_only_where_it_is_asked_for_or_written(build: Build) -> None:
+    released = build(trl_template("qwen3"))
+    row = sft(messages=TWO_TURNS[:2])
+
+    def trained(row: Row, **asked: Any) -> list[str]:
+        return [text for made in examples(released, row, **asked) for own, text in pieces(released, made) if own]
+
+    assert trained(row) == ["the cat<|im_end|>"]
+    assert trained(row, empty_thinking=True) == ["<think>\n\n</think>\n\nthe cat<|im_end|>"]
+    own = sft(messages=[user("hello"), bot("<think>\n\n</think>\n\nthe cat")])
+    assert trained(own) == ["<think>\n\n</think>\n\nthe cat<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training"])
@@ -251,11 +294,11 @@ def test_the_default_template_ends_turns_with_eos(build: Build) -> None:
     tokenizer = build(CHATML)
     expected = [(trained, text.replace("<|im_end|>", "<|endoftext|>")) for trained, text in TWO_TURNS_EXPECTED]
     assert pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) == expected
-    assert stop_token_id(tokenizer) == tokenizer.eos_token_id
+    assert stop_token_ids(tokenizer)[0] == tokenizer.eos_token_id
 
 
 def test_the_stop_token_is_the_templates_end_of_turn(plain_chatml: PreTrainedTokenizerFast) -> None:
-    assert stop_token_id(plain_chatml) == plain_chatml.convert_tokens_to_ids("<|im_end|>") != plain_chatml.eos_token_id
+    assert stop_token_ids(plain_chatml)[0] == plain_chatml.convert_tokens_to_ids("<|im_end|>") != plain_chatml.eos_token_id
 
 
 def test_conversational_prompts_equal_transformers_rendering(plain_chatml: PreTrainedTokenizerFast) -> None:
@@ -286,7 +329,7 @@ def test_a_conversation_without_a_template_says_what_to_do(bare: PreTrainedToken
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('alternate!') }}", "{{ messages[9]['content'] + 1 }}", "{% for"])
 def test_a_template_that_fails_is_a_user_error_with_the_row(template: str, build: Build) -> None:
-    with pytest.raises(UserError, match=r"can't render my\.jsonl:7"):
+    with pytest.raises(UserError, match=r"my\.jsonl:7: the chat template can't render the row"):
         example(build(template), sft(messages=TWO_TURNS))
 
 

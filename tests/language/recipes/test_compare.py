@@ -47,6 +47,27 @@ def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
     assert len(comparison.methods) == 4
 
 
+@pytest.mark.parametrize("torn", ["", '{"method": "rl', '{"method": "rloo", "seed": 0}'])
+def test_a_result_that_a_kill_has_torn_is_made_again(torn, compared, monkeypatch):
+    class RanError(Exception):
+        pass
+
+    def ran(*given, **also):
+        raise RanError
+
+    comparison, written = compared
+    place = compare._record(written.parent, "rloo", 0)
+    whole = place.read_bytes()
+    monkeypatch.setattr(compare.subprocess, "Popen", ran)
+    try:
+        place.write_text(torn)
+        with pytest.raises(RanError):
+            compare._finish(comparison, written.parent, "rloo", 0)
+    finally:
+        place.write_bytes(whole)
+    compare._finish(comparison, written.parent, "rloo", 0)
+
+
 def test_a_second_call_runs_nothing_again(compared, monkeypatch, capsys):
     comparison, written = compared
     before = written.read_text()

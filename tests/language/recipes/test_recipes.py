@@ -73,9 +73,11 @@ def test_what_is_written_about_a_completion_is_what_was_sampled(job, tmp_path):
     result = online.run(online_config(job, tmp_path / "run"))
     tokenizer = AutoTokenizer.from_pretrained(result.model)
     rows = lines(result.folder / "rollouts.jsonl")
-    assert any("\ufffd" in row["completion"] for row in rows)
+    assert any("\ufffd" in row["completion"] for row in rows) and any("<|im_start|>" in row["completion"] for row in rows)
+    hidden = {tokenizer.convert_tokens_to_ids(token) for token in tokenizer.special_tokens_map.values()}
+    assert tokenizer.eos_token_id in hidden and tokenizer.convert_tokens_to_ids("<|im_start|>") not in hidden
     for row in rows:
-        assert row["completion"] == tokenizer.decode(row["completion_ids"], skip_special_tokens=True)
+        assert row["completion"] == tokenizer.decode([i for i in row["completion_ids"] if i not in hidden])
         assert row["finish_reason"] == ("stop" if row["completion_ids"][-1] == tokenizer.eos_token_id else "length")
 
 

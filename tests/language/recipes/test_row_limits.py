@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tiny_jobs import online_config, preference_config, sft_config
+from tiny_rewards import early_letters
 
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
@@ -61,6 +62,22 @@ def test_such_rows_are_left_out_and_counted_when_asked(job, tmp_path, narrow, ca
     assert events(done.folder, "rows_left_out")[0]["longer_than_max_length"] == 1
     assert f"1 of {len(rows)} prompts have no tokens or too many and are left out." in capsys.readouterr().err
     assert all(row["prompt"] != LONG for row in rows_of(done.folder / "rollouts.jsonl"))
+
+
+def test_an_answer_that_its_reward_reads_only_in_part_is_refused_by_line(job, tmp_path):
+    rows = [{**row, "answer": str(i)} for i, row in enumerate(rows_of(job / "train.jsonl"))]
+    right = written(tmp_path / "right.jsonl", rows)
+    rows[1] |= {"answer": "2\\sqrt{3}"}
+    rows[2] |= {"answer": None}
+    odd = written(tmp_path / "odd.jsonl", rows)
+    base = replace(online_config(job, tmp_path / "run", max_steps=1), reward=("numeric", early_letters))
+    every = written(tmp_path / "every.jsonl", [{**row, "answer": rows[1]["answer"]} for row in rows])
+    for train, held_out, where in ((odd, right, r"odd\.jsonl:2"), (right, every, r"every\.jsonl:\d+")):
+        with pytest.raises(UserError, match=where + r": numeric: the answer '2\\\\sqrt\{3\}' is more than .*bad_rows=skip"):
+            online.run(with_rows(base, train, eval_dataset=held_out))
+    done = online.run(with_rows(base, odd, eval_dataset=right, bad_rows="skip"))
+    (told,) = events(done.folder, "rows_left_out")
+    assert (told["unjudged"], told["kept"]) == (1, len(rows) - 1)
 
 
 def test_supervised_rows_are_cut_at_the_models_positions_and_that_is_told(job, tmp_path, narrow, capsys):

@@ -173,8 +173,8 @@ def test_a_mixture_adds_by_weight_and_keeps_every_fault():
     results = Mixture([first, second], [1.0, 0.25]).begin().results()
     assert results[0] == Scored(1.5, {"a": 1.0, "b": 2.0}, ((0, 0.5), (3, 0.25)))
     assert results[1] == Unscored("late")
-    assert isinstance(results[2], Failed) and results[2].value == -9.0
-    assert isinstance(results[3], Failed) and results[3].reason == "bad"
+    assert isinstance(results[2], Failed) and results[2].value == 1.0 - 0.25 * 9
+    assert results[3] == Failed(-1.0 + 0.25 * 1.0, "bad", {"a": 1.0})
 
 
 def eval_config(job, **changes) -> EvalConfig:

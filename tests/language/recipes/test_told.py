@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from psigrad.config import Model
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import CHATML, ignores_tools
+from psigrad.language.data.templates import CHATML, said_otherwise
 from psigrad.language.models import tiny
 from psigrad.language.recipes import online
 
@@ -44,10 +44,10 @@ def lengths(completions, **columns):
         (CHATML, Row("x", prompt="2 + 3?", columns={"tools": [TOOL]}), False),
     ],
 )
-def test_a_template_that_ignores_tools_is_noticed(template, row, ignored):
+def test_a_template_without_words_for_tools_is_noticed(template, row, ignored):
     tokenizer = tiny.tokenizer(["2 + 3?"] * 5, 280)
     tokenizer.chat_template = template
-    assert ignores_tools(tokenizer, row) == ignored
+    assert bool([note for note in said_otherwise(tokenizer, row) if note.startswith("tools are offered")]) == ignored
 
 
 @pytest.mark.parametrize(("template", "told"), [(CHATML, 1), (OFFERS, 0)])
@@ -67,7 +67,7 @@ def test_a_run_says_so_once(template, told, job, tmp_path, capsys):
             evaluation=replace(config.evaluation, eval_prompts=0),
         )
     )
-    assert capsys.readouterr().err.count("does not show the tools to the model") == told
+    assert capsys.readouterr().err.count("tools are offered in Hermes' form") == told
 
 
 def test_a_padded_model_is_told(job, tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 
 import pytest
@@ -58,10 +60,62 @@ def test_exact(completion, answer, reward):
         ("5", None, None),
         ("1e999", "1e999", None),
         ("1e999", "5", 0),
+        ("-$5", "-5", 1),
+        ("it is -$5.", "-\\$5", 1),
+        ("$-5$", "-5", 1),
+        ("-$5", "5", 0),
+        ("it costs 5 €", "€5", 1),
+        ("1{,}000", "1\\,000", 1),
+        ("10 000", "10,000", 1),
+        ("1,00,000", "100000", 1),
+        ("1", "1{,}000", 0),
+        ("\\frac{3}{2}", "\\frac{1}{2}", 0),
+        ("\\boxed{\\frac12}", "1/2", 1),
+        ("1 1/2", "1\\frac{1}{2}", 1),
+        ("1\N{VULGAR FRACTION ONE HALF}", "1.5", 1),
+        ("1/2", "1 1/2", 0),
+        ("1000000", "10^{6}", 1),
+        ("6", "10^6", 0),
+        ("10^6", "6", 0),
+        ("6.02 \\times 10^{23}", "6.02e23", 1),
+        ("at 12:30", "12:30", 1),
+        ("1:30", "12:30", 0),
+        ("30", "12:30", 0),
+        ("12.5", "12:30", 0),
+        ("50 percent", "50%", 1),
+        ("0.5", "50%", 1),
+        ("50", "50%", 1),
+        ("50%", "50", 1),
+        ("0.5%", "50%", 0),
+        ("5", "50%", 0),
+        ("2\\sqrt{3}", "3", 0),
+        ("2\\pi", "2", 0),
+        ("x^2", "2", 0),
+        ("\\boxed{5}, since 2 + 3 = 5 and not 7", "5", 1),
+        ("\\boxed{2\\sqrt{5}}", "5", 0),
+        ("\\boxed{x = 5}", "5", 1),
+        ("\\boxed{5\\text{ cm}}", "5", 1),
+        ("<think>7</think><answer>It is 5.</answer>", "5", 1),
+        ("1", "2\\sqrt{3}", None),
+        ("3", "1, 2, 3", None),
+        ("5", "5 apples", None),
+        ("5", "x = 5", None),
+        ("34", "12,34", None),
+        ("7006653", "7006652", 0),
+        ("7006652", "7006652", 1),
+        ("7006652.0", "7006652", 1),
+        ("0.3333333", "1/3", 1),
+        ("0.333", "1/3", 0),
+        ("0.0000001", "0.0000002", 0),
+        ("2" * 500, "2" * 500, None),
+        ("1/3", "0.\\overline{3}", 1),
+        ("0.1\\overline{6}", "1/6", 1),
+        ("-4/11", "-0.\\overline{36}", 1),
+        ("0.3", "0.\\overline{3}", 0),
         ("5", "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 5", 1),
-        ("1000000.5", "1000000", 1),
+        ("1000000.5", "1000000", 0),
         ("1000002", "1000000", 0),
-        ("0.0000005", "0", 1),
+        ("0.0000005", "0", 0),
         ("0.00001", "0", 0),
     ],
 )
@@ -86,8 +140,143 @@ def test_numeric_is_quick_on_a_megabyte_of_digits():
         ("\\boxed{43}", "42", 0),
         ("no idea", "42", 0),
         ("", "42", 0),
+        ("$\\boxed{2}$", "2\\sqrt{3}", 0),
+        ("$\\boxed{2\\sqrt{3}}$", "2\\sqrt{3}", 1),
+        ("The answer is 2\\sqrt{3}.", "2", 0),
+        ("The answer is 2\\sqrt{3}.", "2\\sqrt{3}", 1),
+        ("The answer is $\\sqrt{12}$.", "2\\sqrt{3}", 1),
+        ("\\boxed{2}", "2\\pi", 0),
+        ("\\boxed{2\\pi}", "2\\pi", 1),
+        ("\\boxed{10}", "10^{6}", 0),
+        ("\\boxed{1000000}", "10^{6}", 1),
+        ("\\boxed{1}", "1{,}000", 0),
+        ("\\boxed{1000}", "1{,}000", 1),
+        ("\\boxed{1}", "1,2,3", 0),
+        ("the roots are 1, 2 and 3", "1,2,3", 1),
+        ("\\boxed{3,2,1}", "1,2,3", 1),
+        ("\\boxed{1,2}", "1,2,3", 0),
+        ("\\boxed{1}, \\boxed{2} and \\boxed{3}", "1,2,3", 1),
+        ("$1$, $2$ and $3$", "1,2,3", 1),
+        ("\\boxed{\\text{Monday}}", "\\text{Monday}", 1),
+        ("The answer is Monday.", "\\text{Monday}", 1),
+        ("It is not Monday", "\\text{Monday}", 0),
+        ("dynoMa", "Monday", 0),
+        ("5 cm", "5\\text{ cm}", 1),
+        ("5 centimeters", "5\\text{ cm}", 1),
+        ("5", "5\\text{ cm}", 1),
+        ("5 km", "5\\text{ cm}", 0),
+        ("\\boxed{5\\text{ cm}}", "5", 1),
+        ("Answer: B", "B", 1),
+        ("(B) Paris", "B", 1),
+        ("\\boxed{\\text{B}}", "\\text{(B)}", 1),
+        ("\\boxed{C}", "B", 0),
+        ("12:30", "12:30", 1),
+        ("1:30", "12:30", 0),
+        ("2:5", "12:30", 0),
+        ("50%", "50\\%", 1),
+        ("0.5", "50\\%", 1),
+        ("\\boxed{x=5}", "5", 1),
+        ("\\boxed{5}", "x=5", 1),
+        ("\\boxed{y=5}", "x=5", 0),
+        ("x = 5", "5", 1),
+        ("so $x = 5$ is it", "5", 1),
+        ("The final answer is:\n\n$$\\frac{1}{2}$$\n\nI hope", "1/2", 1),
+        ("\\[ x = 5 \\]", "5", 1),
+        ("**Answer:** 5", "5", 1),
+        ("The answer is **5**.", "5", 1),
+        ("Therefore he has $5$ apples.", "5", 1),
+        ("He pays \\$5.", "5", 1),
+        ("He pays $5.", "5", 1),
+        ("= 5", "5", 1),
+        ("2+3=5", "5", 1),
+        ("1+1", "2", 1),
+        ("\\boxed{5,6}", "5", 0),
+        ("1 2 3 4 5", "5", 0),
+        ("1, 2, 3, 4, 5", "5", 0),
+        ("9^{9^{9^9}}", "5", 0),
+        ("\\boxed{9^{9^{9}}}", "5", 0),
+        ("(0,1]", "(0,1]", 1),
+        ("x \\in (0,1]", "(0,1]", 1),
+        ("[0,1]", "(0,1]", 0),
+        ("The interval is $(0,1]$.", "(0,1]", 1),
+        ("-5", "-\\$5", 1),
+        ("-$5", "-\\$5", 1),
+        ("5", "-\\$5", 0),
+        ("1,000 apples", "1{,}000", 1),
+        ("the total is 10 000", "10000", 1),
+        ("3.5 hours", "3.5", 1),
+        ("So the answer is 72 clips altogether.", "72", 1),
+        ("Natalia sold 72 clips in May.", "72", 1),
+        ("#### 72", "72", 1),
+        ("<think>hm 3</think><answer>72</answer>", "72", 1),
+        ("<think>$3$</think>\n<answer>\\frac{1}{2}</answer>", "1/2", 1),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", 1),
+        ("\\boxed{\\begin{pmatrix}2\\\\1\\end{pmatrix}}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", 0),
+        ("x ≤ 3", "x \\le 3", 1),
+        ("3 \\ge x", "x \\le 3", 1),
+        ("1010_{2}", "1010_2", 1),
+        ("1010_3", "1010_2", 0),
+        ("30 degrees", "30^\\circ", 1),
+        ("30°", "30^\\circ", 1),
+        ("2√3", "2\\sqrt{3}", 1),
+        ("2*sqrt(3)", "2\\sqrt{3}", 1),
+        ("sqrt(12)", "2\\sqrt{3}", 1),
+        ("3.4641", "2\\sqrt{3}", 0),
+        ("7006653", "7006652", 0),
+        ("\\frac{3}{2}", "\\frac{1}{2}", 0),
+        ("Hence $n=4$ and thus the total is 10.", "10", 1),
+        ("We have f(x) = x^2 + 1", "x^2+1", 1),
+        ("the answer is x^2+1", "x^2+1", 1),
+        ("the polynomial is x^2 + 1.", "1+x^2", 1),
+        ("(1,2)", "(2,1)", 0),
+        ("(1, 2)", "(1,2)", 1),
+        ("\\infty", "\\infty", 1),
+        ("blue, red", "red, blue", 0),
+        ("red, blue", "red, blue", 1),
+        ("The answer is not 5", "5", 0),
+        ("\\boxed{}", "5", 0),
+        ("A and B", "A, B", 1),
+        ("It is 5 not 6", "5", 0),
+        ("$5$ or maybe $6$", "5", 0),
+        ("Let $n$ be a number. The result is $n^2$", "n^2", 1),
+        ("y = 2x + 3", "y = 2x+3", 1),
+        ("2x+3", "y = 2x+3", 1),
+        ("He pays $5 for apples and $6 for pears. Total $11.", "11", 1),
+        ("The total is 72. Great!", "72", 1),
+        ("It isn't 5", "5", 0),
+        ("<answer>72</answer>", "72", 1),
+        ("<answer>I get \\boxed{72}</answer> 3", "72", 1),
+        ("Tom has 5 apples and 6 pears, so 11.", "11", 1),
+        ("Answer: \\frac{1}{2}", "1/2", 1),
+        ("The answer is 1/2, because of x.", "1/2", 1),
+        ("The answer is 5, not 6.", "5", 1),
+        ("I'd say 5 is right", "5", 1),
+        ("x^2y^2", "x^2 y^2", 1),
+        ("\\boxed{\\frac{\\sqrt{3}}{2}\\text{ cm}^2}", "\\frac{\\sqrt{3}}{2}\\text{ cm}^{2}", 1),
+        ("yes", "Yes", 1),
+        ("No.", "Yes", 0),
+        ("The answer is (B).", "B", 1),
+        ("\\boxed{B}", "\\text{(B)}", 1),
+        ("True", "\\text{True}", 1),
+        ("Final Answer: 3:4", "3:4", 1),
+        ("16 2/3%", "16\\frac{2}{3}\\%", 1),
+        ("answer=7", "7", 1),
+        ("$\\boxed{\\{1,2\\}}$", "\\{1,2\\}", 1),
+        ("x=1 and y=2", "x=1, y=2", 1),
+        ("$x=1$, $y=2$", "x=1, y=2", 1),
+        ("\\boxed{x=2, y=1}", "x=1, y=2", 0),
+        ("The answer is $\\$1.25$.", "\\$1.25", 1),
+        ("June 20", "\\text{June 20}", 1),
+        ("\\boxed{\\text{June 21}}", "\\text{June 20}", 0),
+        ("\\boxed{20}", "\\text{June 20}", 0),
+        ("no idea", "42", 0),
         ("", "", None),
         ("anything", "", None),
+        ("1", "1 2 3", None),
+        ("1", "2x+", None),
+        ("5", "5 if n is even", None),
+        ("5", "2 = = 5", None),
+        ("5", "x = 3 = 5)", None),
         ("???", "???", None),
         ("42", None, None),
     ],
@@ -96,9 +285,142 @@ def test_math(completion, answer, reward):
     assert builtin.math([completion], [answer]) == [reward]
 
 
+# In the forms of the answers of MATH (Hendrycks et al. 2021).
+GOLDS = [
+    "\\frac{14}{3}",
+    "\\left( 3, \\frac{\\pi}{2} \\right)",
+    "p - q",
+    "\\text{Evelyn}",
+    "6 - 5i",
+    "\\sqrt{51}",
+    "\\left( \\frac{3}{5}, \\frac{8}{3} \\right]",
+    "x \\in [-2,7]",
+    "70 \\sqrt{2}",
+    "1 \\pm \\sqrt{19}",
+    "\\begin{pmatrix} -1/3 \\\\ 2/3 \\\\ 5/3 \\end{pmatrix}",
+    "\\text{(E)}",
+    "(6,31,-1)",
+    "\\$1.25",
+    "2220_5",
+    "\\text{June 20}",
+    "90^\\circ",
+    "11,\\! 760",
+    "3 \\text{ inches}",
+    "[-1, 3) \\cup (5, \\infty)",
+    "\\tan x",
+    "-2 + 7i",
+    "e^{2 \\pi i/3}",
+    "10\\%",
+    ".35625",
+    "27 \\text{ square units}",
+    "x^3 - 6x^2 + 12x - 8",
+    "\\{1\\pm\\sqrt{5},-2\\}",
+    "\\frac{1}{\\sqrt{2}}",
+    "3r^2-4r-14",
+    "4,6,14,15",
+    "1,-2",
+    "\\sin^2 y",
+    "5.4 \\text{ cents}",
+    "2\\frac{1}{2}",
+    "7:00 \\text{ p.m.}",
+    "\\text{4}",
+    "\\$18.90",
+    "864 \\mbox{ inches}^2",
+    "0 \\text{ or } 3",
+    "0.\\overline{36}",
+    "-\\frac 12",
+    "\\frac{3}{4} \\text{ miles}",
+    "\\sqrt 2",
+    "2^{10}",
+    "10,\\!000",
+    "\\dbinom{10}{3}",
+    "f(x) = x^2",
+    "x > 5",
+    "-5 \\le x \\le 5",
+    "\\log_{10} 5",
+    "n!",
+    "\\frac{a+b}{c}",
+    "\\mathbf{v}",
+    "\\angle A",
+    "\\text{Yes}",
+    "\\text{no solution}",
+    "\\emptyset",
+    "3\\sqrt{2} + 2\\sqrt{3}",
+    "\\left\\{ 1, 2 \\right\\}",
+    "1\\text{ and }2",
+    "(2, -1), (3, 4)",
+    "12 \\text{ cm}^3",
+    "5\\text{ m/s}",
+    "100 \\text{ degrees}",
+    "4x^2 + 4xy + y^2",
+    "\\displaystyle\\frac{1}{2}",
+    "\\boxed{\\dfrac{9}{7}}",
+    "-1.5",
+    "6\\,\\text{cm}",
+    "{1, 2}",
+    "\\frac{\\pi}{4}",
+    "\\cot x",
+    "2\\cos\\theta",
+    "a_n = 2n+1",
+    "\\frac{n(n+1)}{2}",
+    "x^{2}-1",
+    "\\frac{1}{2}\\left(e^x + e^{-x}\\right)",
+    "\\ln 2",
+    "10\\text{ a.m.}",
+    "\\text{Both}",
+    "1.6\\overline{3}",
+    "x = 1 \\text{ or } x = 2",
+    "(x-1)(x+2)=0",
+    "2 : 3",
+    "\\lfloor x \\rfloor",
+    "|x|",
+    "\\binom{5}{2}",
+    "\\vec{v}",
+    "\\text{A and B}",
+    "AB",
+    "ABC",
+    "True",
+    "-\\infty",
+    "1.23 \\times 10^{-4}",
+    "\\frac{3\\pi}{2} \\text{ radians}",
+]
+
+
+def test_math_reads_answers_as_people_write_them_and_finds_each_equal_to_itself_alone():
+    for i, gold in enumerate(GOLDS):
+        forms = [gold, f"The answer is ${gold}$.", f"so \\boxed{{{gold}}}", "\\boxed{8191}", "8191", "\\boxed{}"]
+        assert builtin.math(forms, [gold] * 6) == [1, 1, 1, 0, 0, 0], gold
+        assert builtin.math([GOLDS[i - 3]], [gold]) == [0], (GOLDS[i - 3], gold)
+
+
+@pytest.mark.parametrize("text", ["9^{9^{9^9}}", "2^{99999999}", "99999999!", "(10^9)^{9999}", "\\binom{99999999}{5000000}"])
+def test_math_does_not_compute_what_a_policy_makes_huge(text):
+    """Each runs for hours in math-verify; the answer behind it shows that the line itself is read."""
+    begin = time.process_time()
+    assert builtin.math([f"\\boxed{{{text}}}", f"\\boxed{{{text}, 5}}", "\\boxed{2^{99}}"], ["5", "5", "2^{99}"]) == [0, 0, 1]
+    assert time.process_time() - begin < 5.0
+
+
+@pytest.mark.parametrize("text", ["$", "answer is ", "$1$ ", "\\boxed{", "<answer>", "{", "the ", "\\frac{", "1,11", "1:"])
+def test_math_and_numeric_are_quick_on_long_text(text):
+    begin = time.process_time()
+    long = text * (300_000 // len(text))
+    builtin.math([long], ["5"]), builtin.Numeric()([long], ["5"])
+    assert time.process_time() - begin < 3.0
+
+
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
+        ("<think>a</think>junk<think>b</think><answer>1</answer>junk<answer>2</answer>", 0),
+        ("<think>a</think><think>b</think><answer>1</answer>", 0),
+        ("<think>a</think><answer>1</answer><answer>2</answer>", 0),
+        ("<think>a<answer>0</answer></think><answer>1</answer>", 0),
+        ("<think><think>a</think></think><answer>1</answer>", 0),
+        ("<think>a</think><answer>1</think></answer>", 0),
+        ("<think>a</think> so <answer>1</answer>", 0),
+        ("<answer>1</answer><think>a</think>", 0),
+        ("<think>x < 3 and <b>bold</b></think><answer>1</answer>", 1),
         ("<think>a\nb</think>\n<answer>4</answer>", 1),
         ("  <think></think><answer></answer>\n", 1),
         ("<think>a</think> <answer>4</answer> and more", 0),
@@ -142,3 +464,35 @@ def test_length_is_a_share_of_the_longest():
 def test_soft_overlong_in_its_three_regions(tokens, reward):
     """L = 20, C = 4: free up to 16 tokens, then 1/4 for each, -1 from 20 on (DAPO, eq. 13)."""
     assert builtin.SoftOverlong(20, 4)(completion_ids=[[1] * tokens]) == [reward]
+
+
+def levenshtein(a, b):
+    """His table, row by row (1966)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]
+
+
+def test_similarity_counts_levenshteins_edits():
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("ab c", k=draw.randint(0, 9))).strip() for _ in range(400)]
+    pairs = list(itertools.pairwise(texts))
+    expected = [1 - levenshtein(a, b) / max(len(a), len(b), 1) for a, b in pairs]
+    assert builtin.similarity([a for a, _ in pairs], [b for _, b in pairs]) == expected
+    assert builtin.similarity(["sitting", "x", ""], ["kitten", None, ""]) == [1 - 3 / 7, None, 1.0]
+
+
+def test_similarity_of_long_texts_takes_no_run_along():
+    """The table of two texts of 20,000 characters has 400 million cells, minutes of Python: longer than a reward's time."""
+    begin = time.process_time()
+    (found,) = builtin.similarity(["ab" * 10_000], ["ba" * 10_000])
+    assert found == 1 - 2 / 20_000 and time.process_time() - begin < 5.0
+
+
+def test_reasoning_gym_does_not_apply_to_rows_without_a_task():
+    (row,) = tasks.generate("chain_sum", 1, seed=3)
+    columns = {name: [row[name], None] for name in ("task", "answer", "metadata")}
+    assert builtin.reasoning_gym([str(row["answer"]), "5"], **columns) == [1.0, None]

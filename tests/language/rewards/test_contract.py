@@ -9,7 +9,10 @@ import pytest
 from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
-from psigrad.language.rewards import Failed, RewardError, RewardSpec, Scored, Unscored, check_unscored
+from psigrad.language.rewards import Failed, Failure, RewardError, RewardSpec, Scored, Unscored, check_unscored
+from psigrad.language.rewards.reward_pool import combine
+from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.online.figures import collection_metrics
 
 ONES = ("list", "tuple", "ints", "bools", "fraction", "array", "array int", "array bool", "numpy scalars")
 ONES = (*ONES, "tensor", "tensor on graph", "tensor scalars")
@@ -143,7 +146,7 @@ def test_a_failure_is_the_policys_and_only_that_samples(scorer_of, zoo, score, h
     results = score(scorer, ["ok", how, "none", "half"], size=size)
     assert results[0] == Scored(1.0, {"act": 1.0}) and results[3].value == 0.5
     reason = "act: no answer" if "fussy" in how else "act: no answer tag"
-    assert results[1] == Failed(-1.0, reason, {"act": None})
+    assert results[1] == Failed(-1.0, reason, {"act": -1.0})
     assert isinstance(results[2], Unscored)
 
 
@@ -160,9 +163,14 @@ def test_a_weight_of_zero_only_measures(scorer_of, zoo, score):
     assert isinstance(results[1], Unscored), "0 would be a reward that nobody gave"
 
 
-def test_one_failure_among_several_functions_decides(scorer_of, zoo, score):
+def test_a_failure_leaves_what_the_other_functions_gave(scorer_of, zoo, score):
+    """By hand: 0.5·7 + 2·(−1) = 1.5; the audit's A14: a wrong program beside `format` is worth what `format` gave."""
     (result,) = score(scorer_of(zoo("length"), zoo("act")), ["failure"])
-    assert result == Failed(0.0, "act: no answer tag", {"length": 7.0, "act": None})
+    assert result == Failed(7.0, "act: no answer tag", {"length": 7.0, "act": 0.0})
+    (result,) = score(scorer_of(zoo("length"), zoo("act"), weights=(0.5, 2.0), failure_value=-1.0), ["failure"])
+    assert result == Failed(1.5, "act: no answer tag", {"length": 7.0, "act": -1.0})
+    (result,) = score(scorer_of(zoo("length"), zoo("act"), weights=(1.0, 0.0)), ["failure"])
+    assert result == Scored(7.0, {"length": 7.0, "act": 0.0}), "a function that only measures fails nothing"
 
 
 def test_functions_of_one_name_are_told_apart(scorer_of, zoo, score):
@@ -250,3 +258,13 @@ def test_what_only_trls_trainer_passes_is_named_as_such(scorer_of, zoo, score):
     assert isinstance(result, Unscored) and result.reason.startswith(
         "knows_the_step needs 'trainer_state', which TRL's trainer gives"
     )
+
+
+def test_the_figure_of_a_function_counts_what_it_faulted():
+    """By hand: one right program of eight is a mean of 1/8, and the sum has format's 1/2 besides: 5/8."""
+    given = [[Failure("wrong"), 0.5]] * 7 + [[1.0, 0.5]]
+    results = [combine(["code", "format"], [1.0, 1.0], parts, 0.0) for parts in given]
+    written = Completion((2,), (0.0,), (0.0,), "stop", 0)
+    rows = [Trajectory(0, k, (1,), written, 0, reward=r.value, parts=r.parts, status="failed") for k, r in enumerate(results)]
+    figures = collection_metrics(rows, 8)
+    assert figures["rewards/code/mean"] == 1 / 8 and figures["rewards/format/mean"] == 0.5 and figures["reward"] == 5 / 8

@@ -175,7 +175,7 @@ def test_functions_of_a_script_run_in_a_worker(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (
         "[Scored(value=21.0, parts={'reward': 6.0, 'Scaled': 12.0, '<lambda>': 3.0}), "
-        "Failed(value=0.0, reason='reward: bad', parts={'reward': None, 'Scaled': 18.0, '<lambda>': 3.0})]"
+        "Failed(value=21.0, reason='reward: bad', parts={'reward': 0.0, 'Scaled': 18.0, '<lambda>': 3.0})]"
     )
 
 

@@ -103,3 +103,19 @@ def test_mistakes_are_one_sentence(dataset, capsys, arguments, said):
     assert cli.main(["score", *(str(dataset) if a == "DATASET" else a for a in arguments)]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
+
+
+def test_a_row_whose_gold_is_not_read_whole_is_unscored_and_says_why():
+    """The audit's smallest inputs: 2 for 2√3, and 30 for 12:30 that is a time."""
+    rows = [
+        {"prompt": "q", "completion": "\\boxed{2}", "answer": "2\\sqrt{3}"},
+        {"prompt": "q", "completion": "12:30", "answer": "12:30"},
+        {"prompt": "q", "completion": "5", "answer": None},
+    ]
+    odd, time, none = score(["numeric"], rows)
+    assert isinstance(odd.result, Unscored)
+    assert odd.row()["reason"] == r"numeric: the answer '2\\sqrt{3}' is more than a number; take the reward math for expressions"
+    assert time.row()["reward"] == 1.0 and time.row()["reason" if "reason" in time.row() else "parts"] == {"numeric": 1.0}
+    assert "no reward function applies" in none.row()["reason"]
+    wrong, *_ = score(["math"], rows[:1])
+    assert wrong.row()["reward"] == 0.0

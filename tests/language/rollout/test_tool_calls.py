@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from psigrad.config import OnlineConfig
 from psigrad.language.data.templates import decode
+from psigrad.language.recipes import conversation
 from psigrad.language.rewards.builtin import NAMES
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
 from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, call_form_of
@@ -34,7 +38,6 @@ WRITES = {
     "LFM2": ["lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"],
     "Llama": ["llama3_1", "llama3_2"],
     "Muse": ["muse_glimmer"],
-    "DeepSeek": ["deepseekv3"],
 }
 CASES = [(name, family) for family, names in WRITES.items() for name in names]
 ENDS = ("<|im_end|>", "<|eot_id|>", "<turn|>", "<|return|>", "<|eot|>", "<｜end▁of▁sentence｜>")
@@ -64,8 +67,7 @@ def from_trl(name: str, special: bool = True) -> PreTrainedTokenizerFast:
 
 def turn_of(tokenizer, *calls: ToolCall) -> str:
     """What the template writes for a turn with these calls, as tools see it."""
-    texts = "tool['function']['arguments']" in tokenizer.chat_template  # DeepSeek's takes JSON text
-    own = [{"name": c.name, "arguments": json.dumps(c.arguments) if texts else c.arguments} for c in calls]
+    own = [{"name": c.name, "arguments": c.arguments} for c in calls]
     turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in own]}
     before, after = (
         tokenizer.apply_chat_template(talk, tools=[OFFERED], tokenize=False, add_generation_prompt=len(talk) == 1)
@@ -98,14 +100,26 @@ def test_these_are_all_templates_with_tools_but_one_that_writes_no_calls():
         with_tools |= {path.stem} if "f_offered" in shown else set()
     assert len(with_tools) == 28
     assert with_tools - {name for name, _ in CASES} == {"lfm2"}
-    assert {name for name, _ in CASES} - with_tools == {"deepseekv3"}, "it offers none and writes calls"
+    assert {name for name, _ in CASES} <= with_tools
 
 
-def test_a_template_that_writes_no_calls_is_told_by_the_vocabulary():
+def test_under_a_template_that_writes_no_calls_psigrads_are_read_and_those_of_the_vocabulary():
     template = (TEMPLATES / "lfm2.jinja").read_text()
-    assert call_form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>")).family == "LFM2"
-    assert call_form_of(tokenizer_for(template)) == CallForm()
-    assert call_form_of(from_trl("deepseek_r1_distill")).family == "DeepSeek"
+    assert call_form_of(tokenizer_for(template)).family == "Hermes"
+    both = call_form_of(tokenizer_for(template, "<|tool_call_start|>", "<|tool_call_end|>"))
+    hermes = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert both.read(hermes, TYPES) == both.read("<|tool_call_start|>[add(a=1)]<|tool_call_end|>", TYPES) == ONE
+    # it writes calls and offers no tools: its prompt shows Hermes', and its model knows its own
+    both = call_form_of(from_trl("deepseekv3"))
+    assert both.seen.startswith("<｜tool▁calls▁begin｜>") and both.probe(both.seen) == [PROBE]
+    assert both.read(hermes, TYPES) == both.read(BY_NAME["DeepSeek"].example, TYPES) == ONE
+
+
+def test_a_prompt_that_ends_within_a_mark_of_the_turn_hides_none_of_it():
+    """<think> of the prompt and <tool_call> of the turn begin alike."""
+    template = (TEMPLATES / "qwen2_5.jinja").read_text() + "{% if add_generation_prompt %}<think>{% endif %}"
+    form = call_form_of(tokenizer_for(template))
+    assert form.family == "Hermes" and form.seen.startswith("<tool_call>") and form.probe(form.seen) == [PROBE]
 
 
 @pytest.mark.parametrize("name", [name for name, family in CASES if family not in ("Llama", "Harmony")])
@@ -321,6 +335,16 @@ def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls
     assert broken.startswith("error: the call cannot be read (json parser could not parse") and form.seen in broken
     tokenizer.response_template = {**start, "fields": {"content": {}}}
     assert call_form_of(tokenizer).family == "Hermes", "one that finds no calls is not used"
+
+
+@pytest.mark.parametrize(("name", "told"), [("qwen3", 0), ("deepseekv3", 1)])
+def test_a_run_says_where_the_form_of_calls_is_not_told(name, told, monkeypatch):
+    played, heard = [], []
+    monkeypatch.setattr(conversation, "_playing", lambda config, form: nullcontext(played.append(form)))
+    journal = SimpleNamespace(tell=lambda kind, text, **fields: heard.append((kind, text)))
+    with conversation.episodes_for(OnlineConfig(tools=(add,)), from_trl(name), journal):
+        pass
+    assert [kind for kind, _ in heard] == ["tool_calls"] * told and [form.family for form in played] == ["" if told else "Hermes"]
 
 
 def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_turn_are_not():

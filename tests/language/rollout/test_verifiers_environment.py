@@ -135,6 +135,17 @@ def test_tool_calls_are_read_from_the_text_and_their_answers_have_its_name(strea
     assert episode.step("0") == ("", pytest.approx(1 - 0.1), True)
 
 
+def test_a_call_that_cannot_be_read_is_answered_without_the_harness():
+    made = Guess(tools=TOOLS)
+    episode, _ = begun(adapt(lambda: made, call_family="Hermes"))
+    said, reward, done = episode.step('<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>')
+    assert (said[0]["role"], reward, done) == ("tool", 0.0, False) and "not JSON" in said[0]["content"], said
+    assert not made.answers
+    with pytest.raises(UserError, match="did you mean 'Hermes'"):
+        adapt(Guess, call_family="hermes")
+    assert episode.step("0") == ("", 1.0, True)
+
+
 def test_without_tools_a_text_is_no_call():
     made = Guess()
     episode, _ = begun(adapt(lambda: made))

@@ -40,11 +40,14 @@ def test_the_metric_is_the_reward_without_the_penalty_on_length():
     assert metric_of(trajectory(a=0.5, b=0.25), "b") == 0.25
 
 
-def test_a_failed_completion_is_worth_its_reward_to_every_part():
-    groups = [[trajectory(a=1.0, b=None), trajectory("failed", -2.0), trajectory("failed", None)]]
+def test_a_failed_completion_keeps_its_parts_and_is_worth_its_reward_to_those_that_nobody_named():
+    groups = [
+        [trajectory(a=1.0, b=None), trajectory("failed", -2.0), trajectory("failed", None), trajectory("failed", 1.0, a=0.0)]
+    ]
     parts = to_batch(groups).parts
     assert parts[0, 0] == 1.0 and math.isnan(parts[0, 1])
     assert parts[1].tolist() == [-2.0, -2.0] and parts[2].tolist() == [0.0, 0.0]
+    assert parts[3].tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("shrink", [0.5, 1.0, 2.0])

@@ -63,7 +63,9 @@ def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_t
     assert metric_of(trajectory(0.6, exact=0.6)) == 0.6
     assert metric_of(trajectory(1.5, exact=1.0, format=0.5), "format") == 0.5
     assert metric_of(trajectory(1.0, exact=1.0, format=None), "format") == 0.0
-    assert metric_of(trajectory(-1.0, "failed", exact=None), "exact") == -1.0
+    assert metric_of(trajectory(-1.0, "failed"), "exact") == -1.0
+    assert metric_of(trajectory(-0.5, "failed", exact=-1.0, format=0.5), "format") == 0.5
+    assert metric_of(trajectory(-0.9, "failed", exact=-0.5, soft_overlong=-0.4)) == -0.5
     with pytest.raises(UserError, match=r"filter_metric is 'acc'.+expected one of exact, format"):
         metric_of(trajectory(1.5, exact=1.0, format=0.5), "acc")
     assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]

@@ -19,6 +19,7 @@ from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import validate
+from psigrad.language.data.templates import Example
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Rows
@@ -29,6 +30,7 @@ from psigrad.language.training.offline import preference_task as task_module
 from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, answer_logps, mismatched, reference_logps
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
+from psigrad.language.training.offline.sft_task import SFTTask, bundle
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
@@ -289,3 +291,29 @@ def test_three_steps_of_two_rows_are_an_epoch_of_six():
     first, second = task.asked[:3], task.asked[3:]
     assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == [*range(6)] and first != second
     assert [row["epoch"] for row in run.journal.rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+
+
+def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):
+    """A row of several texts costs their common beginning once, and has the loss and gradients of the texts one by one."""
+    texts = [
+        Example([5, 6, 7, 8, 9, 3], [False] * 3 + [True] * 3, False),
+        Example([5, 6, 7, 9, 4, 8, 8, 3], [False] * 5 + [True] * 3, False),
+        Example([5, 6, 7, 9, 4, 8, 9, 2, 7, 3], [False] * 8 + [True] * 2, False),
+    ]
+    alone = Example([1, 2, 3, 4], [False, True, False, True], False)
+
+    together = SFTTask(model, [texts, [alone]])
+    # all behind three tokens: 3 + 3 + 5 + 7; the first alone and the others behind five would be 6 + 5 + 3 + 5
+    assert [one.start for one in bundle(texts)] == [3] and together.tokens([0]) == 18 and together.tokens([1]) == 4
+    # with a fourth 18 + 9; in two bundles 3 + 3 + 5 and, behind eight, 8 + 2 + 4
+    fourth = Example([*texts[2].ids[:9], 1, 2, 3], [False] * 9 + [True] * 3, False)
+    assert [one.start for one in bundle([*texts, fourth])] == [3, 8]
+    parameters = list(model.trainable().values())
+    apart = step(SFTTask(model, [[text] for text in texts] + [[alone]]), parameters, 1)
+    for budget in (1000, 1):
+        total, terms, gradient = step(together, parameters, budget)
+        assert total == pytest.approx(apart[0], abs=1e-5) and terms == pytest.approx(apart[1], abs=1e-5)
+        torch.testing.assert_close(gradient, apart[2], atol=1e-5, rtol=1e-4)
+    # the control: what may not be shared is what is trained
+    wrong = [replace(text, mask=[False, True, *text.mask[2:]]) for text in texts]
+    assert max(one.start for one in bundle(wrong)) == 1

@@ -17,7 +17,7 @@ from psigrad.config import Data, OnlineConfig
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
-from psigrad.language.data.templates import prompt_ids, stop_token_id
+from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import reward
@@ -26,20 +26,12 @@ from psigrad.language.rewards import Samples
 from psigrad.language.training.scoring import ModelScorer, answer_end, score_all
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-FAMILIES = [
-    "qwen2_5",
-    "qwen3",
-    "qwen3_instruct_2507",
-    "llama3",
-    "llama3_1",
-    "gemma",
-    "gemma3",
-    "phi3",
-    "cohere",
-    "cohere2",
-    "lfm2",
-    "gptoss",
-]
+FAMILIES = ["qwen2_5", "qwen3", "llama3_1", "gemma3", "phi3", "cohere2", "lfm2", "gptoss", "deepseek_r1_distill", "glm4moe"]
+OTHERS = (
+    "cohere deepseekv3 gemma gemma4 gemma4_v5 lfm2_2_5 lfm2_2_5_v2 lfm2_v2 llama3 llama3_2 muse_glimmer nemotron_3_5_lightning "
+    "nemotron_3_nano nemotron_3_super nemotron_3_ultra phi3_5 qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8 qwen3_instruct_2507"
+)
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in OTHERS.split()]
 PROMPTS = ["two plus two?", "say it", "say it"]
 ANSWERS = ["it is four", "hello there", "the cat sat on the mat"]
 
@@ -49,7 +41,7 @@ def chat_tokenizer(family: str) -> Any:
     tokenizer = tiny.tokenizer(PROMPTS + ANSWERS, 270)
     if family:
         template = (TEMPLATES / f"{family}.jinja").read_text()
-        words = sorted(set(re.findall(r"<\|?[a-zA-Z_]+\|>|<(?:start|end)_of_turn>|<[|A-Z_]+>", template)))
+        words = sorted(set(re.findall(r"<[|｜]?[a-zA-Z_▁]+[|｜]>|<(?:start|end)_of_turn>|<[|A-Z_]+>", template)))
         tokenizer.add_special_tokens({"additional_special_tokens": words, "bos_token": "<bos>"})
         tokenizer.chat_template = template
         if "eos_token" in template or family == "llama3":
@@ -57,7 +49,7 @@ def chat_tokenizer(family: str) -> Any:
     return tokenizer
 
 
-@pytest.fixture(scope="module", params=["", *FAMILIES])
+@pytest.fixture(scope="module", params=["", *FAMILIES, *SLOW])
 def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with a head of chance, whose score is another at every token."""
     folder, tokenizer = tmp_path_factory.mktemp(f"judge-{request.param}"), chat_tokenizer(request.param)
@@ -88,7 +80,7 @@ def test_reward_in_training_scoring_and_rl_is_one_number(judge: Path) -> None:
         trained = model.scores(Groups([pair.prompt for pair in encoded], [[pair.chosen.ids] for pair in encoded])).tolist()
     assert trained == pytest.approx(said, abs=1e-5)
     written = [tokenizer(text, add_special_tokens=False).input_ids for text in ANSWERS]
-    end = stop_token_id(tokenizer) if tokenizer.chat_template else tokenizer.eos_token_id
+    end = stop_token_ids(tokenizer)[0] if tokenizer.chat_template else tokenizer.eos_token_id
     ended, other = [[*ids, end] for ids in written], [[*ids, tokenizer.eos_token_id] for ids in written]
     whole = [[*ids, *(answer_end(tokenizer, not tokenizer.chat_template) or [])] for ids in written]
     for sampled in (ended, other, whole, written):  # the last was cut by the length limit

@@ -11,7 +11,6 @@ import pytest
 
 from psigrad.config import OnlineConfig, Run
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rewards import Failure
 from psigrad.language.rewards.code import Code
 from psigrad.processes.sandbox import Limits, Program, SandboxError, Tier, choice, executor_for
 from psigrad.processes.sandbox.bubblewrap import Bubblewrap
@@ -45,7 +44,7 @@ def test_without_a_sandbox_programs_run_only_where_that_is_allowed_in_so_many_wo
         [Program("print(int(input()) + 1)", "3"), Program("def f(x): return x * 2", expressions=("f(21)", "f(None)"))],
         Limits(seconds=60.0),
     )
-    (endless,) = executor.run([Program("while True: pass")], Limits(seconds=2.0))
+    (endless,) = executor.run([Program("while True: pass")], Limits(seconds=1.0))
     assert printed.stdout == "4\n" and printed.status == "exited"
     assert valued.values[0] == 42 and "TypeError" in valued.values[1].reason
     assert endless.status == "timeout"
@@ -90,9 +89,20 @@ def service():
 def test_a_service_over_http_judges_and_never_sees_what_is_expected(service):
     rows = [["assert f(3) == 6", "assert f(4) == 8"], ["assert f(3) == 7777"]]
     right, wrong = Code(service=service)(["def f(x): ..."] * 2, tests=rows)
-    assert right == 1.0 and isinstance(wrong, Failure)
+    assert right == 1.0 and wrong == 0.0
     assert [p["expressions"] for p in Service.asked[0]["programs"]] == [["f(3)", "f(4)"], ["f(3)"]]
     assert "7777" not in json.dumps(Service.asked)
+
+
+def test_the_first_test_that_fails_ends_a_program(service):
+    """The service prints its stdin twice."""
+    tests = [{"input": "a", "output": "aa"}, {"input": "b", "output": "b"}, {"input": "c", "output": "cc"}]
+    (wrong,) = Code(service=service)(["..."], tests=[tests])
+    assert wrong == 0.0 and wrong.reason == "test 2 of 3: it printed something else"
+    assert [program["stdin"] for asked in Service.asked for program in asked["programs"]] == ["a", "b"]
+    Service.asked.clear()
+    assert Code(service=service, partial=True)(["..."], tests=[tests]) == [2 / 3]
+    assert [program["stdin"] for asked in Service.asked for program in asked["programs"]] == ["a", "b", "c"]
 
 
 def test_the_token_is_sent_and_limits_too(service):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,12 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hostile_programs import programs
+from hostile_programs import groups, programs
 
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.outcomes import Failure
 from psigrad.processes.sandbox import Limits, Program, cgroup, tier_of_this_machine
-from psigrad.processes.sandbox.bubblewrap import Bubblewrap, user_of
+from psigrad.processes.sandbox.bubblewrap import Bubblewrap
+from psigrad.processes.sandbox.enclosure import USERS, Enclosure, user_of, users_here
 
 SECRET, EXPECTED = "the-host-keeps-this-5b1c", "nobody-can-guess-this-77fa"
 NAMES = list(programs(Path("/s"), Path("/m"), 1))
@@ -28,7 +30,22 @@ def host(tmp_path_factory):
     folder.chmod(0o755)
     (folder / "secret").write_text(SECRET)
     (folder / "secret").chmod(0o644)
-    return folder
+    os.mkfifo(folder / "fifo")
+    (folder / "fifo").chmod(0o666)
+    kept = os.open(folder / "fifo", os.O_RDWR | os.O_NONBLOCK)
+    with socket.socket(socket.AF_UNIX) as stream, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
+        for name, one in (("stream", stream), ("datagram", datagram)):
+            one.bind(str(folder / name))
+            (folder / name).chmod(0o777)
+            one.setblocking(False)
+        stream.listen()
+        os.write(kept, SECRET.encode())
+        yield folder
+        assert os.read(kept, 1000) == SECRET.encode(), "nobody has read the FIFO or written to it"
+        for heard in (stream.accept, lambda: datagram.recv(10)):
+            with pytest.raises(BlockingIOError):
+                heard()
+    os.close(kept)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +55,10 @@ def sandbox():
 
 def left_over(process: int | None = None) -> list[str]:
     """Processes of the sandboxes of a process of ours, by their command; as root they have users of their own."""
-    first, left = user_of(process or os.getpid(), 0), []
+    first, left, by_user = user_of(process or os.getpid(), 0), [], os.geteuid() == 0 and users_here()[1] > 0
     for found in psutil.process_iter(["uids", "cmdline"]):
         command = " ".join(found.info["cmdline"] or ())
-        if first <= found.info["uids"].effective < first + 64 or (os.geteuid() and "/driver.py" in command):
+        if first <= found.info["uids"].effective < first + USERS if by_user else "/driver.py" in command:
             left.append(f"{found.pid} {command}")
     return left
 
@@ -60,7 +77,7 @@ def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
     monkeypatch.setenv("PSIGRAD_SECRET", SECRET)
     marker = host / "marker"
     source = programs(host / "secret", marker, os.getpid())[name]
-    limits = Limits(seconds=1.0, memory_mb=256, files_mb=8)
+    limits = Limits(seconds=1.0, wall_seconds=1.5, memory_mb=256, files_mb=8, output_kb=64)
     for _ in range(3):
         (outcome,) = sandbox.run([Program(source, stdin="some input")], limits)
         if outcome.seconds < 4:  # else it is the machine, which may have much else to do, or it is so every time
@@ -70,10 +87,63 @@ def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
     assert outcome.seconds < 4
     assert not marker.exists() and (host / "secret").read_text() == SECRET
     tests = [{"input": "some input", "output": EXPECTED}], [f"assert answer() == {EXPECTED!r}"]
-    rewards = Code(seconds=1.0, memory_mb=256)([source, source], tests=list(tests))
-    assert all(isinstance(reward, Failure) for reward in rewards), rewards
-    assert not any(EXPECTED in str(reward) for reward in rewards)
+    rewards = Code(seconds=0.3, memory_mb=256)([source, source], tests=list(tests))
+    assert all(reward == 0.0 for reward in rewards), rewards
+    assert not any(EXPECTED in reward.reason for reward in rewards)
     assert not left_over() and not groups_left()
+
+
+# Each source in a process of its own: it says whether the source ended without an error.
+ALL = """if True:
+    import json, os, signal, sys
+    for name, source in json.load(sys.stdin).items():
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(2)
+            try:
+                exec(source, {"__name__": "__main__"})
+                print("DONE", name, flush=True)
+            except BaseException as error:
+                print(name, error, flush=True)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    print("UID", os.getuid(), open("/proc/self/uid_map").read().split()[1])
+"""
+# What harms nobody where it works.
+HARMLESS = {
+    *("read every descriptor", "read every descriptor of init", "the environment", "every environment", "every command line"),
+    *("home", "every setting of the kernel"),
+    # a file of its own under that name, in a temporary folder of its own
+    *("overwrite the secret", "delete the secret"),
+}
+
+
+@pytest.mark.needs("bubblewrap")
+def test_a_worker_of_environments_gets_nowhere_either(host):
+    """The folder with the host's FIFO and sockets is shown to it, as the working folder of a run may be."""
+    secret = host.with_name("secret")
+    secret.write_text(SECRET)
+    found = groups(secret, host / "marker", os.getpid())
+    kinds = ("read", "write", "kernel", "network")
+    tried = {name: source for kind in kinds for name, source in found[kind].items() if name != "walk everything"}
+    before = Path("/proc/sys/kernel/core_pattern").read_text()
+    enclosure = Enclosure.of_worker(tier_of_this_machine().name, [str(host)])
+    line, given = enclosure.line()
+    done = subprocess.run(
+        [*line, sys.executable, "-c", ALL], input=json.dumps(tried), capture_output=True, text=True, pass_fds=given, timeout=60
+    )
+    for descriptor in given:
+        os.close(descriptor)
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("UID"), done.stderr[-2000:]
+    user, outside = map(int, lines[-1].split()[1:])
+    assert user != 0 and (tier_of_this_machine().name == "user" or outside == 0)
+    assert SECRET not in done.stdout.replace(str(secret), "") and "written" not in done.stdout
+    assert {line.removeprefix("DONE ") for line in lines if line.startswith("DONE")} <= HARMLESS
+    assert not (host / "marker").exists() and secret.read_text() == SECRET
+    assert Path("/proc/sys/kernel/core_pattern").read_text() == before
 
 
 @pytest.mark.needs("bubblewrap")
@@ -96,7 +166,7 @@ def test_under_load_nothing_gets_out_either(host, sandbox):
         with ThreadPoolExecutor(1) as beside:
             honest = beside.submit(Code(seconds=60.0), ["print(input())"] * 3, tests=[[{"input": "a", "output": "a"}]] * 3)
             rewards = Code(seconds=2.0)(sources, tests=[[{"input": "a", "output": EXPECTED}]] * len(sources))
-        assert honest.result() == [1.0] * 3 and all(isinstance(reward, Failure) for reward in rewards)
+        assert honest.result() == [1.0] * 3 and all(reward == 0.0 for reward in rewards)
     finally:
         for process in burner:
             process.kill()

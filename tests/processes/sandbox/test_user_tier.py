@@ -1,4 +1,4 @@
-"""The sandbox as an ordinary user has it: the hostile programs again, by a user without rights."""
+"""The sandbox of an ordinary user and of root in a rootless container: the hostile programs again, by a user without rights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.needs("bubblewrap", "nobody")
 # One or two of each kind; all of them with `make test-faults`.
-SOME = "environment or daemon or fork or background or secret or network or success or equals or checker"
+SOME = "environment or daemon or fork or background or secret or network or success or equals or worker or FIFO or Unix"
+WITHIN = [pytest.param((), id="user"), pytest.param(machine.ROOTLESS, id="rootless", marks=pytest.mark.needs("rootless"))]
 
 
 @pytest.fixture
@@ -24,18 +25,20 @@ def folder(tmp_path_factory):
     shutil.rmtree(made)
 
 
-def judged(folder: Path, names: str) -> None:
+def judged(folder: Path, names: str, within: tuple[str, ...]) -> None:
     python, _ = machine.python_of_nobody()
     options = ["-q", "-p", "no:cacheprovider", "-n", "0", "--basetemp", str(folder / "t"), *(["-k", names] if names else [])]
-    done = machine.as_nobody(folder, python, "-m", "pytest", *options, "tests/processes/sandbox/test_hostile.py")
+    done = machine.as_nobody(folder, python, "-m", "pytest", *options, "tests/processes/sandbox/test_hostile.py", within=within)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-def test_hostile_programs_get_nowhere_by_an_ordinary_user(folder):
-    judged(folder, SOME)
+@pytest.mark.parametrize("within", WITHIN)
+def test_hostile_programs_get_nowhere_by_an_ordinary_user(folder, within):
+    judged(folder, SOME, within)
 
 
 @pytest.mark.long
-def test_all_hostile_programs_get_nowhere_by_an_ordinary_user(folder):
-    judged(folder, "")
+@pytest.mark.parametrize("within", WITHIN)
+def test_all_hostile_programs_get_nowhere_by_an_ordinary_user(folder, within):
+    judged(folder, "", within)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import psutil
@@ -37,23 +39,54 @@ def gone(mark, seconds=60.0):
     return False
 
 
-@pytest.mark.parametrize("way", ["child", "session", "double fork"])
-def test_nothing_that_a_hanging_reward_started_outlives_it(way):
-    mark = f"{7000 + os.getpid() % 1000}.{['child', 'session', 'double fork'].index(way)}1234"
+WAYS = ["child", "session", "double fork", "nobody's"]
+
+
+@pytest.mark.parametrize("end", ["hang", "exit", "crash"])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_that_a_reward_started_outlives_it(way, end):
+    mark = f"{7000 + os.getpid() % 1000}.{WAYS.index(way)}{['hang', 'exit', 'crash'].index(end)}1234"
 
     def hangs(completions, **columns):
         import subprocess
         import time
 
-        if way == "double fork":
-            subprocess.run(["sh", "-c", f"setsid sleep {mark} & exit 0"], check=True)
+        if way in ("double fork", "nobody's"):
+            env = {"PATH": os.environ["PATH"]} if way == "nobody's" else None  # no mark by which it could be found
+            subprocess.run(["sh", "-c", f"setsid sleep {mark} & exit 0"], check=True, env=env)
         else:
             subprocess.Popen(["sleep", mark], start_new_session=way == "session")
+        if end != "hang":
+            os.kill(os.getpid(), 11) if end == "crash" else os._exit(0)
         time.sleep(60)
 
-    (result,) = scored(hangs, ["a"], timeout=1.0)
-    assert isinstance(result, Unscored) and "time-out" in result.reason
-    assert gone(mark)
+    (result,) = scored(hangs, ["a"], timeout=1.0 if end == "hang" else 60.0)
+    assert isinstance(result, Unscored)
+    assert {"hang": "time-out", "exit": "exit status 0", "crash": "signal 11"}[end] in result.reason
+    assert gone(mark, 5.0)
+
+
+def test_what_a_reward_started_ends_with_a_trainer_that_was_killed():
+    """Also a child in a session of its own with an emptied environment, which no mark finds."""
+    mark = f"{8000 + os.getpid() % 1000}.1234"
+    code = f"""if True:
+        import subprocess, time
+        from psigrad.language.rewards import RewardPool, RewardSpec, Samples
+        def starts(completions, **columns):
+            subprocess.run(["sh", "-c", "setsid sleep {mark} & exit 0"], check=True, env={{"PATH": "/usr/bin:/bin"}})
+            time.sleep(60)
+        scoring = RewardPool([RewardSpec("mine", starts)], timeout=60.0).begin()
+        scoring.add(Samples(["a"], ["a"], [[1]]))
+        scoring.results()
+    """
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 60.0
+    while not alive_with(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert alive_with(mark)
+    trainer.kill()
+    trainer.wait()
+    assert gone(mark, 5.0)
 
 
 def test_memory_has_a_limit():
@@ -64,6 +97,24 @@ def test_memory_has_a_limit():
     assert all(isinstance(r, Unscored) and "MemoryError" in r.reason for r in results)
     (fine,) = scored(greedy, ["a"], memory_gb=0.0, timeout=60.0)  # negative control: without a limit there is none
     assert fine.value == float(3 << 30)
+
+
+def test_memory_that_is_shared_counts_too(capfd):
+    def shares(completions, **columns):
+        import mmap
+        import time
+
+        held, piece = mmap.mmap(-1, 1 << 30), b"x" * (16 << 20)
+        for _ in range(60):
+            held.write(piece)
+        time.sleep(1.0)
+        return [float(held.tell())] * len(completions)
+
+    (result,) = scored(shares, ["a"], memory_gb=0.8)
+    assert isinstance(result, Unscored) and "signal 9" in result.reason
+    assert "more than worker_memory_gb" in capfd.readouterr().err
+    (fine,) = scored(shares, ["a"], memory_gb=0.0)  # negative control: without a limit there is none
+    assert fine.value == float(60 * (16 << 20))
 
 
 def test_what_is_printed_has_a_limit_and_nobody_waits(capfd):

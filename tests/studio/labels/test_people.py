@@ -104,6 +104,67 @@ def test_names_that_look_alike_are_taken(db, owner, project, ann, name):
         invites.accept(db, invites.invite(db, owner, project, "viewer"), name, PASSWORD)
 
 
+@pytest.mark.parametrize(
+    ("password", "why"),
+    [
+        ("aaaaaaaaaaaa", "Repeats like"),
+        ("password12345", "commonly used"),
+        ("qwertyuiop12", "commonly used"),
+        ("Bob Cratchit 1", "choose a longer one"),
+        ("abcabcabcabcabc", "Repeats like"),
+        ("psigradstudio", "choose a longer one"),
+    ],
+)
+def test_a_password_that_would_be_guessed_is_refused_and_the_link_stays_good(db, owner, project, password, why):
+    token = invites.invite(db, owner, project, "labeller")
+    with pytest.raises(Refusal, match=why):
+        invites.accept(db, token, "Bob Cratchit", password)
+    login = invites.accept(db, token, "Bob Cratchit", PASSWORD)
+    with pytest.raises(Refusal, match="would be guessed"):
+        people.change_password(db, login.person, PASSWORD, "bobcratchit!")
+    people.change_password(db, login.person, PASSWORD, PASSWORD + "x" * 900)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("Paul", "P\u0430ul"),  # a Cyrillic a
+        ("Paul", "Pau1"),
+        ("Iris", "lris"),
+        ("Iris", "\u0406ris"),
+        ("Bob", "B0b"),
+        ("\u0440\u0430\u0441\u0435", "pace"),  # Cyrillic as a whole
+        ("Nora", "N\u03bfra"),  # a Greek o
+        ("Marnie", "Mamie"),
+        ("Wendy", "\uff37endy"),
+        ("local", "l\u043ecal"),
+        ("local", "loca1"),
+    ],
+)
+def test_names_that_look_alike_are_refused(db, owner, project, first, second):
+    if first != "local":
+        invites.accept(db, invites.invite(db, owner, project, "viewer"), first, PASSWORD)
+    with pytest.raises(Conflict):
+        invites.accept(db, invites.invite(db, owner, project, "viewer"), second, PASSWORD)
+
+
+def test_names_that_differ_to_the_eye_are_taken(db, owner, project):
+    names = [
+        "Paul",
+        "Paula",
+        "guest 1",
+        "guest 2",
+        "guest 11",
+        "Jos\u00e9",
+        "Jose",
+        "\u041e\u043b\u044c\u0433\u0430",
+        "Ali",
+        "All",
+    ]
+    for name in names:
+        invites.accept(db, invites.invite(db, owner, project, "viewer"), name, PASSWORD)
+
+
 @pytest.mark.parametrize("password", ["short", "x" * 9, "x" * 1025])
 def test_a_password_of_the_wrong_length_is_refused_and_the_link_stays_good(db, owner, project, password):
     token = invites.invite(db, owner, project, "viewer")

@@ -8,6 +8,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.rollout.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Playing, Step
+from psigrad.processes.sandbox import Enclosure
 from psigrad.processes.workers import Lost, WorkerPool, homes, pack, unpack
 from psigrad.processes.workers.child import reason_for
 from psigrad.processes.workers.process import START_LIMIT
@@ -29,7 +30,7 @@ class EnvironmentPool(Playing):
         workers: int = 1,
         memory_gb: float = 0.0,
         variables: Sequence[str] = (),
-        prefix: Sequence[str] = (),
+        enclosure: Enclosure | None = None,
     ) -> None:
         packed = pack(factory, "environment")
         self.workers: WorkerPool[Any] = WorkerPool(
@@ -42,7 +43,7 @@ class EnvironmentPool(Playing):
             timeout=timeout,
             memory_gb=memory_gb,
             variables=variables,
-            prefix=prefix,
+            enclosure=enclosure,
         )
         self._waiting: list[list[EpisodeCall]] = [[] for _ in range(workers)]
         """By worker, the calls that it is not at yet."""

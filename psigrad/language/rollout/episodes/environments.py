@@ -40,7 +40,7 @@ class Environment(Protocol):
         ...
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
-        """The answer to the policy's turn, as text without special tokens."""
+        """The answer to the policy's turn, as text (`templates.decode`)."""
         ...
 
 

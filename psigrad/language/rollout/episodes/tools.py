@@ -5,7 +5,7 @@ A call is answered in a turn of its own. What the policy got wrong is said in th
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -15,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
+from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.rollout.episodes.environments import Message, Step
 from psigrad.language.rollout.episodes.mcp_tools import PREFIX, ServerLost, ServerTool, list_tools
@@ -112,38 +114,40 @@ class CallForm:
 
 
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
-    """The form in which the tokenizer's chat template writes calls: the one that reads a call that it wrote back exactly.
+    """The form in which a row's calls are written under the tokenizer's chat template: the one that reads a call back exactly.
 
-    A template that writes no calls is told by the marks in the vocabulary. `arguments` are those of the template.
+    Where a template offers no tools or writes no calls psigrad does so in Hermes' form, and a model whose vocabulary has the
+    marks of another may write that: then each form is read by its marks. `arguments` are those of the template.
     """
-    before, seen = _play(tokenizer, arguments)
+    before, seen, shows_hermes = _play(tokenizer, arguments)
     own = getattr(tokenizer, "response_template", None)
     written = [CallForm("", own, before, seen)] if own else []
     written += [CallForm(family.name, seen=seen) for family in find_families(seen) if seen]
     exact = [form for form in written if form.probe(seen) == [PROBE]]
-    vocabulary = tokenizer.get_added_vocab()
-    marked = [CallForm(family.name) for family in FAMILIES if family.opens in vocabulary]
-    return next(iter([*exact, *([] if seen else marked)]), CallForm(seen=seen))
+    if shows_hermes and any(family.opens in tokenizer.get_added_vocab() for family in FAMILIES):
+        return CallForm(seen=seen)
+    return next(iter(exact), CallForm(seen=seen))
 
 
-def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """The prompt of a question, and behind it the turn that calls a tool, as `decode` gives it."""
-    question: Any = {"role": "user", "content": "What is the price?"}
-    offered: Any = {**arguments, "tools": [{"type": "function", "function": _PROBE_SCHEMA}], "tokenize": False}
-    for given in (PROBE.arguments, json.dumps(PROBE.arguments)):  # some templates take an object, others text
-        call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": given}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        try:
-            before = str(tokenizer.apply_chat_template([question], add_generation_prompt=True, **offered))
-            after = str(tokenizer.apply_chat_template([question, turn], **offered))
-        except Exception:  # a template is a program: it can raise anything
-            continue
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-        written = after[shared:]
-        seen = decode(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"])
-        if PROBE.name in seen:
-            return before, seen
-    return "", ""
+def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """The prompt of a question, behind it the turn that calls a tool, as `decode` gives it, and whether psigrad offered the tool
+    or wrote the call because the template does not.
+    """
+    question: Message = {"role": "user", "content": "What is the price?"}
+    call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": PROBE.arguments}}
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    offered = {"tools": [{"type": "function", "function": _PROBE_SCHEMA}], "chat_template_kwargs": arguments}
+    try:
+        talk = Talk(tokenizer, Row("a test conversation", columns=offered))
+        before, after = talk.render([question], generation_prompt=True), talk.render([question, turn])
+    except UserError:  # no template, or one that refuses calls
+        return "", "", False
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    # <think> and <tool_call> share their first letters
+    mark = re.search(r"[<\[][^<>\[\]\s]*$", before[:shared])
+    seen = decode(tokenizer, tokenizer(after[mark.start() if mark else shared :], add_special_tokens=False)["input_ids"])
+    shows_hermes = talk.dialect.calls == "hermes" or not talk.dialect.tools
+    return (before, seen, shows_hermes) if PROBE.name in seen else ("", "", False)
 
 
 @dataclass(frozen=True)

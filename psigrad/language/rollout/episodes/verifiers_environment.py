@@ -16,21 +16,22 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
 from typing import Any
 
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.rollout.episodes.environments import Message, Observation
-from psigrad.language.rollout.episodes.tools import calls
+from psigrad.language.rollout.episodes.tool_calls import FAMILIES, BrokenCall, ToolCall
+from psigrad.language.rollout.episodes.tools import CallForm
 
 # The column of a row that says which task of the taskset it is.
 TASK = "task_idx"
 
 
-def adapt(environment: Mapping[str, Any] | Callable[[], Any]) -> type:
+def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str = "") -> type:
     """The environment that these settings of verifiers describe, or that the function gives, as a class for `--environment`.
 
     ```python
@@ -42,16 +43,21 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any]) -> type:
 
     The harness psigrad-chat is a chat without tools in psigrad's own process; any other of verifiers' will do that adds to its
     conversation and rewrites nothing of it. Its rows are the taskset's. The reward is the trace's, on the last turn;
-    `max_turns` must not be below the environment's own.
+    `max_turns` must not be below the environment's own. `call_family` names the form of tool calls, such as Hermes; without it
+    each of the known forms is tried.
     """
+    known = [family.name for family in FAMILIES]
+    if call_family and call_family not in known:
+        raise UserError(f"There is no form of calls {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
     given = staticmethod(environment) if callable(environment) else environment
-    return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given})
+    return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given, "form": CallForm(call_family)})
 
 
 class VerifiersEpisode:
     """One episode of an environment; `adapt` makes a class of it, whose environment serves all episodes of a process."""
 
     environment: Any = None
+    form = CallForm()
     _house: _House | None = None
 
     @classmethod
@@ -68,13 +74,20 @@ class VerifiersEpisode:
         self._talk = _Talk(self.house(), row[TASK])
         prompt = [_plain(message) for message in row["prompt"]]
         self._said, tools = self._talk.asked()
+        offered = [tool["function"] for tool in tools]
+        self._parameters = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in offered}
         if self._said[: len(prompt)] != prompt or tools != (row.get("tools") or []):
             raise ValueError("the harness asks with another prompt, or other tools, than for the first task of the taskset")
         return self._said[len(prompt) :] or None
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
-        """What the harness asks next; at the end the reward."""
-        self._talk.answer(completion)
+        """What the harness asks next; at the end the reward. A call that cannot be read is answered here, and it hears nothing of
+        that.
+        """
+        found = self.form.read(completion, self._parameters) if self._parameters else []
+        if broken := [call for call in found if isinstance(call, BrokenCall)]:
+            return [{"role": "tool", "name": "error", "content": f"error: {call.reason}"} for call in broken], 0.0, False
+        self._talk.answer(completion, [call for call in found if isinstance(call, ToolCall)])
         before = [*self._said, {"role": "assistant", "content": completion}]
         try:
             self._said, _ = self._talk.asked()
@@ -155,11 +168,11 @@ class _Policy(BaseHTTPRequestHandler):
         """A request of the harness."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         talk = self.talks.get(self.path.split("/")[1])
-        text = None if talk is None else talk.ask(body)
-        if text is None:
+        said = None if talk is None else talk.ask(body)
+        if said is None:
             self.send_error(503, "the episode is over")
             return
-        chunks, whole = _reply(text, body)
+        chunks, whole = _reply(*said, str(body.get("model", "policy")))
         streams = body.get("stream")
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
@@ -195,7 +208,7 @@ class _Talk:
 
     def __init__(self, house: _House, number: int) -> None:
         self._house, self._name = house, str(next(_NUMBERS))
-        self._asked, self._answers = queue.SimpleQueue[Any](), queue.SimpleQueue[str | None]()
+        self._asked, self._answers = queue.SimpleQueue[Any](), queue.SimpleQueue[tuple[str, Sequence[ToolCall]] | None]()
         house.talks[self._name] = self
         own = house.verifiers
         client = own.EvalClientConfig(base_url=f"{house.address}/{self._name}/v1", api_key_var="PSIGRAD_CALLS_NOBODY")
@@ -219,12 +232,12 @@ class _Talk:
         ]
         return said, found.get("tools") or []
 
-    def answer(self, text: str) -> None:
-        """The policy's turn."""
-        self._answers.put(text)
+    def answer(self, text: str, called: Sequence[ToolCall]) -> None:
+        """The policy's turn, and the calls in it."""
+        self._answers.put((text, called))
 
-    def ask(self, body: dict[str, Any]) -> str | None:
-        """What the policy says to a request; None where the episode is over."""
+    def ask(self, body: dict[str, Any]) -> tuple[str, Sequence[ToolCall]] | None:
+        """What the policy says to a request, and calls; None where the episode is over."""
         self._asked.put(body)
         return self._answers.get()
 
@@ -253,21 +266,20 @@ def _prompt(task: Any) -> list[Message]:
     return [*([{"role": "system", "content": system}] if system else []), *map(_plain, said)]
 
 
-def _reply(text: str, body: Mapping[str, Any]) -> tuple[Iterator[str], dict[str, Any]]:
+def _reply(text: str, called: Sequence[ToolCall], model: str) -> tuple[Iterator[str], dict[str, Any]]:
     """The policy's turn in the forms of an OpenAI-compatible server: as chunks of a stream, and whole."""
-    found = calls(text) if body.get("tools") else []
     asked = [
         {
             "index": n,
             "id": f"call-{next(_NUMBERS)}",
             "type": "function",
-            "function": {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))},
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
-        for n, call in enumerate(found)
+        for n, call in enumerate(called)
     ]
     message = {"role": "assistant", "content": text, **({"tool_calls": asked} if asked else {})}
     why = "tool_calls" if asked else "stop"
-    about = {"id": "policy", "created": 0, "model": body.get("model", "policy")}
+    about = {"id": "policy", "created": 0, "model": model}
 
     def chunk(delta: dict[str, Any], finish: str | None) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": finish}

@@ -8,7 +8,7 @@ from psigrad.config import Sampling
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import stop_token_id
+from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler, SamplingParams
@@ -66,7 +66,8 @@ def sampling_params(
 
     Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
     """
-    chat = (stop_token_id(model.tokenizer),) if any(not isinstance(row.prompt, str) for row in rows) else ()
+    talk = next((row for row in rows if not isinstance(row.prompt, str)), None)
+    chat = stop_token_ids(model.tokenizer, talk) if talk is not None else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature if temperature is None else temperature,

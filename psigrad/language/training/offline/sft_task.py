@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.templates import Example
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Rows
+from psigrad.language.models.packing import Groups, Rows
 from psigrad.language.training.offline.offline import Share
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, each_once
@@ -20,28 +20,34 @@ class SFTTask:
     """Cross-entropy on the tokens of each example's mask.
 
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step
+
+    A row is one text, or several: its turns in contexts of their own (`templates.examples`). What these share is computed once.
     """
 
     model: LanguageModel
-    examples: Sequence[Example]
+    rows: Sequence[Sequence[Example]]
     name: str = "SFT"
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self.rows)
+
+    @cached_property
+    def bundles(self) -> list[list[Bundle]]:
+        """Of each row its texts in bundles that share a beginning."""
+        return [bundle(texts) for texts in self.rows]
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens in these rows."""
-        return sum(len(self.examples[i].ids) for i in rows)
+        """Tokens that are computed of these rows: what texts of one row share counts once."""
+        return sum(one.tokens for i in rows for one in self.bundles[i])
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """One forward pass after the other; see `Task`."""
-        picked = [self.examples[i] for i in rows]
-        targets = max(1, sum(sum(e.mask) for e in picked))
-        parts = pack_by_tokens([len(e.ids) for e in picked], budget, ranks)
-        packed = [Rows([picked[i].ids for i in part], [picked[i].mask for i in part]) for part in parts]
+        targets = max(1, sum(sum(text.mask) for i in rows for text in self.rows[i]))
+        parts = pack_by_tokens([self.tokens([i]) for i in rows], budget, ranks)
+        packed = [_pack([one for place in part for one in self.bundles[rows[place]]]) for part in parts]
         return [partial(self._loss, part, targets) for part in packed]
 
-    def _loss(self, rows: Rows, targets: int) -> Loss:
+    def _loss(self, rows: Rows | Groups, targets: int) -> Loss:
         stats, _ = self.model.stats(rows, entropy=True, accuracy=True)
         assert stats.entropy is not None and stats.hit is not None
         value = -stats.logp.sum() / targets
@@ -51,6 +57,51 @@ class SFTTask:
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss, entropy and accuracy on the target tokens of all examples."""
         return sum_terms(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Texts whose first `start` tokens are alike and are computed once."""
+
+    start: int
+    texts: Sequence[Example]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return self.start + sum(len(text.ids) - self.start for text in self.texts)
+
+
+def bundle(texts: Sequence[Example]) -> list[Bundle]:
+    """The texts of a row, in order, in the bundles of fewest tokens; a text shares nothing that is trained in it."""
+    best: list[tuple[int, list[Bundle]]] = [(0, [])]
+    for end in range(1, len(texts) + 1):
+        found = []
+        for begin in range(end):
+            one = Bundle(_shared(texts[begin:end]), texts[begin:end])
+            found.append((best[begin][0] + one.tokens, [*best[begin][1], one]))
+        best.append(min(found, key=lambda pair: pair[0]))
+    return best[-1][1]
+
+
+def _shared(texts: Sequence[Example]) -> int:
+    """How many tokens, one at least, the texts begin with alike before the first that is trained in any of them."""
+    bound = min(text.mask.index(True) if any(text.mask) else len(text.ids) for text in texts)
+    first = texts[0].ids[:bound]
+    ends = (next((i for i, (a, b) in enumerate(zip(first, text.ids, strict=False)) if a != b), bound) for text in texts[1:])
+    return max(1, min(ends, default=bound))
+
+
+def _pack(bundles: Sequence[Bundle]) -> Rows | Groups:
+    """Texts as they are; where some share a beginning, each bundle as a group behind it."""
+    if all(len(one.texts) == 1 for one in bundles):
+        texts = [text for one in bundles for text in one.texts]
+        return Rows([text.ids for text in texts], [text.mask for text in texts])
+    return Groups(
+        [one.texts[0].ids[: one.start] for one in bundles],
+        [[text.ids[one.start :] for text in one.texts] for one in bundles],
+        [[text.mask[one.start :] for text in one.texts] for one in bundles],
+    )
 
 
 def terms_of(share: Share) -> dict[str, float]:

@@ -140,7 +140,7 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
     functions but the penalty on length. Raises `UserError` where no function has that name.
     """
     reward = trajectory.reward or 0.0
-    if trajectory.status != "scored":
+    if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
         return reward
     if name:
         if name not in trajectory.parts:

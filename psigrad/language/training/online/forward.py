@@ -80,8 +80,10 @@ def to_batch(
 
 
 def _part(trajectory: Trajectory, name: str) -> float:
-    """What one reward function gave; NaN where it does not apply. A failed completion is worth the same to each of them."""
-    if trajectory.status == "failed":
+    """What one reward function gave; NaN where it does not apply. A scorer that names no parts of a failed completion gave each
+    the whole.
+    """
+    if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
     part = trajectory.parts.get(name)
     return math.nan if part is None else float(part)
@@ -253,8 +255,9 @@ def add_old_values(
     reuses = cache is not None and bool(cache.slabs)  # then the log-probs that are trained on are the sampler's own
     stale = any(t.version != step for t in batch.inputs)
     enough = (run.exact_sampling or run.single_pass) and not stale
-    tally.compares = enough and not reuses
-    if reuses and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
+    drops = run.config.model.lora_dropout > 0  # what is trained on then differs from what was sampled by the dropout
+    tally.compares = enough and not reuses and not drops
+    if (reuses or drops) and not stale and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
         # other completions each time, run forward without the cache
         size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
         some = torch.zeros(len(batch.mask), dtype=torch.bool)

@@ -1,0 +1,270 @@
+"""Writes the table of docs/chat_templates.md: what every chat template that TRL ships does under psigrad, found by trying it.
+
+python docs/make/chat_templates.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from psigrad.errors import UserError
+from psigrad.language.data import templates
+from psigrad.language.data.chat import rendering
+from psigrad.language.data.dataset_rows import Row, validate
+from psigrad.language.models import tiny
+from psigrad.language.rollout.episodes import tools
+
+PAGE = Path(__file__).parents[1] / "chat_templates.md"
+BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
+SPECIAL = re.compile(
+    r"<\|[\w▁ ]+\|>|<｜[^<>]+｜>|<\|(?:tool|tool_call|tool_response|turn|channel)>"
+    r"|<(?:tool|tool_call|tool_response|turn|channel)\|>"
+    r"|<(?:start|end)_of_turn>|<end_of_utterance>|</s>|\[/?INST\]|\[gMASK\]|<sop>|<\|\"\|>"
+)
+"""Special tokens as the released tokenizers have them; tags such as <think> and <tool_call> are plain text there."""
+# Words of the test conversations; none is part of another, and no template has them.
+SAID, MORE, THOUGHT, RULE, ANSWER, LAST = "Ngorongoro", "Kilimanjaro", "Tanganyika", "Serengeti", "Usambara", "Ruwenzori"
+CITY, PLACE = "get_weather", "Dodoma"
+EMPTY = re.compile(r"\s*(<think>)?\s*</think>\s*")
+
+
+def user(content: str) -> dict[str, Any]:
+    """A user's turn."""
+    return {"role": "user", "content": content}
+
+
+def bot(content: str, **more: Any) -> dict[str, Any]:
+    """An assistant's turn."""
+    return {"role": "assistant", "content": content, **more}
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": CITY, "arguments": {"city": PLACE}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": CITY,
+        "description": RULE,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": MORE}}, "required": ["city"]},
+    },
+}
+
+
+def folder() -> Path:
+    """Where TRL has its templates."""
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "chat_templates"
+
+
+def names() -> list[str]:
+    """The released templates; TRL's own patches of them are not among them."""
+    return sorted(path.stem for path in folder().glob("*.jinja") if not path.stem.endswith("_training"))
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """A small tokenizer with the template's special tokens."""
+    text = (folder() / f"{name}.jinja").read_text(encoding="utf-8")
+    made = tiny.tokenizer(["the cat sat on the mat", "user assistant system"], 300)
+    made.add_special_tokens({"bos_token": "<|bos|>", "additional_special_tokens": sorted(set(SPECIAL.findall(text)))})
+    made.chat_template = text
+    return made
+
+
+class Case:
+    """One template under test. Every check raises AssertionError where something is wrong and nobody was told."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def row(self, form: str = "sft", **columns: Any) -> Row:
+        """A checked row."""
+        return validate(columns, form, "t.jsonl:1")
+
+    def prompt(self, messages: list[dict[str, Any]], **columns: Any) -> str:
+        """What is sampled from, as text."""
+        return self.text(templates.prompt_ids(self.tokenizer, self.row("prompt-only", prompt=messages, **columns)))
+
+    def text(self, ids: Any) -> str:
+        """Ids as text, special tokens shown."""
+        return str(self.tokenizer.decode(list(ids)))
+
+    def turns(self, **columns: Any) -> list[tuple[str, str]]:
+        """(all before, what is trained) for every trained run of tokens, as text."""
+        found = []
+        for made in templates.examples(self.tokenizer, self.row(**columns)):
+            edges = [i for i in range(1, len(made.ids)) if made.mask[i] != made.mask[i - 1]]
+            edges += [len(made.ids)] if len(edges) % 2 else []
+            pairs = zip(edges[::2], edges[1::2], strict=True)
+            found += [(self.text(made.ids[:start]), self.text(made.ids[start:end])) for start, end in pairs]
+        return found
+
+
+def _same_context(context: str, sampled: str) -> None:
+    """A turn's context is what is sampled from, up to an empty thought."""
+    opened = re.sub(r"<think>\s*$", "", sampled)
+    rest = context.removeprefix(opened)
+    assert context == sampled or (context.startswith(opened) and EMPTY.fullmatch(rest)), (context[-90:], sampled[-90:])
+
+
+def one_turn(case: Case) -> None:
+    """The answer is trained, in the context in which it is sampled, and ends with the token that sampling stops at."""
+    ((context, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
+    assert SAID in context and ANSWER in trained and ANSWER not in context and SAID not in trained
+    _same_context(context, case.prompt([user(SAID)]))
+    assert EMPTY.match(trained) is None
+
+
+def two_turns(case: Case) -> None:
+    """Both answers are trained once, each in the context in which it is sampled."""
+    talk = [user(SAID), bot(ANSWER), user(MORE), bot(LAST)]
+    (first, second) = case.turns(messages=talk)
+    assert ANSWER in first[1] and LAST in second[1] and LAST not in first[1] and ANSWER not in second[1]
+    _same_context(first[0], case.prompt(talk[:1]))
+    _same_context(second[0], case.prompt(talk[:3]))
+
+
+def thinking(case: Case) -> None:
+    """What was thought is trained before the answer, in both turns."""
+    talk = [user(SAID), bot(ANSWER, reasoning_content=THOUGHT), user(MORE), bot(LAST, reasoning_content=RULE)]
+    first, second = case.turns(messages=talk)
+    for (context, trained), thought, said in ((first, THOUGHT, ANSWER), (second, RULE, LAST)):
+        assert trained.count(thought) == 1 and trained.index(thought) < trained.index(said) and thought not in context
+    assert first[0] == case.prompt(talk[:1]) and second[0] == case.prompt(talk[:3])
+
+
+def _instructed(case: Case, role: str) -> None:
+    text = case.prompt([{"role": role, "content": RULE}, user(SAID)])
+    assert text.count(RULE) == 1 and text.index(RULE) < text.index(SAID)
+
+
+def system(case: Case) -> None:
+    """A system prompt is read before the user's turn."""
+    _instructed(case, "system")
+
+
+def developer(case: Case) -> None:
+    """So is a developer's."""
+    _instructed(case, "developer")
+
+
+def offered(case: Case) -> None:
+    """The model reads name, description and argument of a tool."""
+    text = case.prompt([user(SAID)], tools=[TOOL])
+    assert all(word in text for word in (SAID, CITY, RULE, "city"))
+
+
+def answers(case: Case) -> None:
+    """A call is trained, the tool's answer is not, and the answer to that is."""
+    messages = [user(SAID), bot("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "content": RULE}, bot(LAST)]
+    called, last = case.turns(messages=messages, tools=[TOOL])
+    assert CITY in called[1] and PLACE in called[1] and RULE not in called[1]
+    assert PLACE in last[0] and RULE in last[0].partition(PLACE)[2] and LAST in last[1] and RULE not in last[1]
+
+
+def environment(case: Case) -> None:
+    """What an environment says stands behind the turn that was sampled as the template writes it there."""
+    row = case.row("prompt-only", prompt=[user(SAID)])
+    heard = case.text(templates.observation_ids(case.tokenizer, row, MORE))
+    whole = case.prompt([user(SAID), bot(ANSWER), user(MORE)])
+    before = whole.removesuffix(heard)
+    assert before != whole and MORE in heard and ANSWER in before and MORE not in before
+    ((_, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
+    ends, wanted = (SPECIAL.findall(text.partition(ANSWER)[2]) for text in (before, trained))
+    assert len(ends) == len(wanted) > 0 and before.endswith(ends[-1]), before[-40:]
+
+
+def parsed(case: Case) -> None:
+    """The call that a row teaches is read as that call."""
+    ((_, trained),) = case.turns(messages=[user(SAID), bot("", tool_calls=[CALL])], tools=[TOOL])
+    ids = case.tokenizer(trained, add_special_tokens=False)["input_ids"]
+    read = tools.call_form_of(case.tokenizer).read(templates.decode(case.tokenizer, ids), {CITY: {"city": {"type": "string"}}})
+    assert [(call.name, call.arguments) for call in read] == [(CITY, {"city": PLACE})], read
+
+
+def stop(case: Case) -> None:
+    """What ends an answer, and a call, is among the tokens that sampling stops at, and the last that is trained."""
+    row = case.row("prompt-only", prompt=[user(SAID)], tools=[TOOL])
+    stops = [case.text([token]) for token in templates.stop_token_ids(case.tokenizer, row)]
+    for said in (bot(ANSWER), bot("", tool_calls=[CALL])):
+        ((_, trained),) = case.turns(messages=[user(SAID), said], tools=[TOOL])
+        assert trained.endswith(tuple(stops)) and trained not in stops, (trained[-40:], stops)
+
+
+def generation_prompt(case: Case) -> None:
+    """The prompt opens the assistant's turn: what is trained behind it has no role in it."""
+    text = case.prompt([user(SAID)])
+    ((_, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
+    said = user(SAID)
+    if SAID not in case.tokenizer.apply_chat_template([said], tokenize=False):
+        said["content"] = [{"type": "text", "text": SAID}]
+    assert text == case.tokenizer.apply_chat_template([said], add_generation_prompt=True, tokenize=False)
+    assert not text.endswith(str(case.tokenizer.eos_token))
+    assert re.search(r"assistant|model|chatbot", trained.partition(ANSWER)[0].split("<|channel|>")[0], re.I) is None, trained
+
+
+def printed_date(case: Case) -> None:
+    """The date is that of the run, whatever the clock says."""
+    rendering.settle(case.tokenizer, {}, date(1999, 12, 31))
+    text = case.prompt([user(SAID)])
+    today = date.today()
+    for form in ("%Y-%m-%d", "%d %b %Y"):
+        assert today.strftime(form) not in text
+    if rendering.prints_date(case.tokenizer):
+        assert "1999-12-31" in text or "31 Dec 1999" in text
+
+
+COLUMNS: dict[str, Callable[[Case], None]] = {
+    "one turn": one_turn,
+    "two turns": two_turns,
+    "thinking": thinking,
+    "system": system,
+    "developer": developer,
+    "tools": offered,
+    "tool answers": answers,
+    "environment turn": environment,
+    "call parsed": parsed,
+    "stop token": stop,
+    "generation prompt": generation_prompt,
+    "date": printed_date,
+}
+
+SHOWN = {"yes": "✓", "refused": "refused", "wrong": "**wrong**"}
+
+
+def outcome(name: str, column: str) -> str:
+    """yes; refused, where psigrad says so; or wrong, where it does not."""
+    case = Case(tokenizer_of(name))
+    try:
+        COLUMNS[column](case)
+    except UserError:
+        return "refused"
+    except (AssertionError, ValueError, IndexError, KeyError):
+        return "wrong"
+    return "yes"
+
+
+def table() -> str:
+    """The table, a template a row, and how many are right in each column."""
+    found = {name: [outcome(name, column) for column in COLUMNS] for name in names()}
+    right = [sum(row[i] == "yes" for row in found.values()) for i in range(len(COLUMNS))]
+    lines = ["| template | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(SHOWN[cell] for cell in row) + " |" for name, row in found.items()]
+    lines += [f"| right of {len(found)} | " + " | ".join(map(str, right)) + " |"]
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """The page with its table made anew."""
+    head, _, rest = text.partition(BEGIN)
+    return head + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

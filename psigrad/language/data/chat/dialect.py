@@ -1,0 +1,232 @@
+"""What a chat template can say, found by asking it, and a conversation put so that it can say it.
+
+Each question is a difference of two renderings: a field that changes nothing is not shown. What a template has no words for is
+said with those that it has: a developer is the system, a system prompt that nobody reads stands before the first user's turn,
+tools are offered, called and answered in Hermes' form, which is plain text. No template is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message
+from psigrad.language.data.chat.rendering import render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SENTINEL, OTHER, THIRD = "Zanzibar", "Yokohama", "Xanadu"
+"""Words that no template has of its own."""
+USER: Message = {"role": "user", "content": "a"}
+THINK = "<think>\n{}\n</think>\n\n"
+CHANNEL = "<|channel>thought"
+"""What Gemma 4 opens a thought with; it shows <think> tags as any other text."""
+_OFFER = (
+    "# Tools\n\nYou may call functions. Their signatures are within <tools></tools>:\n<tools>\n{}\n</tools>\n\nTo call one, "
+    'write a JSON object with its name and arguments within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function-name>, '
+    '"arguments": <args-json-object>}}\n</tool_call>'
+)
+_ANSWER = "<tool_response>\n{}\n</tool_response>"
+
+
+def call_of(name: str = OTHER, value: str = SENTINEL, content: str = "") -> Message:
+    """An assistant's turn that calls one function with one argument."""
+    call = {"type": "function", "function": {"name": name, "arguments": {"x": value}}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def tool_of(name: str = OTHER) -> Message:
+    """The schema of a function of one argument."""
+    inner = {"type": "object", "properties": {"x": {"type": "string", "description": "b"}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": name, "description": SENTINEL, "parameters": inner}}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a template shows of a conversation."""
+
+    parts: bool = False
+    """Contents must be lists of parts: plain strings are dropped."""
+    system: bool = True
+    developer: bool = True
+    reasoning: str = "field"
+    """Where an assistant's thoughts go: field, content (in <think> tags), or hidden: the template has a form for them and drops
+    them."""
+    calls: str = "object"
+    """How arguments of calls are given: object, or text (of JSON); hermes where calls are not shown."""
+    empty: str | None = None
+    """The content of a turn that only calls."""
+    answers: bool = True
+    tools: bool = True
+    turn_end: str = ""
+    """What is written behind an assistant's last word, up to the special token that ends the turn; empty where none does."""
+    call_end: str = ""
+    """The same behind a turn that calls a tool, before the tool's answer."""
+    header: str = ""
+    """What opens the assistant's turn, where the template cannot be asked to: add_generation_prompt changes nothing."""
+
+
+@dataclass(frozen=True)
+class Specials:
+    """The special tokens of a tokenizer: their ids, and what finds them in a text."""
+
+    ids: frozenset[int]
+    pattern: re.Pattern[str]
+
+
+_specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
+_dialects: WeakKeyDictionary[Any, dict[Any, Dialect]] = WeakKeyDictionary()
+
+
+def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
+    """Its special tokens, found once until it gets others."""
+    key = (len(tokenizer), len(tokenizer.extra_special_tokens), *tokenizer.special_tokens_map.values())
+    if _specials.get(tokenizer, (None,))[0] != key:
+        found = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        words = sorted(found.values(), key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+        _specials[tokenizer] = (key, Specials(frozenset(found), pattern))
+    return _specials[tokenizer][1]
+
+
+def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Dialect:
+    """What the template of these arguments shows, which is asked once."""
+    settings = {name: value for name, value in arguments.items() if name != "tools"}
+    template, special = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"]), specials_of(tokenizer)
+    key = (template, json.dumps(settings, sort_keys=True, default=str), special)
+    held = _dialects.setdefault(tokenizer, {})
+    if key not in held:
+        held[key] = _ask(tokenizer, {**settings, "tools": None}, special.pattern)
+    return held[key]
+
+
+def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], special: re.Pattern[str]) -> Dialect:
+    def shows(words: Sequence[str], *messages: Message, tools: Any = None, **dialect: Any) -> bool:
+        spoken, offered = speak(messages, tools, Dialect(**dialect))
+        try:
+            text = render(tokenizer, {**arguments, "tools": offered}, spoken)
+        except Exception:  # a template is a program: it can raise anything
+            return False
+        return all(word in text for word in words)
+
+    word = SENTINEL
+    told, user = {"role": "assistant", "content": word}, {"role": "user", "content": word}
+    parts = not shows([word], user) and shows([word], user, parts=True)
+    system = shows([word, OTHER], {"role": "system", "content": word}, {"role": "user", "content": OTHER}, parts=parts)
+    developer = shows([word, OTHER], {"role": "developer", "content": word}, {"role": "user", "content": OTHER}, parts=parts)
+    thought = {**told, "reasoning_content": OTHER}
+    spots = ("field",) if CHANNEL in str(tokenizer.get_chat_template(arguments.get("chat_template"))) else ("field", "content")
+    reasoning = next((spot for spot in spots if shows([word, OTHER], USER, thought, parts=parts, reasoning=spot)), "hidden")
+    ways: list[dict[str, Any]] = [
+        {"parts": parts, "calls": calls, "empty": empty} for calls in ("object", "text") for empty in (None, "")
+    ]
+    called = next((way for way in ways if shows([word, OTHER], USER, call_of(), **way)), {"parts": parts, "calls": "hermes"})
+    answer = {"role": "tool", "name": OTHER, "content": THIRD}
+    answers = shows([THIRD, OTHER], USER, call_of(), answer, **called)
+    tools = shows([OTHER], USER, tools=[tool_of()], parts=parts)
+    found = Dialect(**called, system=system, developer=developer, reasoning=reasoning, answers=answers, tools=tools)
+
+    def text_of(*messages: Message, generation_prompt: bool = False) -> str:
+        try:
+            return render(tokenizer, arguments, speak(messages, None, found)[0], generation_prompt=generation_prompt)
+        except Exception:
+            return ""
+
+    ends = {
+        name: _closing(special, text_of(USER, turn), text_of(USER, turn, reply))
+        for name, turn, reply in (("turn_end", told, {**USER, "content": THIRD}), ("call_end", call_of(), answer))
+    }
+    opened, whole = text_of(USER, generation_prompt=True), text_of(USER, told)
+    header = (
+        whole.removeprefix(opened).partition(word)[0] if opened and whole.startswith(opened) and opened == text_of(USER) else ""
+    )
+    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header if special.search(header) else "")
+
+
+def _closing(special: re.Pattern[str], last: str, followed: str) -> str:
+    """What ends a turn whose last word is the sentinel: what its renderings as the `last` turn and as one that is `followed`
+    share, else what the last one ends with (gpt-oss: <|return|>), else what the next turn begins with (GLM: <|user|>).
+    """
+    ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
+    shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
+    for text in (ending[:shared], ending):
+        if found := list(special.finditer(text)):
+            return text[: found[-1].end()]
+    first = special.search(behind)
+    return behind[: first.end()] if first else ""
+
+
+def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
+    """Messages and tools so that the template shows them."""
+    spoken: list[Message] = []
+    if tools and not dialect.tools:
+        offer = _OFFER.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        head = messages[0]["content"] + "\n\n" if messages[0]["role"] in ("system", "developer") else ""
+        rest = messages[1:] if head else messages
+        messages, tools = [{"role": "system", "content": head + offer}, *rest], None
+    before = ""
+    for message in messages:
+        said = {name: value for name, value in message.items() if name not in WEIGHTS}
+        if said["role"] == "developer" and not dialect.developer:
+            said["role"] = "system"
+        if said["role"] == "system" and not dialect.system:
+            before += said["content"] + "\n\n"
+            continue
+        if said["role"] == "assistant":
+            said = _assistant(said, dialect)
+        elif said["role"] == "tool" and not dialect.answers:
+            said = {"role": "user", "content": _ANSWER.format(said.get("content", ""))}
+            if spoken and spoken[-1].get("role") == "user":  # answers to one turn are one turn
+                said["content"] = f"{spoken.pop()['content']}\n{said['content']}"
+        if before and said["role"] == "user":
+            said["content"], before = before + said["content"], ""
+        spoken.append(said)
+    if before:
+        spoken.append({"role": "user", "content": before.rstrip("\n")})
+    if dialect.parts:
+        spoken = [{**said, "content": [{"type": "text", "text": said.get("content", "")}]} for said in spoken]
+    return spoken, tools
+
+
+def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
+    """What of these messages the template has no words for, and how it is said."""
+    roles = {message["role"] for message in messages}
+    calls = any(message.get("tool_calls") for message in messages)
+    thoughts = any(message.get(name) for message in messages for name in REASONING)
+    notes = {
+        "tools are offered in Hermes' form, in the system prompt": tools and not dialect.tools,
+        "tool calls are written in Hermes' form": (tools or calls) and dialect.calls == "hermes",
+        "tools' answers are turns of the user": (tools or "tool" in roles) and not dialect.answers,
+        "the developer's turn is a system prompt": "developer" in roles and not dialect.developer,
+        "the system prompt stands before the first turn of the user": "system" in roles and not dialect.system,
+        "thoughts stand in <think> tags before the answer": thoughts and dialect.reasoning == "content",
+    }
+    return [note for note, holds in notes.items() if holds]
+
+
+def _assistant(said: Message, dialect: Dialect) -> Message:
+    thought = next((said[name] for name in REASONING if said.get(name)), "")
+    if thought and dialect.reasoning == "content":
+        said = {name: value for name, value in said.items() if name not in REASONING}
+        said["content"] = THINK.format(thought.strip("\n")) + said.get("content", "")
+    if not (calls := said.get("tool_calls")):
+        return said
+    if dialect.calls == "hermes":
+        texts = [json.dumps({key: call["function"][key] for key in ("name", "arguments")}, ensure_ascii=False) for call in calls]
+        content = "\n".join([*filter(None, [said.get("content")]), *(f"<tool_call>\n{text}\n</tool_call>" for text in texts)])
+        return {**{name: value for name, value in said.items() if name != "tool_calls"}, "content": content}
+    if dialect.calls == "text":
+        functions = [call["function"] for call in calls]
+        texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+        said["tool_calls"] = [
+            {**call, "function": {**function, "arguments": text}}
+            for call, function, text in zip(calls, functions, texts, strict=True)
+        ]
+    if not said.get("content"):
+        said["content"] = dialect.empty
+    return said

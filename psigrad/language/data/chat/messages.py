@@ -1,0 +1,97 @@
+"""One message of a conversation as it is read: nothing of it may vanish later, so what cannot be used is refused here by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+Message = dict[str, Any]
+Fail = Callable[[str, str], NoReturn]
+"""Refuses a row: (place in it, reason)."""
+
+WEIGHTS = ("weight", "train", "loss_mask")
+"""Fields that say whether an assistant's turn is trained: 1 or true, 0 or false."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of what an assistant thought before it answered."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Objects without the keys that are null, at every depth: Arrow fills in the keys that other rows have."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
+    """A message without nulls, its content one string, its tool calls {"type", "function": {"name", "arguments"}} with an object
+    of arguments.
+    """
+    read: Message = without_nulls(message)
+    if isinstance(read.get("content"), list):
+        read["content"] = _joined(read["content"], f"{where}.content", fail)
+    for name in (name for name in WEIGHTS if name in read):
+        if read[name] not in (0, 1):
+            fail(f"{where}.{name}", f"is {read[name]!r}; a turn is trained (1 or true) or not (0 or false)")
+        if read[name] and read.get("role") != "assistant":
+            fail(f"{where}.{name}", f"is {read[name]!r} in the turn of another role; only the assistant's turns are trained")
+    calls = read.get("tool_calls")
+    if calls == []:
+        del read["tool_calls"]
+    elif calls is not None:
+        if read.get("role") != "assistant" or not isinstance(calls, list):
+            fail(f"{where}.tool_calls", "must be a list, in an assistant's message")
+        read["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]", fail) for i, call in enumerate(calls)]
+    return read
+
+
+def is_trained(message: Message) -> bool:
+    """Whether a turn is the assistant's, and its weight is not 0."""
+    return message["role"] == "assistant" and all(message.get(name, 1) for name in WEIGHTS)
+
+
+def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
+    """Refuse a tool's answer that names another call than one just made, or stands elsewhere than its call: a template goes by
+    the order.
+    """
+    open_calls: list[Any] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            open_calls = [call.get("id") for call in message.get("tool_calls", ())]
+        elif message["role"] == "tool" and open_calls:
+            made, own = open_calls.pop(0), message.get("tool_call_id")
+            if made is not None and own is not None and made != own:
+                fail(f"{column}[{i}].tool_call_id", f"is {own!r} where the answer to {made!r} is expected; put answers in order")
+
+
+def _joined(parts: list[Any], where: str, fail: Fail) -> str:
+    """The text of content parts."""
+    texts = []
+    for i, part in enumerate(parts):
+        kind = "text" if isinstance(part, str) else part.get("type", "?") if isinstance(part, Mapping) else type(part).__name__
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text":
+            fail(f"{where}[{i}]", f"is of type {kind!r}; psigrad trains on text, so leave out images, sound and video")
+        if not isinstance(text, str):
+            fail(f"{where}[{i}]", "has no text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: object, where: str, fail: Fail) -> Message:
+    """A tool call in OpenAI's form; its arguments may be an object, or JSON text of one, as OpenAI sends them."""
+    made = dict(call) if isinstance(call, Mapping) else fail(where, "must be an object with 'function'")
+    function = made.pop("function", None)
+    if function is None:  # the bare form, {"name", "arguments"}
+        function = {key: made.pop(key) for key in ("name", "arguments") if key in made}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        fail(f"{where}.function", "must be an object with the 'name' of a function and its 'arguments'")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            fail(f"{where}.function.arguments", f"is a string that is not JSON ({error}); give an object")
+    if not isinstance(arguments, Mapping):
+        fail(f"{where}.function.arguments", f"is {arguments!r}; it must be an object with the arguments by name")
+    return {"type": "function", **made, "function": {**function, "arguments": dict(arguments)}}

@@ -1,0 +1,134 @@
+"""A conversation as text: the chat template with its arguments, those of the run and those of the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+from psigrad.errors import UserError
+from psigrad.language.data.chat.messages import Message, without_nulls
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError, show
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SETTLED = "psigrad_settled"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a run settles for every rendering of a tokenizer: arguments of its template, and the date that it prints."""
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    today: date | None = None
+    rows: int = 0
+    """Rows of the model's embedding; 0: unknown."""
+
+
+def settle(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
+    """Render with these arguments from now on, where a row does not say otherwise, and on this day; `rows` are those of the
+    model's embedding.
+    """
+    setattr(tokenizer, _SETTLED, Settled(dict(kwargs), today, rows))
+
+
+def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
+    """Refuse tokens that the model has no embedding for."""
+    rows = getattr(tokenizer, _SETTLED, Settled()).rows
+    if rows and ids and (worst := max(ids)) >= rows:
+        raise UserError(
+            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, and the model's embedding {rows} rows: "
+            "the tokenizer was given tokens that the model was not. Call model.resize_token_embeddings(len(tokenizer)) and save "
+            "both, or take the model's own tokenizer and template."
+        )
+
+
+def day_of(tokenizer: PreTrainedTokenizerBase) -> date:
+    """The day that templates print: the one settled, or today."""
+    settled: Settled = getattr(tokenizer, _SETTLED, Settled())
+    return settled.today or date.today()
+
+
+def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a template of the tokenizer reads the clock."""
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
+
+
+def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]:
+    """What the template is given besides the messages: the run's arguments, the row's over them, and its tools."""
+    tools = row.columns.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    settled: Settled = getattr(tokenizer, _SETTLED, Settled())
+    # Parquet fills absent keys of an object with null; a list of no tools makes Llama's template write its tool preamble.
+    own = without_nulls(row.columns.get("chat_template_kwargs") or {})
+    return {**settled.kwargs, **own, "tools": without_nulls(tools) or None}
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping[str, Any]) -> str:
+    """The text of the template that renders a row."""
+    try:
+        return tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
+    except ValueError:
+        raise UserError(
+            f"{row.source} is a conversation and the tokenizer has no chat template; set tokenizer.chat_template or "
+            "name a file with one with --chat-template-path (psigrad.language.data.templates.CHATML is a simple one), or give "
+            "prompts and completions as plain strings."
+        ) from None
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
+    messages: Sequence[Message],
+    *,
+    generation_prompt: bool = False,
+) -> str:
+    """The text of messages that the template understands (`dialect.speak`). Raises whatever the template raises."""
+    _set_clock(tokenizer, arguments)
+    made: Any = tokenizer.apply_chat_template(
+        list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
+    )
+    return str(made)
+
+
+def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
+    """The spans of characters that the template's `{% generation %}` blocks wrote.
+
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used: it lets tokens merge across the start of a turn, and
+    where a tokenizer trims offsets it loses every turn after one that starts with a space.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
+    given: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments, "chat_template": template}
+    _set_clock(tokenizer, arguments)
+    said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
+    return rendered[1][0]
+
+
+def refuse(row: Row, what: str, why: str) -> RowError:
+    """A row that the template cannot say: it alone is refused, by file, line and place."""
+    return RowError(BadRow(row.source, what, why))
+
+
+def refusal(row: Row, error: Exception) -> RowError:
+    """What a template raised; it is a program, and can raise anything."""
+    reason = f"{type(error).__name__}: {show(str(error), 200)}"
+    return refuse(row, "", f"the chat template can't render the row ({reason}); mend the row or the template")
+
+
+def _set_clock(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+    """Let `strftime_now` be the run's day. transformers gives templates plain data alone, so the clock is set where it stands."""
+    template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
+    if "strftime_now" not in template:
+        return
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    def strftime_now(form: str) -> str:
+        return day_of(tokenizer).strftime(form)
+
+    _compile_jinja_template(template).environment.globals["strftime_now"] = strftime_now

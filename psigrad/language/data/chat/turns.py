@@ -1,0 +1,256 @@
+"""The turns of a conversation that are trained, each in the context in which it is sampled, and what stands between turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from psigrad.errors import UserError
+from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, THINK, USER, call_of, dialect_of, speak, specials_of
+from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
+from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
+from psigrad.language.data.dataset_rows import Row, show
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
+# behind it line breaks alone: a space belongs to the answer
+_EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\n*")
+_CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\n*")
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A text, and the spans of characters in it that the assistant wrote and that are trained."""
+
+    text: str
+    spans: Sequence[Span] = ()
+
+
+class Talk:
+    """A row's conversation and the template that renders it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> None:
+        self.tokenizer, self.row, self.arguments = tokenizer, row, arguments_of(tokenizer, row)
+        self.template = template_of(tokenizer, row, self.arguments)
+        self.special = specials_of(tokenizer).pattern
+        self.dialect = dialect_of(tokenizer, self.arguments)
+        if self.dialect.header:
+            raise UserError(
+                "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
+                f"with {show(self.dialect.header)}. Give one that does with --chat-template-path."
+            )
+
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
+        """The text of the messages. Raises `RowError` where the template cannot say them."""
+        try:
+            spoken, tools = speak(messages, self.arguments["tools"], self.dialect)
+            return render(self.tokenizer, {**self.arguments, "tools": tools}, spoken, generation_prompt=generation_prompt)
+        except Exception as error:  # a template is a program: it can raise anything
+            raise refusal(self.row, error) from error
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """What is sampled from: the generation prompt, and behind it a turn of the assistant that the messages end with."""
+        begun = messages[-1] if messages[-1]["role"] == "assistant" else None
+        text = self.render(messages[:-1] if begun else messages, generation_prompt=True)
+        return text + str(begun["content"]) if begun else text
+
+    def blocks(self, messages: Sequence[Message]) -> list[Span]:
+        """The spans of the template's generation blocks."""
+        try:
+            spoken, tools = speak(messages, self.arguments["tools"], self.dialect)
+            found: list[Span] = generation_blocks(self.tokenizer, {**self.arguments, "tools": tools}, spoken)
+            return found
+        except Exception as error:
+            raise refusal(self.row, error) from error
+
+    def closing(self, message: Message) -> str:
+        """What ends this turn."""
+        return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
+
+
+def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bool = False) -> list[Context]:
+    """The assistant's turns of a row in the contexts in which they would be sampled: what stands before a turn is what the
+    template renders to sample it.
+
+    A template that leaves the past as it was gives one context for all of them; one that rewrites it (Qwen3 drops what was
+    thought) one context for each turn that was rewritten. An empty thought that the template adds is context, unless
+    `empty_thinking`. Raises `RowError` for a turn that no such context can be derived for, and for what the template leaves out.
+    """
+    talk = Talk(tokenizer, row)
+    prompt = row.prompt if isinstance(row.prompt, list) else []
+    answer = list(row.completion) if isinstance(row.completion, list) else []
+    first = len(prompt)
+    if answer and prompt and prompt[-1]["role"] == "assistant":  # the answer is begun in the prompt
+        first -= 1
+        answer[0] = {**answer[0], "content": prompt[-1]["content"] + answer[0].get("content", "")}
+    messages = row.messages or [*prompt[:first], *answer]
+    made: list[Context] = []
+    texts: dict[int, str] = {}
+    for i in range(first, len(messages)):
+        if not is_trained(messages[i]):
+            continue
+        before, text, spans = _turn(talk, messages[: i + 1], empty_thinking)
+        if i < len(prompt):  # the policy writes what the prompt did not
+            begun = len(talk.prompt(prompt))
+            spans = [(max(start, begun), end) for start, end in spans if end > begun]
+        if not spans:
+            continue
+        if made and before.startswith(made[-1].text.rstrip()):
+            made[-1] = Context(text, [*made[-1].spans, *spans])
+        else:
+            made.append(Context(text, spans))
+        texts[i] = text
+    if not made:
+        raise refuse(row, "messages", "has no assistant turn that is trained; check weights and the template's generation blocks")
+    whole = talk.render(messages)
+    if whole.startswith(made[-1].text.rstrip()):
+        made[-1] = Context(whole, made[-1].spans)
+    check_shown(talk, messages, {i: texts.get(i, whole) for i in range(len(messages))}, set(texts))
+    return made
+
+
+def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
+    """The context of the last message, the text up to its end, and its spans that are trained."""
+    said = messages[-1]
+    before, text = talk.render(messages[:-1], generation_prompt=True), talk.render(messages)
+    own = [span for span in talk.blocks(messages) if span[1] > len(before)] if _GENERATION.search(talk.template) else None
+    if own == []:
+        return before, text, []
+    as_rendered = text
+    thought = _thought_of(said) if talk.dialect.reasoning == "hidden" else ""
+    if not text.startswith(before):
+        before, text = _behind_open_thought(talk, said, before, text, len(messages))
+    elif thought and thought not in text[len(before) :]:
+        form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
+        text = before + form.format(thought) + text[len(before) :]
+    closing = talk.closing(said)
+    ends = talk.special.findall(closing)
+    if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
+        text = text.rstrip() + closing
+    start = len(before)
+    if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
+        empty = (_CLOSE if _OPEN.search(before) else _EMPTY).match(text, start)
+        start = empty.end() if empty else start
+    # the policy continues the prompt from its very end, wherever the template's first block starts
+    return before, text, [(start, own[0][1]), *own[1:]] if own and text.startswith(as_rendered) else [(start, len(text))]
+
+
+def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
+    """Context and text of a turn whose generation prompt opens a thought, which the template leaves out or writes otherwise."""
+    opened = _OPEN.search(before)
+    if opened is None or not text.startswith(before[: opened.start()]):
+        why = (
+            f"the chat template renders the generation prompt of message {place} (assistant) differently when it is there, "
+            "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
+            "(chat_template_kwargs, as enable_thinking), or use another"
+        )
+        raise refuse(talk.row, "", why)
+    tail = text[opened.start() :]
+    if (empty := _EMPTY.match(tail)) is not None:
+        stem = before[: opened.start()] + empty.group()
+        return stem, stem + tail[empty.end() :]
+    if tail.startswith(opened.group(1)):
+        return before, before + tail[len(opened.group(1)) :].lstrip("\n")
+    return before, f"{before}{_thought_of(said)}\n</think>\n\n{tail}"
+
+
+def _thought_of(said: Message) -> str:
+    """What was thought before the answer, given as a field or in <think> tags."""
+    found = _THOUGHT.match(str(said.get("content", "")))
+    return str(next((said[name] for name in REASONING if said.get(name)), found.group(1) if found else "")).strip("\n")
+
+
+def check_shown(talk: Talk, messages: Sequence[Message], texts: dict[int, str], trained: set[int]) -> None:
+    """Refuse a row of which the template leaves something out: by place, with its name.
+
+    A text that stands in the rendering word for word is there; of anything else the rendering without it must be another one.
+    """
+    for j, message in enumerate(messages):
+        part = messages[: j + 1] if j in trained else messages
+        for name, piece in _pieces(message, j in trained or j == len(messages) - 1):
+            if piece not in texts[j] and talk.render(part) == talk.render(_without(part, j, name, piece)):
+                raise _vanished(talk.row, j, name, piece)
+        for name in message.keys() - _KNOWN:
+            if name == "name" and message["role"] == "tool":
+                continue  # the call has it
+            other = [{k: v for k, v in m.items() if k != name} if i == j else m for i, m in enumerate(part)]
+            if message[name] not in (None, "", [], {}) and talk.render(part) == talk.render(other):
+                raise _vanished(talk.row, j, name, message[name])
+
+
+_KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
+
+
+def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
+    """The texts of a message by the name of their field. A template may drop thoughts of turns that are only context."""
+    parts = re.split(r"</?think>", str(message.get("content", "")))
+    yield from (("content", part.strip()) for part in (parts if thoughts else parts[-1:]) if part.strip())
+    if thoughts:
+        yield from ((name, str(message[name]).strip()) for name in REASONING if message.get(name))
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        values = [value.strip() for value in function["arguments"].values() if isinstance(value, str)]
+        yield from (("tool_calls", value) for value in [function["name"], *values] if value)
+
+
+def _without(messages: Sequence[Message], place: int, name: str, piece: str) -> list[Message]:
+    """The messages, the text of one field gone."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.replace(piece, "")
+        if isinstance(value, dict):
+            return {key: cut(inner) for key, inner in value.items()}
+        return [cut(inner) for inner in value] if isinstance(value, list) else value
+
+    return [{**m, name: cut(m[name])} if i == place else m for i, m in enumerate(messages)]
+
+
+def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
+    # the place as the row has it: in messages, or behind the prompt in the completion
+    count = len(row.prompt) if isinstance(row.prompt, list) else 0
+    column, at = ("messages", place) if row.messages else ("prompt", place) if place < count else ("completion", place - count)
+    reason = (
+        f"is left out by the chat template ({show(value)} is nowhere in the text); leave the field out of the row, or use a "
+        "template that shows it"
+    )
+    return refuse(row, f"{column}[{at}].{name}", reason)
+
+
+def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
+    """(the special token that ends the policy's turn, what the template writes behind it up to the next): found behind a turn of
+    one word, since templates rewrite real ones.
+    """
+    name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
+    calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []
+    for turn in [*calls, {"role": "assistant", "content": SENTINEL}]:
+        try:
+            text = talk.render([USER, turn, *observation], generation_prompt=True)
+        except UserError:
+            if turn.get("tool_calls"):
+                continue
+            raise
+        _, found, behind = text.partition(SENTINEL)
+        closing = talk.closing(turn)
+        first = talk.special.search(behind)
+        if found and (behind.startswith(closing) and closing):
+            return talk.special.findall(closing)[-1], behind[len(closing) :]
+        if found and first is not None:
+            return first.group(), behind[first.end() :]
+    raise refuse(
+        talk.row, "prompt", "is a conversation whose template shows no end of the assistant's turn; use another template"
+    )
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> list[str]:
+    """The special tokens that end an assistant's turn: one that answers, and where a row offers tools one that calls."""
+    talk = Talk(tokenizer, row or Row("a test conversation"))
+    ends = [talk.dialect.turn_end, *([talk.dialect.call_end] if talk.arguments["tools"] else [])]
+    return list(dict.fromkeys(found[-1] for end in ends if (found := talk.special.findall(end))))

@@ -1,0 +1,373 @@
+"""Tests written as Python, taken apart: calls of the program go into the sandbox, and all around them is judged outside.
+
+Of `assert abs(f(3) - 0.5) < 1e-6` only `f(3)` goes in, and comes back as a plain value. A name that is neither Python's nor the
+test's own is the program's. Nothing of a test is executed but expressions whose every part is in the lists below. What cannot be
+taken apart so that no expected value enters is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import itertools
+import math
+import random
+import re
+import string
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from psigrad.language.rewards import code_values as values
+
+_MOST = 10_000  # tests of a row, and rounds of its loops
+_SIGNS = {"Add": "+", "Sub": "-", "Mult": "*", "Div": "/", "FloorDiv": "//", "Mod": "%", "Pow": "**"}
+_SIGNS |= {"Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">="}
+_SIGNS |= {"Is": "is", "IsNot": "is not", "In": "in", "NotIn": "not in"}
+# What a test calls the program where it imports from it.
+_THE_PROGRAM = ("solution", "main", "program", "your_module")
+_WORD = re.compile(r"[^\W\d]\w*")
+# Where constants that are written with a name come from inside.
+_HOMES = dict.fromkeys(("inf", "nan"), "math") | {"Counter": "collections", "deque": "collections", "Fraction": "fractions"}
+# Functions of one argument that read an object as it is: they go in with the call, and hold nothing that is expected.
+_INSIDE = ("str", "repr", "len", "bool")
+_PYTHONS = """abs all any bin bool chr complex dict divmod enumerate float frozenset hex int isinstance len list max min ord
+    reversed round set sorted str sum tuple zip"""
+_OURS = (Counter, OrderedDict, defaultdict, deque, values.Fraction, values.Decimal, values.isclose, values.allclose)
+# What an expression outside the sandbox is made of.
+_PARTS = """Constant Name Load Store Tuple List Set Dict BoolOp And Or UnaryOp Not USub UAdd Call keyword Starred Subscript Slice
+    IfExp ListComp GeneratorExp SetComp DictComp comprehension"""
+
+
+def _names() -> dict[str, Any]:
+    """What a test may use outside the sandbox; random numbers are the same in every run."""
+    dice = random.Random(0)
+    drawn = {"randint": dice.randint, "choice": dice.choice, "random": dice.random, "uniform": dice.uniform}
+    arrays = {"allclose": values.allclose, "isclose": values.allclose, "inf": math.inf, "nan": math.nan, "array": list}
+    slow = dict.fromkeys(("factorial", "comb", "perm"))  # no such names
+    modules = {
+        "math": SimpleNamespace(**{**vars(math), **slow, "isclose": values.isclose, "pow": values.power}),
+        "string": SimpleNamespace(**vars(string)),
+        "random": SimpleNamespace(**drawn),
+        "copy": SimpleNamespace(deepcopy=copy.deepcopy, copy=copy.copy),
+        "collections": SimpleNamespace(Counter=Counter, OrderedDict=OrderedDict, defaultdict=defaultdict, deque=deque),
+        **dict.fromkeys(("np", "numpy"), SimpleNamespace(**arrays)),
+    }
+    plain = dict.fromkeys(dir(builtins)) | {name: getattr(builtins, name) for name in _PYTHONS.split()}
+    plain |= {one.__name__: one for one in _OURS} | {"range": values.short_range, "type": lambda value: type(value)}
+    own = {"_arithmetic": values.arithmetic, "_compare": values.compare}
+    return {**plain, **own, **drawn, **modules, "deepcopy": copy.deepcopy, "pi": math.pi, "inf": math.inf, "nan": math.nan}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Expressions over what the program defines, and how their values are judged outside the sandbox."""
+
+    expressions: tuple[str, ...]
+    judge: Callable[..., Any]
+    """Of the values, whether they are right; raises `TypeError` and its like for values of another kind."""
+
+
+def taken_apart(source: str, entry: str = "") -> tuple[list[Evaluated], str]:
+    """The checks of a test, and the imports that its calls need inside. `entry` is the function that HumanEval's `check` is for.
+
+    Raises `ValueError` for a test that cannot be taken apart, with its line.
+    """
+    tree = ast.parse(source)
+    reader = _Reader({entry, *_own_names(tree)})
+    reader.read(tree.body)
+    if "check" in reader.functions and not reader.checked:
+        if not entry:
+            raise ValueError("check(candidate) needs the column entry_point, the name of the function that it checks")
+        reader.call_check(_name(entry))
+    for name, function in reader.functions.items():
+        if name.startswith("test") and not function.args.args:  # as pytest finds them
+            reader.read(function.body)
+    used = {word for check in reader.checks for one in check.expressions for word in _WORD.findall(one)}
+    needed = [ast.unparse(i) for i in reader.imports if used & _bound_by(i)]
+    needed += [f"from {module} import {name}" for name, module in _HOMES.items() if name in used]
+    return reader.checks, "\n".join(needed)
+
+
+def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
+    return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+
+
+def _own_names(tree: ast.Module) -> set[str]:
+    """Functions of the program that have the name of one of Python's: those of a test that calls nothing else."""
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    if called - _names().keys():
+        return set()
+    own = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(ast.Compare(ast.Call(ast.Name(name), given))) | ast.Assert(ast.Call(ast.Name(name), given)):
+                own |= {name} if not any(isinstance(n, ast.Call) for part in given for n in ast.walk(part)) else set()
+    return own
+
+
+class _Reader:
+    """Reads the statements of a test: assignments, loops over what is known, functions such as `check`, and asserts."""
+
+    def __init__(self, own: set[str]) -> None:
+        self.names = {name: value for name, value in _names().items() if name not in own}
+        self.known = dict[str, ast.expr]()
+        self.checks, self.imports = list[Evaluated](), list[ast.Import | ast.ImportFrom]()
+        self.functions, self.foreign = dict[str, ast.FunctionDef](), set[str]()
+        self.checked, self._rounds = False, 0
+
+    def read(self, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            try:
+                self._one(statement)
+            except (TypeError, LookupError, ArithmeticError, AttributeError, NameError, SyntaxError, RecursionError) as error:
+                raise ValueError(f"line {statement.lineno}: {error}: {ast.unparse(statement)[:200]}") from error
+
+    def _one(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.ImportFrom() if statement.module in _THE_PROGRAM:
+                pass
+            case ast.Import() | ast.ImportFrom():
+                self.imports.append(statement)
+                self.foreign |= _bound_by(statement)
+            case ast.Pass() | ast.Expr(ast.Constant() | ast.Name() | ast.Call(ast.Name("print"))):
+                pass
+            case ast.FunctionDef():
+                self.functions[statement.name] = statement
+            case ast.Assign([target], value):
+                self._bind(target, self._substituted(value))
+            case ast.For(target, iterable, body, []):
+                for item in self._constant(self._substituted(iterable)):
+                    self._rounds += 1
+                    if self._rounds > _MOST:
+                        raise ValueError(f"line {statement.lineno}: more than {_MOST} rounds")
+                    self._bind(target, _literal(item))
+                    self.read(body)
+            case ast.Assert():
+                self._check(self._substituted(statement.test), statement.lineno)
+            case ast.Expr(ast.Call(ast.Name("check"), [candidate], [])) if "check" in self.functions:
+                self.call_check(candidate)
+            case ast.Expr(ast.Call(ast.Name("assertion"), [found, wanted, tolerance], [])) if "assertion" in self.functions:
+                # of MBPP+ and its like: equal, or close where the expected value holds floats
+                call = ast.Call(_name("_agree"), [self._substituted(part) for part in (found, wanted, tolerance)], [])
+                self.names["_agree"] = values.agree
+                self._check(call, statement.lineno)
+            case _:
+                raise ValueError(f"line {statement.lineno} can't be taken apart: {ast.unparse(statement)[:200]}")
+
+    def call_check(self, candidate: ast.expr) -> None:
+        """The body of `check`, for this function of the program."""
+        self.checked, function = True, self.functions["check"]
+        self.known[function.args.args[0].arg] = candidate
+        self.read(function.body)
+
+    def _bind(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple):
+            parts = value.elts if isinstance(value, ast.Tuple | ast.List) else [_literal(v) for v in self._constant(value)]
+            for name, part in zip(target.elts, parts, strict=True):
+                self._bind(name, part)
+        elif isinstance(target, ast.Name):
+            self.known[target.id] = value if self._calls(value) else _literal(self._constant(value))
+        else:
+            raise ValueError(f"line {target.lineno}: {ast.unparse(target)} is assigned to")
+
+    def _substituted(self, node: ast.expr) -> ast.expr:
+        """With what is known in place of its names."""
+        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        known = {name: value for name, value in self.known.items() if name not in bound}
+
+        class Substitute(ast.NodeTransformer):
+            def visit_Name(self, name: ast.Name) -> ast.expr:
+                return copy.deepcopy(known.get(name.id, name))
+
+        result: ast.expr = Substitute().visit(copy.deepcopy(node))
+        return result
+
+    def _calls(self, node: ast.AST) -> bool:
+        """Whether it calls the program, or names what is the program's."""
+        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        bound |= {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
+        return any(isinstance(n, ast.Name) and n.id not in self.names and n.id not in bound for n in ast.walk(node))
+
+    def _constant(self, node: ast.expr) -> Any:
+        return _Outside(self.names).value(node, {})
+
+    def _check(self, test: ast.expr, line: int) -> None:
+        if len(self.checks) >= _MOST:
+            raise ValueError(f"line {line}: more than {_MOST} tests")
+        if helper := next((n.id for n in ast.walk(test) if isinstance(n, ast.Name) and n.id in self.functions), ""):
+            raise ValueError(f"line {line}: {helper} is a function of the test")
+        apart = _Apart(self)
+        outer = apart.truth(test)
+        if not apart.inside:
+            if not self._constant(test):
+                raise ValueError(f"line {line} fails by itself: {ast.unparse(test)[:200]}")
+            return
+        judged = _Outside(self.names).code(outer, [f"_{i}" for i in range(len(apart.inside))])
+        self.checks.append(Evaluated(tuple(apart.inside), judged))
+
+
+class _Apart:
+    """Takes an expression apart: `inside` gets what goes into the sandbox, and what stays has a name for each."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader, self.inside = reader, list[str]()
+        self._yes_or_no = False
+
+    def truth(self, node: ast.expr) -> ast.expr:
+        """Of an expression that is only asked for its truth: the program's own object may be no plain value."""
+        match node:
+            case ast.BoolOp(op, parts):
+                return ast.BoolOp(op, [self.truth(part) for part in parts])
+            case ast.UnaryOp(ast.Not(), part):
+                return ast.UnaryOp(ast.Not(), self.truth(part))
+        if self._is_the_programs(node):
+            self._yes_or_no = True
+            sent = self._send(ast.Call(_name("bool"), [node], []))
+            self._yes_or_no = False
+            return sent
+        return self.visit(node)
+
+    def visit(self, node: ast.expr) -> ast.expr:
+        """What stays outside of it."""
+        calls = self._reader._calls
+        if not calls(node):
+            if not isinstance(node, ast.Starred):
+                self._reader._constant(node)  # what can't be evaluated is the row's fault, and no program's
+            return node
+        if self._is_the_programs(node):
+            return self._send(node)
+        match node:
+            case ast.BoolOp() | ast.UnaryOp(ast.Not()):
+                return self.truth(node)
+            case ast.Starred(part):
+                return ast.Starred(self.visit(part), ast.Load())
+            case ast.Call(ast.Name(name), [part], []) if name in _INSIDE and self._is_the_programs(part):
+                return self._send(node)
+            case ast.Call(function, arguments, keywords) if not any(calls(k) for k in keywords):
+                return ast.Call(function, [self.visit(part) for part in arguments], keywords)
+            case ast.Compare(left, kinds, others):
+                if any(isinstance(kind, ast.In | ast.NotIn) and calls(part) for kind, part in zip(kinds, others, strict=True)):
+                    raise ValueError(f"a container of the program's can hold everything: {ast.unparse(node)[:200]}")
+                theirs = [side for side in (left, *others) if calls(side)]
+                if len(theirs) > 1 and any(self._is_the_programs(side) and not self._result(side) for side in theirs):
+                    raise ValueError(f"it compares with an object of the program's: {ast.unparse(node)[:200]}")
+                self._yes_or_no = any(isinstance(p, ast.Constant) and p.value in (True, False, None) for p in (left, *others))
+                made: ast.expr = ast.Compare(self.visit(left), kinds, [self.visit(part) for part in others])
+                self._yes_or_no = False
+                return made
+            case ast.BinOp(left, kind, right):
+                return ast.BinOp(self.visit(left), kind, self.visit(right))
+            case ast.UnaryOp(kind, part):
+                return ast.UnaryOp(kind, self.visit(part))
+            case ast.Subscript(value, index) if not calls(index):
+                return ast.Subscript(self.visit(value), index, ast.Load())
+            case ast.Tuple(parts) | ast.List(parts) | ast.Set(parts):
+                made = type(node)([self.visit(part) for part in parts])
+                return made
+            case ast.ListComp(element, [loop]) | ast.GeneratorExp(element, [loop]) | ast.SetComp(element, [loop]):
+                return self._unrolled(element, loop)
+        raise ValueError(f"it can't be taken apart: {ast.unparse(node)[:200]}")
+
+    def _unrolled(self, element: ast.expr, loop: ast.comprehension) -> ast.expr:
+        reader, parts = self._reader, list[ast.expr]()
+        if reader._calls(loop.iter) or loop.ifs:
+            raise ValueError(f"a loop over what is not known: {ast.unparse(loop)[:200]}")
+        before = dict(reader.known)
+        for item in itertools.islice(reader._constant(loop.iter), _MOST):
+            reader._bind(loop.target, _literal(item))
+            parts.append(self.visit(reader._substituted(element)))
+            reader.known = dict(before)
+        return ast.List(parts, ast.Load())
+
+    def _is_the_programs(self, node: ast.expr) -> bool:
+        """Whether it is a call of the program, or of a method of what the program made."""
+        while isinstance(node, ast.Call | ast.Attribute):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return isinstance(node, ast.Name) and node.id not in {*self._reader.names, *self._reader.foreign}
+
+    def _send(self, node: ast.expr) -> ast.expr:
+        """Have it evaluated inside. Where a result and something else go into one call, that could be what is expected."""
+        for part in ast.walk(node):
+            children = [c for c in ast.iter_child_nodes(part) if isinstance(c, ast.expr | ast.keyword)]
+            beside = [c for c in children if not any(map(self._result, ast.walk(c)))]
+            made = isinstance(part, ast.Call) and beside == [part.func]  # what is called is nothing beside the arguments
+            if len(children) > len(beside) > 0 and not made:
+                raise ValueError(f"what is expected could go into the sandbox beside a result: {ast.unparse(part)[:200]}")
+        self.inside.append(ast.unparse(node))
+        return _name(f"_{len(self.inside) - 1}")
+
+    def _result(self, node: ast.AST) -> bool:
+        """Whether it is a call whose value is a result, and no object that is only made: classes have capitals. Where all that
+        counts is yes or no, every call is.
+        """
+        if not (isinstance(node, ast.Call) and self._is_the_programs(node)):
+            return False
+        if self._yes_or_no:
+            return True
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        return not name[:1].isupper()
+
+
+class _Outside(ast.NodeTransformer):
+    """Expressions that are evaluated outside: all their parts are known, arithmetic has bounds, and equality its tolerance."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+
+    def value(self, node: ast.expr, given: Mapping[str, Any]) -> Any:
+        """Its value with these names."""
+        return self.code(node, list(given))(*given.values())
+
+    def code(self, node: ast.expr, given: Sequence[str]) -> Callable[..., Any]:
+        """A function of the values of `given`."""
+        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} | set(given)
+        for name in (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id not in bound):
+            if self._names.get(name) is None:
+                raise ValueError(f"{name} can't be evaluated outside: {ast.unparse(node)[:200]}")
+        body = self.visit(copy.deepcopy(node))
+        arguments = ast.arguments([], [ast.arg(name) for name in given], None, [], [], None, [])
+        tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
+        made: Callable[..., Any] = eval(compile(tree, "test", "eval", dont_inherit=True), {**self._names, "__builtins__": {}})
+        return made
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Every part that is in the list; raises `ValueError` for others."""
+        if type(node).__name__ not in _PARTS.split():
+            raise ValueError(f"it can't be evaluated outside: {ast.unparse(node)[:200]}")
+        return super().generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Only what a module here has, and the joining of texts."""
+        match node:
+            case ast.Attribute(ast.Constant(str()), "join"):
+                return node
+            case ast.Attribute(ast.Name(module), name) if isinstance(self._names.get(module), SimpleNamespace):
+                if name[:1] != "_" and vars(self._names[module]).get(name) is not None:
+                    return node
+        raise ValueError(f"it can't be evaluated outside: {ast.unparse(node)[:200]}")
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """Arithmetic with bounds."""
+        sign = ast.Constant(_SIGNS[type(node.op).__name__])
+        return ast.Call(_name("_arithmetic"), [sign, self.visit(node.left), self.visit(node.right)], [])
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        """Each pair of a chain, by `values.compare`."""
+        sides = [self.visit(side) for side in (node.left, *node.comparators)]
+        signs = [ast.Constant(_SIGNS[type(kind).__name__]) for kind in node.ops]
+        pairs = zip(signs, sides, sides[1:], strict=False)
+        calls: list[ast.expr] = [ast.Call(_name("_compare"), list(pair), []) for pair in pairs]
+        return calls[0] if len(calls) == 1 else ast.BoolOp(ast.And(), calls)
+
+
+def _name(text: str) -> ast.Name:
+    return ast.Name(text, ast.Load())
+
+
+def _literal(value: Any) -> ast.expr:
+    """A constant as an expression. Raises `ValueError` for what no expression says."""
+    return ast.parse(repr(value), mode="eval").body

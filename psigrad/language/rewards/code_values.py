@@ -1,0 +1,116 @@
+"""How values that came out of a sandbox are judged: plain values of the standard library, compared with bounds and tolerance."""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Numbers that differ by less are one number written in two ways: 0.1 + 0.2 is 0.3.
+ROUNDING = 1e-9
+_LONGEST = 1_000_000
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
+_ORDER: dict[str, Callable[[Any, Any], bool]] = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_SEQUENCES = (list, tuple, deque)
+
+
+def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
+    """Python's equality, but that two floats may differ by `tolerance`: of the larger one, or of 1."""
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+    if isinstance(a, _SEQUENCES) and type(a) is type(b):
+        return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key], tolerance) for key in a)
+    return bool(a == b)
+
+
+def compare(sign: str, a: Any, b: Any) -> bool:
+    """`a sign b` as Python has it, with `same` for equality. Raises `TypeError` where a number is none: NaN is in no order."""
+    match sign:
+        case "==" | "!=":
+            return same(a, b) == (sign == "==")
+        case "is" | "is not":
+            return (type(a) is type(b) and bool(a == b)) == (sign == "is")
+        case "in" | "not in":
+            found = a in b if isinstance(b, str | bytes | range) else any(same(a, item) for item in b)
+            return found == (sign == "in")
+    if any(isinstance(side, float) and math.isnan(side) for side in (a, b)):
+        raise TypeError("NaN is compared")
+    return bool(_ORDER[sign](a, b))
+
+
+def arithmetic(sign: str, a: Any, b: Any) -> Any:
+    """`a sign b`, where that is quick. Raises `TypeError` where it is not."""
+    if sign == "**":
+        return power(a, b)
+    texts = [side for side in (a, b) if not isinstance(side, int | float | complex) and hasattr(side, "__len__")]
+    if (sign == "%" and isinstance(a, str | bytes)) or (sign == "*" and texts and not _short(a, b)):
+        raise TypeError(f"{sign} may take for ever")
+    return _ARITHMETIC[sign](a, b)
+
+
+def _short(a: Any, b: Any) -> bool:
+    times = [side for side in (a, b) if isinstance(side, int)]
+    return len(times) == 1 and times[0] * len(b if times[0] is a else a) <= _LONGEST
+
+
+def power(a: Any, b: Any) -> Any:
+    """`a ** b` for small exponents."""
+    if not all(isinstance(side, int | float | complex) for side in (a, b)) or abs(b) > 1000 or abs(a) > 1e100:
+        raise TypeError("** may take for ever")
+    return a**b
+
+
+def short_range(*bounds: int) -> range:
+    """A range that is soon over."""
+    found = range(*bounds)
+    if len(found) > _LONGEST:
+        raise TypeError(f"a range of {len(found)}")
+    return found
+
+
+def isclose(a: Any, b: Any, **tolerances: float) -> bool:
+    """`math.isclose`, or numpy's where its tolerances are named."""
+    if tolerances.keys() & {"rtol", "atol"}:
+        return allclose(a, b, tolerances.get("rtol", 1e-5), tolerances.get("atol", 1e-8))
+    return math.isclose(a, b, **tolerances)
+
+
+def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """`numpy.allclose` without broadcasting: an empty list is close to nothing but an empty list."""
+    if isinstance(b, _SEQUENCES) or isinstance(a, _SEQUENCES):
+        if not (isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES) and len(a) == len(b)):
+            return False
+        return all(allclose(x, y, rtol, atol, equal_nan) for x, y in zip(a, b, strict=True))
+    return bool(a == b or abs(a - b) <= atol + rtol * abs(b) or (equal_nan and a != a and b != b))
+
+
+def agree(found: Any, expected: Any, tolerance: float) -> bool:
+    """MBPP+'s assertion: equal, or close where a tolerance is given or the expected value holds floats."""
+    return same(found, expected, max(ROUNDING, float(tolerance) or 1e-6))
+
+
+def Fraction(*parts: Any) -> fractions.Fraction:
+    """`fractions.Fraction`, but of no text with an exponent, which could be of a gigabyte."""
+    if any(isinstance(part, str) and "e" in part.lower() for part in parts):
+        raise TypeError("a fraction of a text with an exponent")
+    return fractions.Fraction(*parts)
+
+
+def Decimal(part: Any) -> decimal.Decimal:
+    """`decimal.Decimal`, likewise."""
+    if isinstance(part, str) and "e" in part.lower():
+        raise TypeError("a decimal of a text with an exponent")
+    return decimal.Decimal(part)

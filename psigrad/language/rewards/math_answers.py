@@ -1,0 +1,256 @@
+"""The reward `math`: what a completion says last, held against an answer that was read whole."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from psigrad.errors import UserError
+from psigrad.language.rewards.numeric import Number, blank, equal, marked, read_number, unwrap
+from psigrad.language.rewards.outcomes import text_of
+
+_LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\pm |\in |^{2}|^{3}|^\circ|-| "
+_UNICODE = str.maketrans(dict(zip("√∞π·×∪∩∅≤≥±∈²³°\N{MINUS SIGN}\u00a0", _LATEX.split("|"), strict=True)))
+_SPACES = re.compile(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~")
+_ROOT = re.compile(r"\\sqrt (\d+|[A-Za-z]|\([^()]*\))")
+_FENCED = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_ANSWER = re.compile(r"(?i)\banswers?\b\W{0,5}(?:(?:is|are)\b|[:=])\W{0,3}?\s?")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|operatorname)\s?\{([^{}]*)\}")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-z]*\}")
+_KNOWN = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp|sqrt|pi|and|or|min|max|gcd|lcm|mod|det"
+_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{_KNOWN})(?![A-Za-z]))[A-Za-z]{{3,}}")
+_SENTENCE = re.compile(r"\n|(?<=[^\d\s])\. |\.\s+(?=[A-Z])")
+_BETWEEN = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
+_SHORT_UNITS = "mm|cm|dm|km|mg|kg|ml|cl|ft|yd|mi|lb|oz|hr|hz|kb|mb|gb|am|pm"
+_UNIT = re.compile(
+    rf"(?<=[\d}}\])iα-ω])\s*((?:\\(?:text|mathrm|mbox|textbf)\s?\{{[^{{}}]*\}}|\^\{{?\\circ\}}?|(?<![\\A-Za-z])(?:{_SHORT_UNITS})(?![A-Za-z])"
+    r"|(?<![\\A-Za-z])[A-Za-z]{3,}(?:[ /][A-Za-z]+)*)(?:\^\{?[23]\}?)?)$",
+    re.IGNORECASE,
+)
+_PROSE = re.compile(
+    rf"(?:(?<=\s)|^)(?!(?:{_KNOWN}|{_SHORT_UNITS})(?![A-Za-z]))[A-Za-z]{{2,}}(?:'\w+)?[.,:;!?]?(?=\s|$)", re.IGNORECASE
+)
+# Two numbers side by side are no number, and a parser multiplies them or adds them up.
+_TWO_NUMBERS = re.compile(r"(?<![\^_\d.])\d[\d.]*(?:\s+|_\{?)[\d.]")
+# What costs the parser itself hours; `_is_small` looks at the rest.
+_HUGE = re.compile(r"\\[dt]?binom[^a-z]*\d{4}|\d{4}\s?!|!\s?!")
+_LONGEST = 500
+
+
+@dataclass(frozen=True)
+class MathAnswer:
+    """What an answer is: a number, words, or LaTeX for math-verify; with the unit behind it."""
+
+    latex: str
+    number: Number | None = None
+    words: str = ""
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Math:
+    r"""1 where the completion's answer equals the column `answer` in mathematics, else 0.
+
+    Numbers are compared as `numeric` does, words as words, and all else by math-verify, which finds out whether two expressions
+    are equal. The completion's answer is its last \boxed{…}, what stands behind its last ####, in its last <answer>, behind "the
+    answer is", its last fenced LaTeX, or its last line. A unit counts where both name one. None where the answer is null; an
+    answer that cannot be read whole is refused, and gives None.
+    """
+
+    def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+        """1.0, 0.0 or None for each completion."""
+        return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises `UserError` for an answer that cannot be compared."""
+        if not blank(answer := row.get("answer")) and gold_answer(str(answer)) is None:
+            raise UserError(f"the answer {str(answer)[:80]!r} can't be read whole, as a number, as LaTeX or as words")
+
+    def _one(self, text: str, answer: Any) -> float | None:
+        gold = None if blank(answer) else gold_answer(str(answer))
+        return None if gold is None else float(_matches(gold, text))
+
+
+@lru_cache(1 << 16)
+def gold_answer(text: str) -> MathAnswer | None:
+    r"""What an answer is, read whole: the part that it marks with \boxed{…} or ####, or all of it. None where that fails."""
+    own = marked(text)
+    gold = _read(text if own is None else own)
+    return None if gold is None or not (gold.number or gold.words or _parsed(gold.latex) is not None) else gold
+
+
+def _read(text: str) -> MathAnswer | None:
+    """A text as an answer, by its form alone: LaTeX is not parsed yet. None for what is certainly no answer."""
+    inner = unwrap(text)
+    if number := read_number(inner):
+        return MathAnswer(inner, number)
+    text = _clean(_FENCED.sub(lambda found: next(part for part in found.groups() if part is not None), inner))
+    if number := read_number(text):
+        return MathAnswer(text, number)
+    if re.fullmatch(r"[\dA-Z]+_\{?\d+\}?", text):  # of another base: the digits as they are
+        return MathAnswer(text, words=re.sub(r"[{}]", "", text).casefold())
+    bare = _TEXT.sub(r" \1 ", text)
+    said = _TEXT.fullmatch(text) or not re.search(r"[\d\\=<>^+*/]", bare)
+    if said and (_WORD.search(bare) or bare.strip("( )").isalpha()):
+        return MathAnswer(text, words=_fold(bare))
+    unit = ""
+    if behind := _UNIT.search(text):
+        text, unit = text[: behind.start()].strip(), _unit(behind[1])
+        if number := read_number(text):
+            return MathAnswer(text, number, unit=unit)
+    spoiled = (_PROSE, _TWO_NUMBERS, _HUGE)
+    if not text or len(text) > _LONGEST or any(pattern.search(text) for pattern in spoiled):
+        return None
+    if _WORD.search(_ENVIRONMENT.sub("", _TEXT.sub(r" \1 ", text))):
+        return None
+    return MathAnswer(text, unit=unit)
+
+
+def _clean(text: str) -> str:
+    """LaTeX without spacing, and Unicode's signs as LaTeX."""
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi", text.translate(_UNICODE))
+    return _ROOT.sub(r"\\sqrt{\1}", _SPACES.sub(" ", text)).strip().removesuffix(".").strip()
+
+
+def _fold(text: str) -> str:
+    """Words without case, punctuation at their ends, and white space that says nothing."""
+    return " ".join(re.sub(r"[$*`\"]", "", text).split()).strip(" .,;:!()[]").casefold()
+
+
+def _unit(text: str) -> str:
+    r"""cm^2 for cm², \text{ cm}^2 and square cm; degree for °."""
+    text = re.sub(r"\^\{?\\circ\}?", " degree", _TEXT.sub(r"\1", text)).casefold()
+    text, squares = re.subn(r"\bsq(?:uare|\.)?\s", "", text)
+    text, cubes = re.subn(r"\bcubic\s", "", text)
+    return re.sub(r"[\s{}.]", "", text).removesuffix("s") + ("^2" if squares else "^3" if cubes else "")
+
+
+def _same_unit(a: str, b: str) -> bool:
+    """Whether two units may be one: km is kilometre's, not cm's."""
+    (a, power), (b, power_) = (unit.replace("/", "").partition("^")[::2] for unit in (a, b))
+    short, long = sorted((a, b), key=len)
+    if power != power_:
+        return False
+    if len(short) > 3:
+        return long.startswith(short)
+    letters = iter(long)
+    return short == long or (len(long) > 3 and short[:1] == long[0] and all(letter in letters for letter in short))
+
+
+def _last_words(text: str) -> tuple[str, bool]:
+    """What a completion says last: its marked answer, what follows "the answer is" (then also True), its last fenced LaTeX,
+    or its last line.
+    """
+    if (own := marked(text)) is not None:
+        return own, False
+    tails = (text[found.end() :] for found in reversed(list(_ANSWER.finditer(text))))
+    tail = next((tail.strip() for tail in tails if re.search(r"\w", tail)), "")
+    said = tail or text
+    fences = [found for found in _FENCED.finditer(said) if not _PROSE.search(_TEXT.sub("", found[0]))]
+    first, last = (0, 0) if tail else (len(fences) - 1, len(fences) - 1)
+    while 0 <= last < len(fences) - 1 and _BETWEEN.fullmatch(said, fences[last].end(), fences[last + 1].start()):
+        last += 1
+    while first > 0 and not tail and _BETWEEN.fullmatch(said, fences[first - 1].end(), fences[first].start()):
+        first -= 1
+    if fences and not re.search(r"\d", said[: fences[0].start()] if tail else said[fences[-1].end() :]):
+        behind = _SENTENCE.split(said[fences[last].end() :], maxsplit=1)[0]
+        return said[fences[first].start() : fences[last].end()] + behind, bool(tail)
+    lines = [line for line in said.splitlines() if re.search(r"\w", line)]
+    if not lines:
+        return "", False
+    sentences = [part for part in _SENTENCE.split(lines[0 if tail else -1]) if re.search(r"\w", part)]
+    if tail:
+        return sentences[0], True
+    return next((part for part in reversed(sentences) if re.search(r"[\d\\]", part)), sentences[-1]), False
+
+
+def _matches(gold: MathAnswer, text: str) -> bool:
+    said, announced = _last_words(text)
+    if gold.words:
+        last = re.split(r"(?i)\b(?:is|are|was|be)\b|[:=]", said)[-1]
+        folded = [_fold(_TEXT.sub(r" \1 ", unwrap(piece))) for piece in (said, last)]
+        lettered = len(gold.words) == 1 and re.match(rf"\W*{re.escape(gold.words)}\s?[).:]", said.casefold()) is not None
+        return lettered or gold.words in [*folded, *(piece.replace("{", "").replace("}", "") for piece in folded)]
+    if len(said) > 2 * _LONGEST:
+        return False
+    found = _trimmed(said, announced)
+    if found is None and "=" in said and "=" not in gold.latex:
+        found = _trimmed(said.rpartition("=")[2], announced)
+    if found is None or (gold.unit and found.unit and not _same_unit(gold.unit, found.unit)):
+        return False
+    if gold.number and "=" in found.latex:
+        found = _trimmed(found.latex.rpartition("=")[2], announced) or found
+    if gold.number and found.number:
+        return equal(found.number, gold.number)
+    if (gold.number and gold.number.parts) or (found.number and found.number.parts):
+        return False
+    if gold.latex == found.latex:
+        return True
+    if found.latex.count(",") > 4 + 2 * gold.latex.count(","):  # sympy compares a list of all numbers with a union for minutes
+        return False
+    from math_verify import verify
+
+    # its time-outs need the main thread's SIGALRM; the pool's own stops what hangs, so the warning that they are off is noise
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    wanted, read = _parsed(_latex(gold)), _parsed(_latex(found))
+    return read is not None and bool(verify([wanted], [read], timeout_seconds=None))
+
+
+def _trimmed(said: str, announced: bool) -> MathAnswer | None:
+    """An answer without the words before it, and those behind it that are no unit: of several the last, or the first where "the
+    answer is" stands before it.
+    """
+    said = said.replace("**", "").strip().strip("`")
+    if (whole := _read(said)) is not None and not whole.words:
+        return whole
+    pieces = [piece for piece in _PROSE.split(said) if re.search(r"[\w\\]", piece)]
+    if not pieces:
+        return None
+    piece = pieces[0 if announced else -1]
+    start = said.index(piece) if announced else said.rindex(piece)
+    if re.search(r"(?i)(?:\bnot|\bnever|n't)\s*$", said[:start]):
+        return None
+    for text in (said[start:], piece):
+        if (found := _read(text.strip(" ,:;"))) is not None and not found.words:
+            return found
+    return None
+
+
+def _latex(answer: MathAnswer) -> str:
+    """LaTeX that math-verify cannot misread: thousands and mixed numbers are one number."""
+    number = answer.number
+    if number is None:
+        return answer.latex
+    top, bottom = number.value.as_integer_ratio()
+    return (str(top) if bottom == 1 else rf"\frac{{{top}}}{{{bottom}}}") + (r"\%" if number.percent else "")
+
+
+@lru_cache(1 << 12)
+def _parsed(latex: str) -> Any:
+    """What math-verify reads in LaTeX as a whole; None where it cannot."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+    from math_verify.grader import should_treat_as_complex
+
+    form = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False)
+    try:
+        plain = normalize_latex(latex, form)
+        found = latex2sympy(plain, is_real=not should_treat_as_complex(plain), normalization_config=None)
+        return found if _is_small(found) else None
+    except Exception:  # the parser raises Exception itself, and on odd text whatever it stumbles on
+        return None
+
+
+def _is_small(expression: Any) -> bool:
+    """Whether it can be evaluated: powers of numbers with exponents up to 999, of sums up to 30, factorials likewise."""
+    from sympy import Add, Basic, Integer, Pow, factorial, preorder_traversal
+
+    for part in (part for part in preorder_traversal(expression) if isinstance(part, Basic)):  # matrices are none
+        grows = part.args[1] if isinstance(part, Pow) else part.args[0] if isinstance(part, factorial) else Integer(0)
+        most = 999 if part.is_number else 30 if isinstance(part, Pow) and isinstance(part.args[0], Add) else None
+        if most and grows.is_number and (abs(grows) > most if grows.is_Number else grows.has(Pow, factorial)):
+            return False
+    return True

@@ -1,0 +1,222 @@
+"""Numbers as people write them, and the reward that compares a completion's last one with the answer's."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from psigrad.errors import UserError
+from psigrad.language.rewards.outcomes import text_of
+
+_SEPARATOR = r"(?:[,_ '’\u00a0\u2009\u202f]|\{,\}|\\[,:; !])"
+_INTEGER = rf"(?:\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|\d{{1,2}}(?:,\d\d){{1,6}},\d{{3}}(?!\d)|\d+)"
+_EXPONENT = r"(?:\^|\*\*)(?:\{([-+]?\d+)\}|([-+]?\d+))"
+_CURRENCY = r"(?:\\?\$|[€£¥₹])"
+# A sign counts only where it is none of subtraction or hyphen: the last number of "7-5" is 5. A fraction is one number, and so is
+# a power or a time: were it two, 3/2 would pass for 1/2. Repeats are bounded, so that hostile text costs linear time.
+_NUMBER = re.compile(
+    rf"""((?:(?<![\w.)])[-+]|(?<==[ ])[-+][ ])?) (?:{_CURRENCY}[ ]?(-?))?
+    (?: (?:(\d+)[ ]?)? \\[cdt]?frac(?:[ ]?\{{[ ]?(-?{_INTEGER})[ ]?\}}[ ]?\{{[ ]?({_INTEGER})[ ]?\}}|[ ]?(\d)[ ]?(\d))
+    |   (\d+(?::\d+){{1,3}})(?![\d:])
+    |   (\d+){_EXPONENT}
+    |   (?:(\d+)[ ])?(\d+)/(\d+)(?!\w)
+    |   ({_INTEGER}(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d+)|[ ]?(?:\\times|\\cdot|[×x*·])[ ]?10{_EXPONENT}|/({_INTEGER})(?!\w))?
+    )(?:[ ]?{_CURRENCY}(?!\d))? ([ ]?(?:\\?%|per[ ]?cent\b))?""",
+    re.VERBOSE,
+)
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_RECURRING = re.compile(r"(\d{1,30})\.(\d{0,30})\\(?:overline|bar)\s?\{(\d{1,30})\}")
+# What makes a number part of an expression: it is no answer by itself.
+_BEFORE = re.compile(r"(?:√|\\sqrt(?:\[\d{0,9}\])?\{?|\^\{?|_\{?|\\log|\\ln)[ ]?$")
+_AFTER = re.compile(r"[ ]?(?:\\pi|π|\\sqrt|√|\^|\\times|\\cdot|\{?\\[cdt]?frac)")
+_WRAPPED = re.compile(r"\$\$(.*)\$\$|\$((?:[^$\\]|\\.)*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
+_BETWEEN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;.]*")
+_LARGEST = 400
+"""Digits and exponents beyond this are no number: what is to be compared exactly must stay small."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number: its value, and whether a percent sign stood behind it; or the parts of a time or ratio such as 12:30."""
+
+    value: Fraction
+    percent: bool = False
+    parts: tuple[int, ...] = ()
+
+
+def equal(found: Number | None, wanted: Number, tolerance: float = 1e-6) -> bool:
+    """Whole numbers exactly, others within `tolerance` · |wanted|, times and ratios part by part.
+
+    50% is 50%, 0.5 and, since questions ask for "what percent", 50.
+    """
+    if found is None or found.parts or wanted.parts:
+        return found is not None and found.parts == wanted.parts
+    if found.percent == wanted.percent:
+        return _near(found.value, wanted.value, tolerance)
+    of_percent, plain = (found.value, wanted.value) if found.percent else (wanted.value, found.value)
+    pairs = [(of_percent, plain), (of_percent / 100, plain)]
+    return any(_near(*(pair if found.percent else pair[::-1]), tolerance) for pair in pairs)
+
+
+def _near(found: Fraction, wanted: Fraction, tolerance: float) -> bool:
+    return found == wanted or (wanted.denominator > 1 and abs(found - wanted) <= Fraction(repr(float(tolerance))) * abs(wanted))
+
+
+@lru_cache(1 << 16)
+def read_number(text: str) -> Number | None:
+    """The number that the whole text is; None where it is anything more, or else."""
+    text = unwrap(_plain(text))
+    found = _NUMBER.fullmatch(re.sub(r"^([-+])\s+", r"\1", text).removesuffix("."))
+    return None if found is None else _value(found)
+
+
+def last_number(text: str) -> Number | None:
+    """The last number in a text; None where it is part of an expression such as 2√3, whose value is another."""
+    text = _plain(text)
+    found = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
+    if found is None or _BEFORE.search(text, max(0, found.start() - 20), found.start()) or _AFTER.match(text, found.end()):
+        return None
+    return _value(found)
+
+
+def _plain(text: str) -> str:
+    """One sign for minus, and ½ as 1/2."""
+    spelled = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    spelled = _RECURRING.sub(_as_fraction, spelled)
+    return spelled.replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-").strip()
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    r"""0.1\overline{6} as 15/90: all digits less those that do not recur, over nines and zeros."""
+    whole, once, again = found.groups()
+    return f"{int(whole + once + again) - int(whole + once)}/{'9' * len(again)}{'0' * len(once)}"
+
+
+def unwrap(text: str) -> str:
+    """What stands between the marks of LaTeX, where the whole text does."""
+    text = text.strip().removesuffix(".").strip() if "$" in text or "\\" in text else text.strip()
+    found = _WRAPPED.fullmatch(text)
+    return text if found is None else next(part for part in found.groups() if part is not None).strip()
+
+
+def marked(text: str) -> str | None:
+    r"""What a text marks as its answer: the last \boxed{…}, several joined by commas, or what stands behind the last ####; of
+    text with an <answer>…</answer> the same of its last one, or all of that.
+    """
+    _, tag, block = text.rpartition("<answer>")
+    if tag and "</answer>" in block:
+        inner = block.partition("</answer>")[0]
+        return inner.strip() if (own := marked(inner)) is None else own
+    joined, end, at = "", len(text), len(text)
+    for _ in range(8):
+        start = max(text.rfind("\\boxed", 0, at), text.rfind("\\fbox", 0, at))
+        at = start
+        opened = _BOX.match(text, start) if start >= 0 else None
+        close = _closing(text, opened.end()) if opened else -1
+        if opened is None or close < 0 or (joined and not _BETWEEN.fullmatch(text, close + 1, end)):
+            break
+        joined, end = text[opened.end() : close].strip() + (", " + joined if joined else ""), start
+    if joined:
+        return joined
+    _, mark, rest = text.rpartition("####")
+    return rest.strip() if mark else None
+
+
+def _closing(text: str, at: int) -> int:
+    """The place of the brace that closes one opened before `at`, or -1."""
+    depth = 1
+    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, at):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if not depth:
+            return found.start()
+    return -1
+
+
+def _value(found: re.Match[str]) -> Number | None:
+    """The value of a match, if it is small enough to be exact."""
+    sign, inner, mixed, top, bottom, a, b, parts, base, *ups, whole, n, d, number, e, ten, ten_, under, percent = found.groups()
+    if any(sum(map(str.isdigit, given)) > _LARGEST for given in found.groups() if given):
+        return None
+    if parts:
+        return None if sign or inner or percent else Number(Fraction(0), parts=tuple(map(int, parts.split(":"))))
+    power = int(next(filter(None, (*ups, e, ten, ten_)), 0))
+    if abs(power) > _LARGEST:
+        return None
+    if base:
+        value = Fraction(int(base)) ** power if power * len(base) <= 2 * _LARGEST and (int(base) or power > 0) else None
+    elif number:
+        value = _divided(Fraction(_digits(number)) * Fraction(10) ** power, _digits(under or "1"))
+    else:
+        value = _divided(Fraction(_digits(top or a or n)), _digits(bottom or b or d))
+        value = None if value is None else value + int(mixed or whole or 0)
+    if value is None:
+        return None
+    return Number(-value if (sign.strip() == "-") != (inner == "-") else value, bool(percent))
+
+
+def _divided(above: Fraction, below: str) -> Fraction | None:
+    return above / int(below) if int(below) else None
+
+
+def _digits(text: str) -> str:
+    return re.sub(r"[^\d.-]", "", text)
+
+
+@dataclass(frozen=True)
+class Numeric:
+    r"""1 where the completion's number equals the one that the column `answer` is, else 0.
+
+    The completion's number is the last in its last \boxed{…}, in its last <answer>, behind its last ####, or in all of it. Whole
+    answers must be met exactly, others within `tolerance` times their size. None where the answer is null; an answer that is
+    more than a number is refused, and gives None.
+    """
+
+    tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0:
+            raise UserError(f"numeric: tolerance is {self.tolerance}; it must be 0 or more.")
+
+    def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+        """1.0, 0.0 or None for each completion."""
+        return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises `UserError` for an answer that cannot be compared."""
+        if not blank(answer := row.get("answer")) and gold_number(answer) is None:
+            raise UserError(f"the answer {str(answer)[:80]!r} is more than a number; take the reward math for expressions")
+
+    def _one(self, text: str, answer: Any) -> float | None:
+        wanted = gold_number(answer)
+        if wanted is None:
+            return None  # the row has no number to compare with: not applicable, and not the policy's fault
+        own = marked(text)
+        found = last_number(text) if own is None else _in_mark(own)
+        return float(equal(found, wanted, self.tolerance))
+
+
+def blank(answer: Any) -> bool:
+    """Whether a row has no answer."""
+    return answer is None or not str(answer).strip()
+
+
+def gold_number(answer: Any) -> Number | None:
+    """The number that an answer is, or that a worked solution marks; None for anything else."""
+    if blank(answer):
+        return None
+    text = str(answer)
+    return read_number(text if (own := marked(text)) is None else own)
+
+
+def _in_mark(text: str) -> Number | None:
+    """The number of a marked answer: behind its last equals sign, with words around it, but in no expression."""
+    text = text.rpartition("=")[2]
+    beside = _NUMBER.sub("", re.sub(r"\\(?:text|mathrm)\s?\{[^{}]*\}", "", _plain(text)))
+    return read_number(text) or (None if re.search(r"[\d\\*^_√π+/]", beside) else last_number(text))

@@ -1,0 +1,170 @@
+"""The one enclosure for all that is not ours to trust: a model's programs, and a user's environments and tools.
+
+bubblewrap around a process: no network, no capabilities, no uid 0, a view of Python and the system's libraries alone, a seccomp
+filter, and a process namespace that ends with it. What is inside reaches no socket, FIFO or file of the machine but those shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from psigrad.processes.sandbox import seccomp
+from psigrad.processes.sandbox.executor import TierName
+
+# What bwrap itself is started with where the process is to see nothing of ours: it can read the environment of bwrap.
+BARE = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")}
+# User ids that no account has: above what login managers hand out, or the highest of a container's. 64 for each process of ours.
+_FIRST_USER, USERS, _PROCESSES = 1_500_000_000, 64, 1 << 22
+_PLACES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "sandbox", "LOGNAME": "sandbox"}
+_NUMBERS = itertools.count()
+# Of the machine's settings, what programs look up.
+_SETTINGS = (
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/mime.types",
+    "/etc/fonts",
+    "/sys/devices/system/cpu",
+)
+
+
+def users_here() -> tuple[int, int]:
+    """(first, how many) of the user ids that sandboxes take, one for each; none where this user namespace has none to give."""
+    ends = [_end_of(Path("/proc/self", name)) for name in ("uid_map", "gid_map")]
+    end = min(ends)
+    if end >= _FIRST_USER + USERS * _PROCESSES:
+        return _FIRST_USER, USERS * _PROCESSES
+    return (end - 4096, 4000) if end >= 8192 else (0, 0)
+
+
+def _end_of(table: Path) -> int:
+    """One more than the highest id of a table of ids, which has lines of (first inside, first outside, count)."""
+    try:
+        return max(sum(map(int, line.split()[::2])) for line in table.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+
+
+def user_of(process: int, slot: int) -> int:
+    """The user id of a process's sandbox, one for each program that runs at the same time: processes are counted by user."""
+    first, count = users_here()
+    return first + (process % _PROCESSES * USERS + slot % USERS) % max(1, count)
+
+
+def command(
+    tier: TierName,
+    user: int = _FIRST_USER,
+    *,
+    shown: Sequence[str] = (),
+    folder: str = "/tmp",
+    variables: Mapping[str, str] | None = None,
+    files: Sequence[tuple[int, str]] = (),
+    rules: int | None = None,
+    info: int | None = None,
+    files_mb: int = 16,
+) -> list[str]:
+    """bwrap's part of the command line, with what drops to `user` behind it in the tier root.
+
+    `shown` are files and folders that are seen where they are, read-only, and `folder` the working folder. `variables` replace
+    the environment. Of `files` each is (file descriptor to read it from, its place). `rules` is the file descriptor of the
+    seccomp filter. To `info` goes the number of the first process inside.
+    """
+    space = ["--size", str(files_mb << 20), "--perms", "1777", "--tmpfs"]
+    own = ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"] if tier == "user" else []
+    own += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    seen = sorted({os.path.realpath(sys.base_prefix), *shown})  # a folder comes before what is in it
+    line = [
+        *("bwrap", *own, "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"),
+        *(part for name in ("lib", "lib64", "bin", "sbin") for part in _like_the_root(name)),
+        *(part for path in _SETTINGS for part in ("--ro-bind-try", path, path)),
+        # the kernel's settings are the machine's: in the root's namespace nothing else protects them
+        *("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"),
+        *(*space, "/tmp", *space, "/dev/shm", *space, "/run", "--remount-ro", "/dev"),
+        *(part for path in seen if not path.startswith("/usr/") for part in _in_its_place(path)),
+        *(part for path in special_files(shown) for part in ("--ro-bind", "/dev/null", path)),
+        *(part for number, place in files for part in ("--perms", "0444", "--ro-bind-data", str(number), place)),
+        *("--hostname", "sandbox", "--chdir", folder, *(() if variables is None else ("--clearenv",))),
+        *(part for name, value in {**(variables or {}), **_PLACES}.items() for part in ("--setenv", name, value)),
+    ]
+    if rules is not None:
+        line += ["--seccomp", str(rules)]
+    if info is not None:
+        line += ["--info-fd", str(info)]
+    if tier == "root":
+        line += [part for name in ("SETUID", "SETGID", "SETPCAP") for part in ("--cap-add", f"CAP_{name}")]
+    line += ["--remount-ro", "/", "--"]
+    if tier == "root":
+        line += ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--no-new-privs"]
+        line += ["--bounding-set=-all", "--inh-caps=-all"]
+    return line
+
+
+def _like_the_root(name: str) -> list[str]:
+    """/lib and its kin: links into /usr where the system has merged them, else the folders themselves."""
+    path = Path("/", name)
+    if path.is_symlink():
+        return ["--symlink", os.readlink(path), str(path)]
+    return ["--ro-bind", str(path), str(path)] if path.is_dir() else []
+
+
+def _in_its_place(path: str) -> Iterator[str]:
+    """A file or folder of the machine; also where those above it are their owner's alone."""
+    for above in reversed(Path(path).parents[:-1]):
+        yield from ("--perms", "0755", "--dir", str(above))
+    yield from ("--ro-bind", path, path)
+
+
+def special_files(folders: Sequence[str]) -> Iterator[str]:
+    """Sockets, FIFOs and devices in these folders, but not in Python's: a read-only disk still lets one write to them."""
+    left = [folder for folder in folders if os.path.isdir(folder) and not folder.startswith((sys.prefix, sys.base_prefix))]
+    while left:
+        try:
+            entries = list(os.scandir(left.pop()))
+        except OSError:
+            continue  # nor will it be seen inside, where there are no more rights
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                left += [entry.path] if entry.path != sys.prefix else []
+            elif not (entry.is_symlink() or entry.is_file(follow_symlinks=False)):
+                yield entry.path
+
+
+def memory_file(content: bytes) -> int:
+    """A file in memory with that content, to be read from its start."""
+    descriptor = os.memfd_create("psigrad")
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+@dataclass(frozen=True)
+class Enclosure:
+    """The enclosure of a worker: a process of ours with a user's code in it, which sees Python, `shown`, and nothing else."""
+
+    tier: TierName
+    shown: tuple[str, ...] = ()
+    """Files and folders of the machine that it reads, besides Python's."""
+    files_mb: int = 1024
+    processes: int = 1024
+
+    @classmethod
+    def of_worker(cls, tier: TierName, files: Sequence[str] = ()) -> Enclosure:
+        """One that shows what a worker imports from, its working folder, and `files`."""
+        own = [os.getcwd(), sys.prefix, sys.base_prefix, *(os.path.abspath(path) for path in (*sys.path, *files))]
+        return cls(tier, tuple(dict.fromkeys(path for path in own if path != "/" and os.path.exists(path))))
+
+    def line(self) -> tuple[list[str], list[int]]:
+        """A command line to put before the worker's, and the file descriptors that it reads, to be closed once it runs."""
+        found = seccomp.program()
+        given = [] if found is None else [memory_file(found)]
+        user = user_of(os.getpid(), next(_NUMBERS))
+        folder = os.getcwd() if os.getcwd() in self.shown else "/tmp"
+        rules = given[0] if given else None
+        line = command(self.tier, user, shown=self.shown, folder=folder, rules=rules, files_mb=self.files_mb)
+        # behind the change of the user, by whom processes are counted
+        return [*line, "prlimit", f"--nproc={self.processes}", "--core=0", "--"], given

@@ -1,0 +1,97 @@
+"""The process above a worker: everything that the user's code starts is below it, and ends with the worker, however that ends.
+
+A child may leave its session and empty its environment; it can't leave the tree, as whoever loses its parent becomes the keeper's
+(PR_SET_CHILD_SUBREAPER of Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+from psigrad.processes.workers.lifetime import die_with_parent
+
+_DEATH_SIGNAL, _SUBREAPER = 1, 36
+# Seconds in which what a worker left behind must have ended.
+_PATIENCE = 5.0
+
+
+def keep(parent: int) -> None:
+    """Return in a fresh worker, for whose length this process stays as its keeper; ends as the worker ends.
+
+    SIGTERM, which also comes where the parent dies, ends the worker. Without Linux there is no keeper.
+    """
+    if not Path("/proc/self/stat").exists():
+        return
+    call = ctypes.CDLL(None).prctl
+    call(_SUBREAPER, 1)
+    own = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    worker = os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        die_with_parent()
+        if os.getppid() != own:
+            os._exit(0)  # it died before prctl could tell
+        os.setsid()
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGKILL))
+    call(_DEATH_SIGNAL, signal.SIGTERM)
+    os.closerange(3, 1 << 16)
+    if parent and os.getppid() != parent:
+        os.kill(worker, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # not reaped: its number is its own until here
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    _end_all()
+    if status < 0:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(own, -status)
+    os._exit(max(0, status))
+
+
+def _end_all() -> None:
+    """End everything below this process. All are stopped before the first is killed, or one could go on for another."""
+    end, stopped = time.monotonic() + _PATIENCE, set[int]()
+    while time.monotonic() < end:
+        fresh = _below(os.getpid()) - stopped
+        _send(fresh, signal.SIGSTOP)
+        stopped |= fresh
+        if fresh:
+            continue
+        _send(stopped, signal.SIGKILL)
+        stopped.clear()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _send(processes: set[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+
+
+def _below(root: int) -> set[int]:
+    """The processes that this one started, and those that they did."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    found, fresh = set[int](), {root}
+    while fresh:
+        fresh = {process for process, parent in parents.items() if parent in fresh}
+        found |= fresh
+    return found

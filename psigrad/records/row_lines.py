@@ -1,0 +1,137 @@
+"""The files of rows: one tolerant reader, and taking them back to a step without losing a row that is whole.
+
+What is damaged is kept aside in FILE.damaged: a line that is no row, and a row whose step can't stand where it does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from psigrad.records.rows import parse_row, parse_step
+
+
+class TakenBack(NamedTuple):
+    """What became of a file of rows: how many are left, and how many lines were damaged and are kept aside."""
+
+    rows: int
+    damaged: int
+
+
+def read_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file; none where it is missing, or no regular file."""
+    if file.is_file():
+        with file.open("rb") as stream:
+            yield from stream
+
+
+def read_steps(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics, timings or rollouts, in the order they were written; lines that are no rows are passed over."""
+    return (row for line in read_lines(file) if (row := parse_step(line)) is not None)
+
+
+def last_event(events: Path, *kinds: str) -> dict[str, Any]:
+    """The last event of these kinds; empty where there is none."""
+    with events.open("rb") as stream:
+        stream.seek(max(0, events.stat().st_size - (1 << 20)))
+        lines = stream.read().splitlines()
+    return next((row for line in reversed(lines) if (row := parse_row(line)) and row.get("kind") in kinds), {})
+
+
+def end_last_line(file: Path, *, cut: bool = True) -> None:
+    """See that the next row begins a line: a whole row that lacks its line end gets it; what a kill has torn goes, with `cut`."""
+    begin = end = 0
+    line = b"\n"
+    for line in read_lines(file):
+        begin, end = end, end + len(line)
+    if line.endswith(b"\n"):
+        return
+    if parse_row(line) is not None:
+        with file.open("ab") as stream:
+            stream.write(b"\n")
+    elif cut:
+        _truncate(file, begin)
+
+
+def take_back(file: Path, step: int, written: int | None) -> TakenBack:
+    """Take a file back to its rows of step `step` and before. `written` says how many there were, where that is known.
+
+    Rows stand in order of their steps, so one out of order is damaged: of all that could be, the fewest are. Where rows are
+    missing, the lines behind the last row are kept aside as well, for one of them may have been it; else they are what a kill
+    has left.
+    """
+    end_last_line(file, cut=False)
+    ends, steps, end = array("q", [0]), array("q"), 0
+    for line in read_lines(file):
+        end += len(line)
+        row = parse_step(line)
+        ends.append(end)
+        steps.append(-1 if row is None else row["step"])
+    kept = [i for i in _longest_order(steps) if steps[i] <= step]
+    last = kept[-1] + 1 if kept else 0
+    behind = len(steps) if written is not None and len(kept) < written else last
+    damaged = [] if len(kept) == behind else sorted({*range(behind)}.difference(kept))
+    if damaged:
+        _set_aside(file, [(ends[i], ends[i + 1]) for i in damaged])
+    if damaged and damaged[0] < last:
+        _keep(file, [(ends[i], ends[i + 1]) for i in kept])
+    elif end > ends[last]:
+        _truncate(file, ends[last])
+    return TakenBack(len(kept), len(damaged))
+
+
+def _longest_order(steps: array[int]) -> list[int]:
+    """The places of the longest run of steps that never falls, by patience sorting; -1 stands for no step."""
+    ends: list[int] = []  # by length, the place of the smallest last step
+    lasts: list[int] = []
+    before = array("q")
+    for i, step in enumerate(steps):
+        at = bisect.bisect_right(lasts, step) if step >= 0 else -1
+        before.append(ends[at - 1] if at > 0 else -1)
+        if at >= 0:
+            ends[at : at + 1], lasts[at : at + 1] = [i], [step]
+    found, at = [], ends[-1] if ends else -1
+    while at >= 0:
+        found.append(at)
+        at = before[at]
+    return found[::-1]
+
+
+def _set_aside(file: Path, spans: list[tuple[int, int]]) -> None:
+    with file.open("rb") as stream, file.with_name(f"{file.name}.damaged").open("ab") as aside:
+        for begin, end in spans:
+            stream.seek(begin)
+            aside.write(stream.read(end - begin).rstrip(b"\n") + b"\n")
+        aside.flush()
+        os.fsync(aside.fileno())
+
+
+def _keep(file: Path, spans: list[tuple[int, int]]) -> None:
+    with file.open("rb") as stream:
+
+        def pieces() -> Iterator[bytes]:
+            for begin, end in spans:
+                stream.seek(begin)
+                yield stream.read(end - begin)
+
+        replace_file(file, pieces())
+
+
+def replace_file(file: Path, content: Iterable[bytes]) -> None:
+    """The file with another content: it is the old or the new one at every moment, and the new one is on the disk in the end."""
+    beside = file.with_name(f".{file.name}.tmp")
+    with beside.open("wb") as stream:
+        stream.writelines(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(beside, file)
+
+
+def _truncate(file: Path, size: int) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+        os.fsync(stream.fileno())

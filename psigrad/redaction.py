@@ -1,0 +1,56 @@
+"""What must not be written down: tokens, passwords, credentials in URLs, and environment variables that hold them.
+
+Settings and events are cleared of what looks like one, and every line of a run folder of the variables' values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Names of environment variables that hold secrets.
+SECRET_NAME = re.compile(r"token|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth", re.IGNORECASE)
+HIDDEN = "***"
+_SHORTEST = 8  # a shorter value of a variable is a word that may stand anywhere
+_WORD = r"(?:api|access|private)_?-?key|secret|password|passwd|credentials?|authorization|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!stop_)(?<!image_)token"  # noqa: E501
+_KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
+_SPOKEN = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(\w://)[^/\s\"'<>]+(?=@)",
+        r"([?&][\w.-]*(?:key|token|secret|passw\w*|sig|signature|auth)=)[^&\s\"'#<>]+",
+        rf"((?:{_WORD})=[\"']?)[^\s\"',;)&]+",
+        rf"(--[\w.-]*(?:{_WORD})\s+)[^\s\"']+",
+        rf"([\"'](?:[\w-]*(?:{_WORD}))[\"']\s*:\s*[\"'])[^\"']+",
+        r"(\bBearer\s+)[\w.~+/=-]{8,}",
+        r"(\b)(?:hf_|gh[opsu]_|github_pat_|sk-|xox[abp]-|AKIA|AIza|eyJ[\w-]+\.)[\w.-]{16,}",
+    )
+)
+
+
+def hide(value: Any) -> Any:
+    """A value of JSON without what looks like a secret: by its form in texts, by its name in mappings."""
+    if isinstance(value, str):
+        for pattern in _SPOKEN:
+            value = pattern.sub(rf"\1{HIDDEN}", value)
+        return value
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if isinstance(held, str) and held and _KEY.search(str(key)) else hide(held)
+                for key, held in value.items()}  # fmt: skip
+    return [hide(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def values() -> list[bytes]:
+    """The values of this process' variables whose names say that they are secret, as they stand in a line of JSON."""
+    held = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+    return [json.dumps(value)[1:-1].encode() for value in sorted(held, key=len, reverse=True) if not os.path.exists(value)]
+
+
+def without(lines: bytes, secret: list[bytes]) -> bytes:
+    """Lines of JSON without these values."""
+    for value in secret:
+        lines = lines.replace(value, HIDDEN.encode())
+    return lines

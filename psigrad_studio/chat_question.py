@@ -1,0 +1,47 @@
+"""A question to a model, and the prompt that it becomes: with a chat template a conversation, else plain text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Message, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBE = "a probe of the template"
+
+
+@dataclass(frozen=True)
+class ChatQuestion:
+    """A conversation that ends with a user's message, and the sampling settings of the answer. `max_tokens` is an upper bound."""
+
+    messages: tuple[Message, ...]
+    system: str = ""
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def row(self, tokenizer: PreTrainedTokenizerBase) -> Row:
+        """The prompt for the model: the conversation, or, without a chat template, the last message as plain text."""
+        talks, follows = abilities(tokenizer)
+        if not talks:
+            return Row("the prompt", prompt=str(self.messages[-1]["content"]))
+        if self.system and not follows:
+            raise UserError("This model's chat template has no system prompt; leave it empty.")
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return Row("the conversation", prompt=[*first, *(dict(message) for message in self.messages)])
+
+
+def abilities(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
+    """Whether a tokenizer has a chat template, and whether the template supports a system prompt."""
+    if not tokenizer.chat_template:
+        return False, False
+    talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "a"}]
+    try:
+        return True, _PROBE in str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+    except Exception:  # a template is a program and can raise anything
+        return True, False

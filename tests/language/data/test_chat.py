@@ -1,0 +1,260 @@
+"""Nothing that a row says vanishes: every field of every message is trained, read, used, or refused by its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from psigrad.config import Model
+from psigrad.errors import UserError
+from psigrad.language.data.chat.rendering import arguments_of, day_of, settle
+from psigrad.language.data.dataset_rows import Row, RowError, validate
+from psigrad.language.data.sources import load
+from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
+from psigrad.language.loading.chat_settings import settle_chat
+
+Build = Callable[..., PreTrainedTokenizerFast]
+USER, BOT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}
+START = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SHOWS_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def sft(*messages: Any, **columns: Any) -> Row:
+    return validate({"messages": list(messages), **columns}, "messages", "my.jsonl:7")
+
+
+def call(arguments: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}, **more}]}
+
+
+def texts(tokenizer: PreTrainedTokenizerFast, row: Row) -> list[str]:
+    """What is trained, by turns."""
+    found = []
+    for made in examples(tokenizer, row):
+        edges = [i for i in range(1, len(made.ids)) if made.mask[i] != made.mask[i - 1]]
+        edges += [len(made.ids)] if len(edges) % 2 else []
+        found += [tokenizer.decode(made.ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return found
+
+
+def test_rows_through_parquet_are_those_of_jsonl(tmp_path: Path, build: Build) -> None:
+    """Arrow gives every object the keys of all others."""
+    schema = [{"type": "function", "function": {"name": n, "parameters": {"type": "object", "properties": {n: {"type": t}}}}}
+              for n, t in (("city", "string"), ("a", "integer"))]  # fmt: skip
+    rows = [{"messages": [USER, call({name: value})], "tools": [tool]}
+            for name, value, tool in (("city", "Rome", schema[0]), ("a", 3, schema[1]))]  # fmt: skip
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "my.parquet")
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert pa.parquet.read_table(tmp_path / "my.parquet").to_pylist() != rows, "the file must have nulls: the trap"
+    tokenizer = build(SHOWS_CALLS)
+    for one, other in zip(
+        *(load(str(tmp_path / f"my.{end}"), form="messages").rows for end in ("parquet", "jsonl")), strict=True
+    ):
+        assert one.messages == other.messages
+        assert arguments_of(tokenizer, one) == arguments_of(tokenizer, other)
+        assert texts(tokenizer, one) == texts(tokenizer, other)
+        assert "null" not in texts(tokenizer, one)[0]
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}', '{ "city" : "Rome" }'])
+def test_arguments_as_json_text_are_trained_like_an_object(arguments: Any, build: Build) -> None:
+    expected = '[{"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}]<|im_end|>'
+    assert texts(build(SHOWS_CALLS), sft(USER, call(arguments))) == [expected]
+
+
+def test_a_null_in_json_text_is_the_callers_own() -> None:
+    messages = sft(USER, call('{"city": null}')).messages
+    assert messages is not None and messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": None}
+    flat = sft(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": ""}]}).messages
+    assert flat is not None and flat[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "loss_mask"])
+def test_a_turn_of_weight_0_is_context(name: str, plain_chatml: PreTrainedTokenizerFast) -> None:
+    rest = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "there", name: 1}]
+    row = sft(USER, {**BOT, name: 0}, *rest)
+    assert texts(plain_chatml, row) == ["there<|im_end|>"]
+    (built,) = examples(plain_chatml, row)
+    assert plain_chatml.decode(built.ids).startswith(START + "the cat<|im_end|>\n"), "the weight is in no text"
+    with pytest.raises(RowError, match=r"my.jsonl:7: column 'messages' has no assistant turn that is trained"):
+        example(plain_chatml, sft(USER, {**BOT, name: 0}))
+
+
+def test_thoughts_a_template_has_no_field_for_stand_in_tags(plain_chatml: PreTrainedTokenizerFast) -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        row = sft(USER, {**BOT, name: "two"})
+        assert texts(plain_chatml, row) == ["<think>\ntwo\n</think>\n\nthe cat<|im_end|>"]
+        assert said_otherwise(plain_chatml, row) == ["thoughts stand in <think> tags before the answer"]
+
+
+def test_calls_that_a_template_does_not_show_are_written_in_hermes_form(plain_chatml: PreTrainedTokenizerFast) -> None:
+    row = sft(USER, {**call({"city": "Rome"}), "content": "Hm."})
+    hermes = 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+    assert texts(plain_chatml, row) == [hermes]
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({**USER, "name": "Al"}, r"messages\[0\].name"),
+        ({**BOT, "mood": "gay"}, r"messages\[1\].mood"),
+        ({**BOT, "annotations": [{"a": 1}]}, r"messages\[1\].annotations"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused_by_place_and_name(
+    message: dict[str, Any], named: str, plain_chatml: PreTrainedTokenizerFast, build: Build
+) -> None:
+    row = sft(*(message if one["role"] == message["role"] else one for one in (USER, BOT)))
+    with pytest.raises(RowError, match=rf"my.jsonl:7: column '{named}' is left out by the chat template"):
+        example(plain_chatml, row)
+    shown = "{% for m in messages %}{{ '<|im_start|>' }}{{ m | tojson }}<|im_end|>{% endfor %}"
+    shown += "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    assert example(build(shown), row).ids, "a template that shows it takes it"
+    empty = {name: value if name in ("role", "content") else type(value)() for name, value in message.items()}
+    assert example(plain_chatml, sft(*(empty if one["role"] == empty["role"] else one for one in (USER, BOT)))).ids
+
+
+def test_a_text_that_vanishes_is_refused_and_one_that_is_changed_is_not(build: Build) -> None:
+    picky = PLAIN.replace("m['content']", "('' if 'cat' in m['content'] else m['content'] | upper)")
+    with pytest.raises(RowError, match=r"column 'messages\[1\].content' is left out .*the cat"):
+        example(build(picky), sft(USER, BOT))
+    assert texts(build(picky), sft(USER, {**BOT, "content": "there"})) == ["THERE<|im_end|>"]
+    half = PLAIN.replace("m['content']", "m['content'].split('</think>')[-1]")
+    thought = sft(USER, {**BOT, "content": "<think>two</think>the cat"})
+    assert texts(build(half), thought) == ["<think>\ntwo\n</think>\n\nthe cat<|im_end|>"], "as it was sampled"
+
+
+def test_a_tools_answer_that_a_template_does_not_show_is_a_turn_of_the_user(build: Build) -> None:
+    deaf = build(PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}"))
+    answers = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    row = validate({"prompt": [USER, call({}), *answers]}, "prompt-only", "my.jsonl:7")
+    said = "<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response>"
+    end = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    assert deaf.decode(prompt_ids(deaf, row)).endswith("</tool_call><|im_end|>\n" + end)
+    assert deaf.decode(observation_ids(deaf, row, answers)) == "\n" + end
+
+
+def test_content_parts_of_text_are_one_text(plain_chatml: PreTrainedTokenizerFast) -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
+    assert sft(parts, BOT).messages == sft(USER, BOT).messages
+
+
+def test_a_system_prompt_without_a_place_stands_before_the_users_turn(build: Build) -> None:
+    strict = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
+    tokenizer = build(strict)
+    row = validate({"prompt": [{"role": "developer", "content": "be"}, USER]}, "prompt-only", "my.jsonl:7")
+    expected = "<|im_start|>user\nbe\n\nhello<|im_end|>\n<|im_start|>assistant\n"
+    silent = build(strict.replace("!= 'system'", "not in ('system', 'developer')"))
+    assert silent.decode(prompt_ids(silent, row)) == expected
+    assert tokenizer.decode(prompt_ids(tokenizer, row)).startswith("<|im_start|>developer\nbe")
+
+
+def test_rendered_text_gets_no_second_bos_and_no_second_end(build: Build) -> None:
+    tokenizer = build(PLAIN, bos=True)
+    assert tokenizer("<s>hello")["input_ids"][:2] == [tokenizer.bos_token_id] * 2, "the tokenizer must double it: the trap"
+    for text in ("<s>hello<|im_end|>\n", "<s>hello<|im_end|>", "hello<|im_end|>\n"):
+        built = example(tokenizer, validate({"text": text}, "sft", "x"))
+        assert built.ids.count(tokenizer.bos_token_id) == 1 and tokenizer.eos_token_id not in built.ids
+        assert tokenizer.decode(built.ids).endswith(text.removeprefix("<s>"))
+        assert tokenizer.decode([t for t, own in zip(built.ids, built.mask, strict=True) if own]) == "hello<|im_end|>"
+    assert prompt_ids(tokenizer, Row("x", prompt="<s>hello")) == prompt_ids(tokenizer, Row("x", prompt="hello"))
+    plain = example(tokenizer, validate({"text": "hello\n"}, "sft", "x"))
+    assert tokenizer.decode(plain.ids) == "<s>hello\n<|endoftext|>" and all(plain.mask[1:])
+
+
+DATED = "{{ strftime_now('%d.%m.%Y') }}" + PLAIN
+
+
+def test_the_date_that_a_template_prints_is_the_runs(build: Build) -> None:
+    tokenizer, row = build(DATED), Row("x", prompt=[USER])
+    today = date.today().strftime("%d.%m.%Y")
+    assert tokenizer.decode(prompt_ids(tokenizer, row)).startswith(today), "without a run it is today: the trap"
+    settle(tokenizer, {}, date(2001, 2, 3))
+    assert tokenizer.decode(prompt_ids(tokenizer, row)).startswith("03.02.2001") and day_of(tokenizer) == date(2001, 2, 3)
+    other = build(DATED)
+    settle(other, {}, date(2004, 5, 6))
+    assert other.decode(prompt_ids(other, row)).startswith("06.05.2004")
+    assert tokenizer.decode(prompt_ids(tokenizer, row)).startswith("03.02.2001"), "each tokenizer has its own"
+
+
+def test_a_run_that_goes_on_prints_the_day_of_its_start(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"date": "2001-02-03"}))
+    settle_chat(tokenizer := build(DATED), Model(), tmp_path)
+    assert day_of(tokenizer) == date(2001, 2, 3)
+    settle_chat(tokenizer, Model())
+    assert day_of(tokenizer) == date.today()
+
+
+def test_arguments_of_the_run_hold_where_a_row_says_nothing(build: Build) -> None:
+    tokenizer = build("{{ mood | default('calm') }}{{ messages[0]['content'] }}<|im_end|>{{ 'x' if add_generation_prompt }}")
+    settle_chat(tokenizer, Model(chat_template_kwargs='{"mood": "gay"}'))
+    assert tokenizer.decode(prompt_ids(tokenizer, Row("x", prompt=[USER]))) == "gayhello<|im_end|>x"
+    own = Row("x", prompt=[USER], columns={"chat_template_kwargs": {"mood": "sad"}})
+    assert tokenizer.decode(prompt_ids(tokenizer, own)) == "sadhello<|im_end|>x"
+
+
+def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text(PLAIN)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text(DATED)
+    tokenizer = build()
+    settle_chat(tokenizer, Model(chat_template_path=str(tmp_path / "mine.jinja"), eos_token="<|im_end|>"))
+    assert (tokenizer.chat_template, tokenizer.eos_token) == (PLAIN, "<|im_end|>")
+    settle_chat(tokenizer, Model(chat_template_path=str(tmp_path / "model")))
+    assert tokenizer.chat_template == DATED
+    for wrong, why in (
+        (Model(chat_template_path="no.jinja"), "no file"),
+        (Model(eos_token="<|im_ende|>"), "no token.*im_end"),
+        (Model(chat_template_kwargs="{a"), "no JSON"),
+        (Model(chat_template_kwargs="[1]"), "an object"),
+    ):
+        with pytest.raises(UserError, match=why):
+            settle_chat(tokenizer, wrong)
+
+
+def test_a_token_without_an_embedding_is_refused_by_name(plain_chatml: PreTrainedTokenizerFast, build: Build) -> None:
+    tokenizer = build(PLAIN)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    settle(tokenizer, {}, date.today(), rows=len(tokenizer) - 1)
+    assert prompt_ids(tokenizer, Row("x", prompt=[USER]))
+    with pytest.raises(UserError, match=r"'<\|new\|>' has the id \d+.*resize_token_embeddings"):
+        prompt_ids(tokenizer, Row("x", prompt="a<|new|>"))
+
+
+def test_a_template_that_opens_no_turn_is_refused_by_name(build: Build) -> None:
+    deaf = PLAIN.partition("{% if add_generation_prompt")[0]
+    with pytest.raises(UserError, match=r"add_generation_prompt changes nothing.*<\|im_start\|>assistant.*--chat-template-path"):
+        prompt_ids(build(deaf), Row("x", prompt=[USER]))
+
+
+def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
+    tokenizer = build("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}")
+    assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)
+    with pytest.raises(RowError, match="shows no end of the assistant's turn"):
+        observation_ids(tokenizer, Row("x", prompt=[USER]), "4")
+
+
+def test_an_answer_begun_in_the_prompt_is_trained_from_there_on(plain_chatml: PreTrainedTokenizerFast) -> None:
+    begun = {"role": "assistant", "content": "the "}
+    row = Row("my.jsonl:7", prompt=[USER, begun], completion=[{"role": "assistant", "content": "cat"}])
+    assert plain_chatml.decode(prompt_ids(plain_chatml, row)) == START + "the "
+    (built,) = examples(plain_chatml, row)
+    prompt = prompt_ids(plain_chatml, row)
+    assert built.ids[: len(prompt)] == prompt and built.mask.index(True) == len(prompt)
+    assert texts(plain_chatml, row) == ["cat<|im_end|>"]

@@ -1,0 +1,121 @@
+"""Every chat template that TRL ships is right or refused in every column of docs/chat_templates.md, and a fault is noticed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from psigrad.language.data import templates
+from psigrad.language.data.chat import dialect, rendering, turns
+
+MAKER = Path(__file__).parents[3] / "docs" / "make" / "chat_templates.py"
+WANTED = 38
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_chat_templates", MAKER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+maker = _load()
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The cells of each row of a table by its first."""
+    lines = [line.strip("| \n").split(" | ") for line in text.strip().splitlines() if line.startswith("| ")]
+    return {name: cells for name, *cells in lines}
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, list[str]]:
+    text = maker.PAGE.read_text(encoding="utf-8")
+    return rows_of(text.partition(maker.BEGIN)[2].partition(maker.END)[0])
+
+
+def test_nothing_is_silently_wrong_and_nearly_all_is_right(page: dict[str, list[str]]) -> None:
+    assert page["template"] == list(maker.COLUMNS) and page.keys() - {"template", "right of 41"} == set(maker.names())
+    right = dict(zip(maker.COLUMNS, map(int, page["right of 41"]), strict=True))
+    assert not [name for name, cells in page.items() if "**wrong**" in cells] and min(right.values()) >= WANTED, right
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "deepseek_r1_distill", "glm4moe", "gemma", "lfm2_2_5"])
+def test_the_page_says_what_happens(name: str, page: dict[str, list[str]]) -> None:
+    cells = [maker.outcome(name, column) for column in maker.COLUMNS]
+    assert [maker.SHOWN[cell] for cell in cells] == page[name], "run: python docs/make/chat_templates.py"
+
+
+@pytest.mark.slow
+def test_the_page_says_what_happens_on_every_template(page: dict[str, list[str]]) -> None:
+    assert rows_of(maker.table()) == page, "run: python docs/make/chat_templates.py"
+
+
+def _shift(made: Callable[..., Any]) -> Callable[..., Any]:
+    """Masks that begin a token late."""
+
+    def examples(*given: Any, **more: Any) -> Any:
+        return [replace(one, mask=[False, *one.mask[:-1]]) for one in made(*given, **more)]
+
+    return examples  # fmt: skip
+
+
+def _rendered_once(tokenizer: Any, row: Any, **more: Any) -> Any:
+    """Every turn as it stands in the whole conversation: the context in which nothing is sampled."""
+    talk = turns.Talk(tokenizer, row)
+    text = talk.render(row.messages)
+    words = [m["content"] for m in row.messages if m["role"] == "assistant"]
+    return [turns.Context(text, [(text.index(word), text.index(word) + len(word)) for word in words])]
+
+
+def _deaf(field: str, value: Any) -> Callable[..., Any]:
+    real = turns.dialect_of
+    return lambda *given: replace(real(*given), **{field: value})
+
+
+def _without(field: str) -> Callable[..., Any]:
+    real = turns.speak
+    strip = lambda m: {k: v for k, v in m.items() if k != field}  # noqa: E731
+    return lambda messages, tools, way: real([strip(m) for m in messages], tools, way)
+
+
+def _end_twice(talk: Any, said: Any) -> tuple[str, str]:
+    end, text = turns.between(talk, said)
+    return end, end + text
+
+
+# A fault for each column, and a template in whose row it must show.
+FAULTS: dict[str, tuple[str, Any, str, Any]] = {
+    "one turn": ("qwen2_5", templates, "examples", _shift(templates.examples)),
+    "two turns": ("deepseek_r1_distill", templates, "contexts", _rendered_once),
+    "thinking": ("llama3", turns, "dialect_of", _deaf("reasoning", "field")),
+    "system": ("gemma3", turns, "speak", lambda messages, tools, way: (messages[-1:], tools)),
+    "developer": ("qwen3", turns, "dialect_of", _deaf("developer", True)),
+    "tools": ("llama3", turns, "dialect_of", _deaf("tools", True)),
+    "tool answers": ("gemma", turns, "dialect_of", _deaf("calls", "object")),
+    "environment turn": ("qwen3", templates, "between", _end_twice),
+    "call parsed": ("qwen2_5", maker.tools, "read_calls", lambda *given: []),
+    "stop token": ("llama3", templates, "stop_token_ids", lambda tokenizer, row=None: (tokenizer.eos_token_id,)),
+    "generation prompt": ("qwen2_5", turns.Talk, "render", None),
+    "date": ("gptoss", rendering, "day_of", lambda tokenizer: date.today()),
+}
+assert dialect.SENTINEL  # what the faults are planted into
+
+
+@pytest.mark.parametrize("column", FAULTS)
+def test_a_fault_in_a_column_is_noticed(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, place, attribute, fault = FAULTS[column]
+    before = maker.outcome(name, column)
+    if column == "generation prompt":
+        real = turns.Talk.render
+        fault = lambda self, messages, generation_prompt=False: real(self, messages)  # noqa: E731
+    monkeypatch.setattr(place, attribute, fault)
+    assert (before, maker.outcome(name, column) != "yes") == ("yes", True)

@@ -1,0 +1,134 @@
+"""Runs on chat templates that rewrite the past, end turns otherwise, or leave something out: trained, told or refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tiny_jobs import online_config
+
+from psigrad.config import Data, Evaluation, Model, Run, Sampling, SFTConfig
+from psigrad.errors import UserError
+from psigrad.language.data.chat import rendering
+from psigrad.language.models import tiny
+from psigrad.language.recipes import online, sft
+
+
+def model(folder: Path, template: str, specials: tuple[str, ...] = ()) -> Path:
+    """A small model with a template of TRL's."""
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    tokenizer = tiny.tokenizer(["what is two plus two"] * 5, 300)
+    if specials:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(specials)})
+    tokenizer.chat_template = (Path(spec.origin).parent / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
+    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=1024).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def talk(*answers: str) -> list[dict]:
+    return [
+        turn for answer in answers for turn in ({"role": "user", "content": "two?"}, {"role": "assistant", "content": answer})
+    ]
+
+
+def sft_config(place: Path, folder: Path, rows: list, **data) -> SFTConfig:
+    return SFTConfig(
+        model=Model(path=str(folder)),
+        data=Data(dataset=write(place / "rows.jsonl", rows), **data),
+        evaluation=Evaluation(eval_prompts=0),
+        run=Run(output_dir=str(place / "run"), max_steps=2, threads=1, progress=False, report=False, device="cpu"),
+        batch_size=2,
+    )
+
+
+def events(place: Path) -> dict[str, dict]:
+    return {(row := json.loads(line))["kind"]: row for line in (place / "events.jsonl").read_text().splitlines()}
+
+
+def test_sft_on_qwen3_trains_every_turn_with_its_thoughts(tmp_path, capsys):
+    folder = model(tmp_path / "model", "qwen3")
+    rows = [{"messages": talk("<think>\na\n</think>\n\n2", "<think>\nb\n</think>\n\n4")}, {"messages": talk("6")}]
+    sft.run(sft_config(tmp_path, folder, rows))
+    assert events(tmp_path / "run")["turns_apart"] | {"rows": 2, "texts": 3} == events(tmp_path / "run")["turns_apart"]
+    assert "2 rows are 3 texts: the chat template rewrites turns" in capsys.readouterr().err
+
+
+def test_a_row_that_the_template_cannot_say_stops_the_run_or_is_left_out_and_counted(tmp_path, capsys):
+    folder = model(tmp_path / "model", "qwen2_5")
+    named = [{"role": "user", "content": "two?", "name": "Al"}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": talk("2")}, {"messages": named}, {"messages": talk("4")}]
+    config = sft_config(tmp_path, folder, rows)
+    with pytest.raises(UserError, match=r"rows.jsonl:2: column 'messages\[0\].name' is left out .*bad_rows=skip"):
+        sft.run(config)
+    sft.run(replace(config, data=replace(config.data, bad_rows="skip"), run=replace(config.run, output_dir=str(tmp_path / "on"))))
+    told = events(tmp_path / "on")["rows_refused"]
+    assert (told["count"], told["kept"]) == (1, 2) and "rows.jsonl:2" in told["reasons"][0]
+    assert "1 of 3 rows are refused and left out; the first: rows.jsonl:2" in capsys.readouterr().err
+
+
+def lengths(completions, **columns):
+    return [float(len(str(completion))) for completion in completions]
+
+
+class Again:
+    """Asks once more."""
+
+    def reset(self, row):
+        self.turn = 0
+
+    def step(self, completion):
+        self.turn += 1
+        return "again?", float(self.turn), self.turn == 2
+
+
+SPECIALS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("template", "specials", "several"), [("qwen3", (), True), ("deepseek_r1_distill", SPECIALS, False)])
+def test_online_rl_starts_on_templates_that_change_the_past(template, specials, several, job, tmp_path):
+    config = online_config(job, tmp_path / "run", max_steps=1)
+    data = Data(dataset=write(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": "two?"}]}] * 4))
+    config = replace(
+        config,
+        model=Model(path=str(model(tmp_path / "model", template, specials))),
+        data=data,
+        evaluation=Evaluation(eval_prompts=0),
+        sampling=Sampling(max_completion_length=8),
+        **({"environment": Again, "reward": (), "max_turns": 2} if several else {"reward": (lengths,)}),
+    )
+    online.run(config)
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def test_a_run_that_goes_on_tomorrow_reads_the_date_of_its_start(job, tmp_path, monkeypatch):
+    folder = model(tmp_path / "model", "llama3_2", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"))
+    rows = [{"messages": talk("2")}, {"messages": talk("4")}]
+    config = sft_config(tmp_path, folder, rows)
+    config = replace(config, run=replace(config.run, save_steps=1, max_steps=1))
+
+    class Then(date):
+        @classmethod
+        def today(cls):
+            return cls(2001, 2, 3)
+
+    seen = []
+    real = rendering.render
+    monkeypatch.setattr("psigrad.language.data.chat.turns.render", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
+    monkeypatch.setattr("psigrad.language.loading.chat_settings.date", Then)
+    sft.run(config)
+    monkeypatch.setattr("psigrad.language.loading.chat_settings.date", date)
+    first, seen[:] = list(seen), []
+    sft.run(replace(config, run=replace(config.run, max_steps=2, extend=True)))
+    assert first and all("03 Feb 2001" in text for text in (*first, *seen)) and seen, "the day of the start, on both days"

@@ -1,0 +1,113 @@
+"""Status 0 means that a model is there: no callback and no environment ends an unfinished run with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import gymnasium as gym
+import pytest
+
+from psigrad.control import builder, run
+from psigrad.errors import UserError
+from psigrad.runs.exits import no_way_out
+
+
+class Leaving(gym.Env):
+    """Calls `way` in its third step, or while it is made."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (1,)), gym.spaces.Discrete(2)
+
+    def __init__(self, way, at_once=False):
+        self.way, self.steps = way, 0
+        if at_once:
+            way()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3:
+            self.way()
+        return self.observation_space.sample(), 0.0, False, self.steps % 8 == 0, {}
+
+
+def settings(env, output, **given):
+    small = {"n_steps": 16, "n_envs": 1, "total_timesteps": 32, "batch_size": 16, "eval_episodes": 0}
+    return builder.settings("ppo", env, {**small, "report": False, "progress": False, "output_dir": str(output), **given})
+
+
+def last_event(folder):
+    return json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+
+
+def status_of(work):
+    """The exit status of a forked process that does the work and then ends as `psigrad` would."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            work()
+        except UserError:
+            os._exit(2)
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+WAYS = {
+    "os._exit(0)": lambda: os._exit(0),
+    "os.execv": lambda: os.execv("/bin/true", ["true"]),
+    "os.execvp": lambda: os.execvp("true", ["true"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("at_once", [False, True], ids=["step", "made"])
+def test_an_environment_that_ends_the_process_does_not_end_it_well(way, at_once, tmp_path):
+    assert status_of(lambda: run.run(settings(lambda: Leaving(WAYS[way], at_once), tmp_path / "run"))) == 1
+    if not at_once:
+        last = last_event(tmp_path / "run")
+        assert last["kind"] == "failed" and "before the run was finished" in last["reason"]
+
+
+@pytest.mark.parametrize("code", [0, None, "as text"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["step", "made"])
+def test_sys_exit_in_an_environment_is_a_mistake_in_a_sentence(code, at_once, tmp_path):
+    with pytest.raises(UserError, match=r"sys\.exit\(.*\) was called before the run was finished"):
+        run.run(settings(lambda: Leaving(lambda: sys.exit(code), at_once), tmp_path / "run"))
+    if not at_once:
+        assert last_event(tmp_path / "run")["kind"] == "failed"
+
+
+class Ends:
+    def __init__(self, event, way):
+        setattr(self, event, lambda *given, **also: way())
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_train_end"])
+def test_a_callback_that_ends_the_process_does_not_end_it_well(event, tmp_path):
+    config = settings(lambda: Leaving(lambda: None), tmp_path / "run", callbacks=(Ends(event, lambda: os._exit(0)),))
+    assert status_of(lambda: run.run(config)) == 1
+    config = settings(lambda: Leaving(lambda: None), tmp_path / "run", callbacks=(Ends(event, lambda: sys.exit(0)),))
+    with pytest.raises(UserError):
+        run.run(config)
+
+
+def test_a_fork_ends_as_it_likes_and_all_is_as_before_behind_the_block():
+    before = os._exit, os.execv, os.execve
+    with no_way_out():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert (os._exit, os.execv, os.execve) == before
+
+
+def test_negative_control_an_environment_that_plays_leaves_a_model(tmp_path):
+    assert status_of(lambda: run.run(settings(lambda: Leaving(lambda: None), tmp_path / "run"))) == 0
+    assert (tmp_path / "run" / "model").is_dir()

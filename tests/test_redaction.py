@@ -1,0 +1,136 @@
+"""Secrets are in no file of a run, whichever way they came in."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from tiny_jobs import online_config
+
+from psigrad import redaction
+from psigrad.cli import main
+from psigrad.control import builder, run
+from psigrad.errors import UserError
+from psigrad.language.recipes import online
+from psigrad.language.rewards import code
+
+PLANTED = {
+    "variable": "correct-horse-71",
+    "url": "hunter2pass",
+    "query": "q9w8e7r6t5",
+    "key": "plain_key_value",
+    "token": "hf_" + "Ab1" * 12,
+    "bearer": "abcdef0123456789",
+    "flag": "flagged-value",
+}
+REWARD = """import os
+
+
+def mine(completions, **columns):
+    raise ValueError(f"https://me:hunter2pass@judge.example/?api_key=q9w8e7r6t5 said no to {os.environ['JUDGE_SECRET']}")
+"""
+
+
+def found_in(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 4
+    contents = {path: path.read_bytes() for path in files}
+    return {(name, path.name) for path, text in contents.items() for name, value in PLANTED.items() if value.encode() in text}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0], ids=["to its end", "failed"])
+def test_no_file_of_a_run_holds_a_planted_secret(share, job, tmp_path, monkeypatch, capfd):
+    (tmp_path / "mine.py").write_text(REWARD)
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
+    monkeypatch.setattr(sys, "argv", ["psigrad", "grpo", "--hub-token", PLANTED["flag"], f"--x=https://u:{PLANTED['url']}@h/"])
+    made = online_config(job, tmp_path / "run", report=True, max_steps=1)
+    asked = {"reward": "code", "service": f"https://me:{PLANTED['url']}@sandbox.example/run?token={PLANTED['query']}"}
+    made = replace(made, reward=(f"{tmp_path / 'mine.py'}:mine", asked), reward_weights=(1.0, 0.0), worker_env=("JUDGE_SECRET",))
+    made = replace(made, max_unscored=share, evaluation=replace(made.evaluation, eval_prompts=0))
+    if share:
+        online.run(made)
+    else:
+        with pytest.raises(UserError):
+            online.run(made)
+    assert (tmp_path / "run" / "report.html").exists() is bool(share)
+    assert found_in(tmp_path / "run") == set()
+    assert "JUDGE_SECRET" in (tmp_path / "run" / "config.json").read_text(), "names are no secrets"
+
+
+def test_a_run_of_control_holds_none_either(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVICE_PASSWORD", PLANTED["variable"])
+
+    def env(api_key="", note=""):
+        import gymnasium
+
+        return gymnasium.make("CartPole-v1")
+
+    class Says:
+        def on_train_begin(self, *given, **also):
+            raise ValueError(f"Authorization: Bearer {PLANTED['bearer']} and {PLANTED['token']} and {PLANTED['variable']}")
+
+    given = {"n_steps": 16, "n_envs": 1, "total_timesteps": 32, "batch_size": 16, "progress": False}
+    given |= {"env_kwargs": {"api_key": PLANTED["key"], "note": PLANTED["variable"]}, "eval_episodes": 0}
+    for callbacks in ((Says(),), ()):
+        output = tmp_path / f"run{len(callbacks)}"
+        config = builder.settings("ppo", env, {**given, "output_dir": str(output), "callbacks": callbacks})
+        if callbacks:
+            with pytest.raises(UserError):
+                run.run(config)
+        else:
+            run.run(config)
+        assert found_in(output) == set()
+
+
+def test_the_command_line_says_none(tmp_path, capsys):
+    assert main(["report", f"https://me:{PLANTED['url']}@host/run"]) == 2
+    said = capsys.readouterr().err
+    assert PLANTED["url"] not in said and "***@host" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("https://u:p@ss@host/a", "https://***@host/a"),
+        ("https://host/a?x=1&access_token=abc&y=2", "https://host/a?x=1&access_token=***&y=2"),
+        ("--service-token abc --steps 3", "--service-token *** --steps 3"),
+        ("env_kwargs.api_key=abc other=1", "env_kwargs.api_key=*** other=1"),
+        ('{"password": "a b", "n": 1}', '{"password": "***", "n": 1}'),
+        (f"with {PLANTED['token']}.", "with ***"),
+        # what is none
+        ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
+        ("mail me@host, see https://host/@me", None),
+        ("the token that was drawn: 17", None),
+    ],
+)
+def test_texts_lose_what_looks_like_a_secret_and_nothing_else(text, left):
+    assert redaction.hide(text) == (text if left is None else left)
+
+
+def test_settings_lose_values_under_secret_names_and_nothing_else():
+    plain = {"model": {"pad_token": "<pad>", "path": "a"}, "max_tokens": 5, "worker_env": ["API_KEY"], "api_key_variable": "A"}
+    assert redaction.hide(plain) == plain
+    assert redaction.hide({"env_kwargs": {"api_key": "x", "token": "y", "hub_token": "", "n": [1]}}) == {
+        "env_kwargs": {"api_key": "***", "token": "***", "hub_token": "", "n": [1]}
+    }
+
+
+def test_short_values_and_paths_of_variables_are_left(monkeypatch, tmp_path):
+    for name in [n for n in list(redaction.os.environ) if redaction.SECRET_NAME.search(n)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("A_TOKEN", "false")
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path))
+    monkeypatch.setenv("B_TOKEN", 'quoted"secret')
+    assert redaction.without(json.dumps({"a": 'false quoted"secret'}).encode(), redaction.values()) == b'{"a": "false ***"}'
+
+
+def test_a_sandbox_services_token_is_read_from_the_variable_that_is_named(monkeypatch):
+    monkeypatch.setenv("SANDBOX_TOKEN", "let me in")
+    asked = []
+    monkeypatch.setattr(code, "executor_for", lambda url, **given: asked.append((url, given)) or None)
+    reward = code.Code(service="https://sandbox.example", service_token_variable="SANDBOX_TOKEN")
+    with pytest.raises(AttributeError):  # there is no executor
+        reward(["x"], tests=[["assert f() == 1"]])
+    assert asked == [("https://sandbox.example", {"token": "let me in", "allow_unsafe_code": False})]
