@@ -110,7 +110,7 @@ class EpisodeSettings:
     environment_sandbox: Annotated[bool, RECORDED, _PLAYED] = False
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder, and of the machine's files only Python,
     the working folder and where they are imported from."""
-    environment_files: Annotated[tuple[str, ...], RECORDED, _PLAYED] = ()
+    environment_files: Annotated[tuple[str, ...], RECORDED, Needs("environment_sandbox")] = ()
     """Files and folders that they may read besides, with environment_sandbox."""
     max_turns: Annotated[Count, _PLAYED] = 8
     """Turns of the policy after which an episode is cut."""

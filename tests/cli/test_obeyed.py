@@ -36,6 +36,7 @@ PLACED = "--max-steps 1 --cluster auto --samplers 2 --sampler-cpus 2 --sampler-g
 SCORERS = "--max-steps 1 --cluster auto --scorers 2 --scorer-cpus 2"
 ENVIRONMENTS = "--max-steps 1 --environment guess --cluster auto --environment-actors 2 --environment-cpus 2"
 PLAYED = f"--environment {tiny_rewards.__file__}:Parrot --environment-timeout 9 --environment-workers 2 --max-turns 2"
+PLAYED += " --environment-sandbox --environment-files /tmp"
 SERVED = "--server http://127.0.0.1:9 --server-key-variable MINE --server-timeout 1 --server-attempts 1 --server-concurrency 2"
 GOES_ON = "--max-steps 2 --eval-dataset {rows} --extend --allow threads"
 FIRST = "--max-steps 1 --eval-dataset {rows}"
@@ -81,6 +82,7 @@ def alone(tmp_path, monkeypatch):
             raise UserError("There is no cluster.")
 
     monkeypatch.setattr("psigrad.language.recipes.placement.ActorPool", NoCluster)
+    monkeypatch.setattr("psigrad.language.recipes.conversation.enclosure_of_workers", lambda files: None)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

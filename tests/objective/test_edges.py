@@ -323,8 +323,11 @@ def test_advantages_of_groups_say_what_they_need():
     rows = batch([1.0, -1.0], [[0.0], [0.0]])
     with pytest.raises(ValueError, match="below 0"):
         resolve("maxrl").prepare(rows, {})
-    with pytest.raises(ValueError, match="lower k or sample more"):
+    with pytest.raises(ValueError, match="expected at least 5; sample more completions per prompt"):
         resolve("pass_at_k").prepare(rows, {})
+    uneven = batch([0.0] * 7, torch.zeros(7, 1), group=[0] * 5 + [1] * 2)
+    with pytest.raises(ValueError, match="k=4 and a group has 2 completions; lower k or sample more"):
+        resolve("pass_at_k").prepare(uneven, {})
 
 
 def test_the_standard_deviation_may_be_that_of_the_batch():

@@ -13,7 +13,7 @@ from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
 from psigrad.language.training.online.collect import _penalise_cut
-from psigrad.language.training.online.figures import Tally
+from psigrad.language.training.online.figures import Tally, collection_metrics
 from psigrad.language.training.online.forward import add_old_values, log_probs, reference_log_probs, to_batch
 from psigrad.objective import Loss
 
@@ -70,6 +70,16 @@ def test_figures_are_sums_over_micro_batches_and_means_over_optimiser_steps():
             tally.add(Loss(torch.tensor(share), {"kl": torch.tensor(share / 2)}))
         tally.end_step([norm])
     assert tally.result() == {"loss": 4.0, "kl": 2.0, "updates": 2, "grad_norm": 3.0}
+
+
+def test_the_spread_of_rewards_is_the_mean_over_groups_of_the_sample_deviation():
+    """Groups (0, 1) and (0.5, 0.5): (1/√2 + 0) / 2, and half of them all alike. A single value has no spread."""
+    rows = [completion(i // 2, i % 2, reward, own=reward) for i, reward in enumerate((0.0, 1.0, 0.5, 0.5))]
+    found = collection_metrics(rows, 2)
+    assert (found["reward"], found["frac_reward_zero_std"]) == (0.5, 0.5)
+    assert found["reward_std"] == pytest.approx(0.5**1.5) and found["rewards/own/std"] == pytest.approx((0.5 / 3) ** 0.5)
+    alone = collection_metrics(rows[:1], 1)
+    assert (alone["reward_std"], alone["rewards/own/std"]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
