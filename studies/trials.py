@@ -32,8 +32,7 @@ from psigrad.processes.workers.lifetime import die_with_parent
 from psigrad.records.report.plots import COLOURS
 from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import figures, parse_row
-from psigrad.records.signals import SignalNames
-from psigrad.records.warnings import Watch
+from psigrad.records.warnings import SignalNames, Watch
 from psigrad.runs.progress import bar
 from studies.settings import PretrainedSettings, TrialSettings
 

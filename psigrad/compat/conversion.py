@@ -20,7 +20,7 @@ from psigrad.errors import UserError, kind_of
 _DERIVED = ("generation_batch_size", "steps_per_generation")
 
 
-class Unread(str):
+class Unevaluated(str):
     """The source of an expression whose value only a run of the script would tell."""
 
 
@@ -193,12 +193,12 @@ def _take_trainer(script: TrlScript, made: Conversion) -> None:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not isinstance(value, Unread)
+    return isinstance(value, str) and not isinstance(value, Unevaluated)
 
 
 def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
     value = {"dataset": value} if _is_text(value) else value
-    if not isinstance(value, dict) or isinstance(value.get("dataset"), Unread):
+    if not isinstance(value, dict) or isinstance(value.get("dataset"), Unevaluated):
         made.look_at.append(f"{name}={value}: give the file, or call psigrad.train with the object.")
         return
     if value.get("part") == "test":
@@ -221,7 +221,7 @@ def _take_rewards(given: list[Any], made: Conversion) -> None:
     functions = [one for one in given if isinstance(one, dict) or (_is_text(one) and ":" in one)]
     models = [one for one in given if _is_text(one) and ":" not in one]
     made.settings |= {name: found for name, found in (("reward", functions), ("reward_model", models)) if found}
-    made.look_at += [f"reward_funcs has {one}: name it as module:function." for one in given if isinstance(one, Unread)]
+    made.look_at += [f"reward_funcs has {one}: name it as module:function." for one in given if isinstance(one, Unevaluated)]
 
 
 def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:

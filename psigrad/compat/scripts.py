@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from psigrad.compat.conversion import Conversion, TrlScript, Unread, convert
+from psigrad.compat.conversion import Conversion, TrlScript, Unevaluated, convert
 from psigrad.compat.translate import is_known
 from psigrad.compat.trl import AGGREGATES, DEFAULTS, METHODS
 from psigrad.config import algorithms
@@ -158,7 +158,7 @@ class _Script:
                 made.look_at.append(f"{_name(call)}(**{ast.unparse(word.value)}): its settings stand elsewhere.")
                 continue
             value = self._value(word.value)
-            if isinstance(value, Unread):
+            if isinstance(value, Unevaluated):
                 made.look_at.append(f"{word.arg} = {value}: only a run of the script would tell.")
             else:
                 values[word.arg] = value
@@ -176,7 +176,7 @@ class _Script:
             return node.attr
         if isinstance(node, ast.List | ast.Tuple):
             parts = [self._value(part, depth) for part in node.elts]
-            if not any(isinstance(part, Unread) for part in parts):
+            if not any(isinstance(part, Unevaluated) for part in parts):
                 return parts
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Div | ast.Add | ast.Sub):
             left, right = self._value(node.left, depth), self._value(node.right, depth)
@@ -184,9 +184,9 @@ class _Script:
                 return _SIGNS[type(node.op)](left, right)
         if isinstance(node, ast.JoinedStr):
             parts = [self._value(v.value if isinstance(v, ast.FormattedValue) else v, depth) for v in node.values]
-            if not any(isinstance(part, Unread) for part in parts):
+            if not any(isinstance(part, Unevaluated) for part in parts):
                 return "".join(map(str, parts))
-        return Unread(ast.unparse(node))
+        return Unevaluated(ast.unparse(node))
 
     def _read_argument(self, name: str, node: ast.expr) -> Any:
         """What a trainer is given: names of models and datasets, functions as module:function."""
@@ -194,7 +194,7 @@ class _Script:
             several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
             return [self._function(part) for part in several]
         value = self._value(node)
-        return self._read_loading(node) if isinstance(value, Unread) else value
+        return self._read_loading(node) if isinstance(value, Unevaluated) else value
 
     def _function(self, node: ast.expr) -> Any:
         name = node.id if isinstance(node, ast.Name) else ""
@@ -208,7 +208,7 @@ class _Script:
             elif isinstance(node, ast.Subscript) and isinstance(self._value(node.slice), str):
                 inner, which = self._read_loading(node.value), self._value(node.slice)
                 of_it = "part" if isinstance(inner, dict) and "part" in inner else "split"
-                return {**inner, of_it: which} if isinstance(inner, dict) else Unread(ast.unparse(node))
+                return {**inner, of_it: which} if isinstance(inner, dict) else Unevaluated(ast.unparse(node))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "shuffle":
                 node = node.func.value  # rows are shuffled in every epoch
             else:
@@ -217,12 +217,12 @@ class _Script:
             return self._value(node.args[0])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train_test_split":
             inner = self._read_loading(node.func.value)
-            return {**inner, "part": ""} if isinstance(inner, dict) else Unread(ast.unparse(node))
+            return {**inner, "part": ""} if isinstance(inner, dict) else Unevaluated(ast.unparse(node))
         if isinstance(node, ast.Call) and _name(node) == "load_dataset" and node.args:
             parts = [self._value(part) for part in node.args[:2]]
             words = {word.arg: self._value(word.value) for word in node.keywords}
             return {"dataset": parts[0], "config": parts[1] if len(parts) > 1 else words.get("name"), **words}
-        return Unread(ast.unparse(node))
+        return Unevaluated(ast.unparse(node))
 
 
 def _name(call: ast.Call) -> str:

@@ -152,6 +152,8 @@ def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> di
         value, (of, own) = made[section].pop(leaf), instead.split(".") if instead else ("", "")
         if (tuple(value) if isinstance(value, list) else value) == getattr(getattr(cls(), section), leaf):
             continue
+        if not instead and value is False:  # what is never on here is off
+            continue
         if not instead or made.get(of, {}).get(own, value) != value:
             what = f"stands for {instead}, which is given too" if instead else "is read by nothing here"
             raise UserError(f"{where}{name} is {value!r} and {what}; leave it out.")

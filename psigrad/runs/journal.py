@@ -21,8 +21,7 @@ from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records import rows
 from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
-from psigrad.records.signals import SignalNames
-from psigrad.records.warnings import BY_NAME, Alert, Watch
+from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.trackers import Tracker
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from psigrad.records.signals import BY_NAME
 from psigrad_studio.runs.history import History, Series
 from psigrad_studio.runs.run_cache import RunCache
 
@@ -42,7 +41,7 @@ def curves(
 
 def _usual(name: str) -> bool:
     """Whether a figure is shown by default: named signals, and the mean of each reward function."""
-    return name in BY_NAME or (name.startswith("rewards/") and name.endswith("/mean"))
+    return name in SIGNAL_BY_NAME or (name.startswith("rewards/") and name.endswith("/mean"))
 
 
 def _curve(history: History, series: Series, have: int, axis: str, grids: dict[bytes, int]) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.records.rows import figures, number, parse_row, parse_step
-from psigrad.records.signals import SignalNames
-from psigrad.records.warnings import Alert, Watch
+from psigrad.records.warnings import Alert, SignalNames, Watch
 from psigrad_studio.runs.files import Tail, content
 
 BYTES_AT_ONCE = 1 << 20

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 from run_folders import figures
 
-from psigrad.records.signals import BY_NAME as SIGNALS
-from psigrad.records.signals import name_of
-from psigrad.records.warnings import BY_NAME, RULES, Watch
+from psigrad.records.warnings import BY_NAME, RULES, Watch, name_of
+from psigrad.records.warnings import SIGNAL_BY_NAME as SIGNALS
 
 ROWS = 80
 rng_seed = SimpleNamespace(value=0)

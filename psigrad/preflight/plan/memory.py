@@ -245,12 +245,12 @@ def passing(
     work: Work,
     policy: Shape,
     kept: Terms,
+    device: str,
     *,
     width: int,
     recompute: bool,
     learns_head: bool,
     critic: tuple[Shape, Terms] | None = None,
-    device: str = "cpu",
 ) -> list[MemoryItem]:
     """Items that are allocated and freed within a step; `critic` is a separate critic."""
     note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")

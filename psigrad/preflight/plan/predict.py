@@ -109,7 +109,7 @@ def predict(
     rank = config.model.lora_rank
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
-    learns = 0 if adapter else policy.parameters
+    learns, head = (0, False) if adapter else (policy.parameters, True)
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
 
@@ -125,18 +125,14 @@ def predict(
         return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
-    several = work.micro_batches > 1 or config.placement.processes > 1
     parts = roles_of(
-        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine), several),
+        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), *_summing(config, machine, work)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
     items = _models(config, parts, policy, work)
-    device = machine.kind
-    items += passing(
-        work, policy, kept, width=width, recompute=recompute, learns_head=not adapter, critic=learning, device=device
-    )
+    items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     items += load_items(parts)
     weights = width * policy.parameters
     caching = cache_bytes(work, policy, kept, width)
@@ -145,7 +141,7 @@ def predict(
         cost = cost.with_head_again(work, policy)
     light = machine.kind == "cpu" and _loads_weights_only(config, quick)
     gives_back = recompute and machine.kind == "cpu"
-    beside_head = 0.0 if adapter or gives_back else head_slack(work, policy, width, machine.kind)
+    beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
         config,
         policy,
@@ -182,9 +178,10 @@ def _loads_weights_only(config: Config, local: bool) -> bool:
     return all(weights_only.suits(config_of(path, local=local), DTYPES[config.model.dtype]) for path in paths)
 
 
-def _copies(config: Config, machine: Machine) -> bool:
-    """Whether half-precision gradients are copied before they are applied."""
-    return not steps_natively(DTYPES[config.model.dtype], machine.device)
+def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
+    """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
+    several = work.micro_batches > 1 or config.placement.processes > 1
+    return not steps_natively(DTYPES[config.model.dtype], machine.device), several
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:

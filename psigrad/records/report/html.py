@@ -21,9 +21,8 @@ from psigrad.records.report import plots
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides
 from psigrad.records.report.verdict import Verdict, alerts, verdict
 from psigrad.records.rows import number
-from psigrad.records.signals import BY_NAME, name_of
 from psigrad.records.warnings import BY_NAME as RULES
-from psigrad.records.warnings import Alert
+from psigrad.records.warnings import Alert, name_of
 
 SAMPLES, AT_ONCE = 24, 6
 _ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
@@ -212,7 +211,7 @@ def _headline(run: RunData) -> Table | None:
 def _title(key: str) -> str:
     """A held-out figure in words, where it is one that is known."""
     bare = key.removeprefix("eval/")
-    signal = BY_NAME.get(name_of(key)) or BY_NAME.get(name_of(bare))
+    signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":
         return bare
     title = signal.title.removesuffix(", held out").removeprefix("Held-out ")

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from psigrad.intervals import LEAST_ROWS
 from psigrad.records.read import RunData, kind_of, show_number
 from psigrad.records.rows import PARTS, figures, number
-from psigrad.records.signals import SignalNames
-from psigrad.records.warnings import BY_NAME, Alert, Watch
+from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 
 Mood = Literal["good", "bad", "plain"]
 _ENDS = ("finished", "stopped", "failed")
