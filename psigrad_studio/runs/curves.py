@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from psigrad.records.warnings import SIGNAL_BY_NAME
 from psigrad_studio.runs.history import History, Series
 from psigrad_studio.runs.run_cache import RunCache
 

@@ -22,7 +22,7 @@ from psigrad.records.report.facts import describe_method, facts, format_time, ov
 from psigrad.records.report.verdict import Verdict, alerts, verdict
 from psigrad.records.rows import number
 from psigrad.records.warnings import BY_NAME as RULES
-from psigrad.records.warnings import Alert, name_of
+from psigrad.records.warnings import SIGNAL_BY_NAME, Alert, name_of
 
 SAMPLES, AT_ONCE = 24, 6
 _ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
