@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from psigrad import seeds
 from psigrad.config import Sampling
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Message, Row
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad_studio import template_worker
 from psigrad_studio.chat_question import ChatQuestion

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Message, Row
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.data.dataset_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
