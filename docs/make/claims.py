@@ -128,8 +128,10 @@ CLAIMS: dict[str, tuple[str, str, str]] = {
         "goal of psigrad, stated before the runs",
         "Honest runs for each method at a third, one and three times the usual learning rate, and flawed rewards at three times. Measured with "
         "`--seeds 25 --hacks 8 --prompts 8 --held-out 200`: a small size, whose intervals are wide. The flawed rewards are exploited within six steps, "
-        "and evaluated every twelve, so that no evaluation but that before the first step sees the truth before it falls. The rule *apart* counts "
-        "that evaluation; while it did not, it was raised in none of these runs. At the largest rate most honest runs collapse, which no rule takes for exploitation, since reward "
+        "and evaluated every twelve, so that no evaluation but that before the first step sees the truth before it falls. The twelve was chosen after "
+        "a look: the runs were evaluated every third step, of the flawed ones 5 of 40 then counted as exploited at once, all 5 noticed, and the evaluations "
+        "between were left out of the same runs. The rule *apart* counts the evaluation before the first step; while it did not, it was raised in none of "
+        "these runs, but *longer* and *cut_and_rewarded* were raised in all 32 that are noticed, so what *apart* adds is not shown here. At the largest rate most honest runs collapse, which no rule takes for exploitation, since reward "
         "and truth fall together.",
     ),
     "pretrained": (
