@@ -71,7 +71,7 @@ class Evaluated:
     """Of the values, whether they are right; raises `TypeError` and its like for values of another kind."""
 
 
-def taken_apart(source: str, entry: str = "") -> tuple[list[Evaluated], str]:
+def take_apart(source: str, entry: str = "") -> tuple[list[Evaluated], str]:
     """The checks of a test, and the imports that its calls need inside. `entry` is the function that HumanEval's `check` is for.
 
     Raises `ValueError` for a test that cannot be taken apart, with its line.
@@ -176,24 +176,28 @@ class _Reader:
 
     def _substituted(self, node: ast.expr) -> ast.expr:
         """With what is known in place of its names."""
-        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        known = {name: value for name, value in self.known.items() if name not in bound}
+        used = _names_in(node)
+        known = {name: self.known[name] for name in used - _bound_in(node) if name in self.known}
+        if not known:
+            return node
 
         class Substitute(ast.NodeTransformer):
             def visit_Name(self, name: ast.Name) -> ast.expr:
-                return copy.deepcopy(known.get(name.id, name))
+                return copy.deepcopy(known[name.id]) if name.id in known else name
 
         result: ast.expr = Substitute().visit(copy.deepcopy(node))
         return result
 
     def _calls(self, node: ast.AST) -> bool:
         """Whether it calls the program, or names what is the program's."""
-        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        bound |= {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
-        return any(isinstance(n, ast.Name) and n.id not in self.names and n.id not in bound for n in ast.walk(node))
+        theirs = _names_in(node) - self.names.keys()
+        return bool(theirs and theirs - _bound_in(node))
 
     def _constant(self, node: ast.expr) -> Any:
-        return _Outside(self.names).value(node, {})
+        try:
+            return ast.literal_eval(node)
+        except (TypeError, ValueError):
+            return _Outside(self.names).code(node, ())()
 
     def _check(self, test: ast.expr, line: int) -> None:
         if len(self.checks) >= _MOST:
@@ -266,8 +270,7 @@ class _Apart:
             case ast.Subscript(value, index) if not calls(index):
                 return ast.Subscript(self.visit(value), index, ast.Load())
             case ast.Tuple(parts) | ast.List(parts) | ast.Set(parts):
-                made = type(node)([self.visit(part) for part in parts])
-                return made
+                return type(node)([self.visit(part) for part in parts])
             case ast.ListComp(element, [loop]) | ast.GeneratorExp(element, [loop]) | ast.SetComp(element, [loop]):
                 return self._unrolled(element, loop)
         raise ValueError(f"it can't be taken apart: {ast.unparse(node)[:200]}")
@@ -277,7 +280,10 @@ class _Apart:
         if reader._calls(loop.iter) or loop.ifs:
             raise ValueError(f"a loop over what is not known: {ast.unparse(loop)[:200]}")
         before = dict(reader.known)
-        for item in itertools.islice(reader._constant(loop.iter), _MOST):
+        items = list(itertools.islice(reader._constant(loop.iter), _MOST + 1))
+        if len(items) > _MOST:
+            raise ValueError(f"more than {_MOST} rounds: {ast.unparse(loop)[:200]}")
+        for item in items:
             reader._bind(loop.target, _literal(item))
             parts.append(self.visit(reader._substituted(element)))
             reader.known = dict(before)
@@ -287,7 +293,7 @@ class _Apart:
         """Whether it is a call of the program, or of a method of what the program made."""
         while isinstance(node, ast.Call | ast.Attribute):
             node = node.func if isinstance(node, ast.Call) else node.value
-        return isinstance(node, ast.Name) and node.id not in {*self._reader.names, *self._reader.foreign}
+        return isinstance(node, ast.Name) and node.id not in self._reader.names and node.id not in self._reader.foreign
 
     def _send(self, node: ast.expr) -> ast.expr:
         """Have it evaluated inside. Where a result and something else go into one call, that could be what is expected."""
@@ -318,14 +324,9 @@ class _Outside(ast.NodeTransformer):
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
 
-    def value(self, node: ast.expr, given: Mapping[str, Any]) -> Any:
-        """Its value with these names."""
-        return self.code(node, list(given))(*given.values())
-
     def code(self, node: ast.expr, given: Sequence[str]) -> Callable[..., Any]:
         """A function of the values of `given`."""
-        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} | set(given)
-        for name in (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id not in bound):
+        for name in sorted(_names_in(node) - _bound_in(node) - {*given}):
             if self._names.get(name) is None:
                 raise ValueError(f"{name} can't be evaluated outside: {ast.unparse(node)[:200]}")
         body = self.visit(copy.deepcopy(node))
@@ -362,6 +363,16 @@ class _Outside(ast.NodeTransformer):
         pairs = zip(signs, sides, sides[1:], strict=False)
         calls: list[ast.expr] = [ast.Call(_name("_compare"), list(pair), []) for pair in pairs]
         return calls[0] if len(calls) == 1 else ast.BoolOp(ast.And(), calls)
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _bound_in(node: ast.AST) -> set[str]:
+    """Names that it gives to something itself, as a loop or a lambda does."""
+    stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return stored | {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
 
 
 def _name(text: str) -> ast.Name:

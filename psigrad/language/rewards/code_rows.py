@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from psigrad.errors import UserError, kind_of
-from psigrad.language.rewards.code_asserts import Evaluated, taken_apart
+from psigrad.language.rewards.code_asserts import Evaluated, take_apart
 from psigrad.language.rewards.code_values import same
 
 COLUMNS = (
@@ -103,7 +103,7 @@ class _Texts(pickle.Unpickler):
 
 @lru_cache(512)
 def _apart(source: str, entry: str) -> tuple[tuple[Evaluated, ...], str]:
-    checks, imports = taken_apart(source, entry)
+    checks, imports = take_apart(source, entry)
     return tuple(checks), imports
 
 

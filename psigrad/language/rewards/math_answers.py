@@ -17,7 +17,7 @@ _LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\
 _UNICODE = str.maketrans(dict(zip("√∞π·×∪∩∅≤≥±∈²³°\N{MINUS SIGN}\u00a0", _LATEX.split("|"), strict=True)))
 _SPACES = re.compile(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~")
 _ROOT = re.compile(r"\\sqrt (\d+|[A-Za-z]|\([^()]*\))")
-_FENCED = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_FENCED = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL)
 _ANSWER = re.compile(r"(?i)\banswers?\b\W{0,5}(?:(?:is|are)\b|[:=])\W{0,3}?\s?")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|operatorname)\s?\{([^{}]*)\}")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-z]*\}")
@@ -26,8 +26,11 @@ _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{_KNOWN})(?![A-Za-z]))[A-Za-z]{{3,}}"
 _SENTENCE = re.compile(r"\n|(?<=[^\d\s])\. |\.\s+(?=[A-Z])")
 _BETWEEN = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
 _SHORT_UNITS = "mm|cm|dm|km|mg|kg|ml|cl|ft|yd|mi|lb|oz|hr|hz|kb|mb|gb|am|pm"
+# Of another base, or a date: the digits as they are, and no product or difference.
+_DIGITS = re.compile(r"[\dA-Z]+_\{?\d+\}?|0[xX][\da-fA-F]+|\d{4}-\d\d?-\d\d?|\d\d?[/.]\d\d?[/.]\d{4}")
 _UNIT = re.compile(
-    rf"(?<=[\d}}\])iα-ω])\s*((?:\\(?:text|mathrm|mbox|textbf)\s?\{{[^{{}}]*\}}|\^\{{?\\circ\}}?|(?<![\\A-Za-z])(?:{_SHORT_UNITS})(?![A-Za-z])"
+    rf"(?<=[\d}}\])iα-ω])\s*((?:\\(?:text|mathrm|mbox|textbf)\s?\{{[^{{}}]*\}}|\^\{{?\\circ\}}?(?:[ ]?[CF](?![A-Za-z]))?"
+    rf"|(?<![\\A-Za-z])(?:(?:{_SHORT_UNITS})(?:/[A-Za-z]{{1,4}})?|m/s)(?![A-Za-z])"
     r"|(?<![\\A-Za-z])[A-Za-z]{3,}(?:[ /][A-Za-z]+)*)(?:\^\{?[23]\}?)?)$",
     re.IGNORECASE,
 )
@@ -91,7 +94,7 @@ def _read(text: str) -> MathAnswer | None:
     text = _clean(_FENCED.sub(lambda found: next(part for part in found.groups() if part is not None), inner))
     if number := read_number(text):
         return MathAnswer(text, number)
-    if re.fullmatch(r"[\dA-Z]+_\{?\d+\}?", text):  # of another base: the digits as they are
+    if _DIGITS.fullmatch(text):
         return MathAnswer(text, words=re.sub(r"[{}]", "", text).casefold())
     bare = _TEXT.sub(r" \1 ", text)
     said = _TEXT.fullmatch(text) or not re.search(r"[\d\\=<>^+*/]", bare)

@@ -30,11 +30,12 @@ _NUMBER = re.compile(
     )(?:[ ]?{_CURRENCY}(?!\d))? ([ ]?(?:\\?%|per[ ]?cent\b))?""",
     re.VERBOSE,
 )
+_SIGNS = str.maketrans("\N{FRACTION SLASH}\N{MINUS SIGN}\N{EN DASH}", "/--")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _RECURRING = re.compile(r"(\d{1,30})\.(\d{0,30})\\(?:overline|bar)\s?\{(\d{1,30})\}")
 # What makes a number part of an expression: it is no answer by itself.
 _BEFORE = re.compile(r"(?:√|\\sqrt(?:\[\d{0,9}\])?\{?|\^\{?|_\{?|\\log|\\ln)[ ]?$")
-_AFTER = re.compile(r"[ ]?(?:\\pi|π|\\sqrt|√|\^|\\times|\\cdot|\{?\\[cdt]?frac)")
+_AFTER = re.compile(r"[ ]?(?:\\pi|π|\\sqrt|√|\^(?!\{?\\circ)|\\times|\\cdot|\{?\\[cdt]?frac)")
 _WRAPPED = re.compile(r"\$\$(.*)\$\$|\$((?:[^$\\]|\\.)*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;.]*")
@@ -88,9 +89,14 @@ def last_number(text: str) -> Number | None:
 
 def _plain(text: str) -> str:
     """One sign for minus, and ½ as 1/2."""
-    spelled = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
-    spelled = _RECURRING.sub(_as_fraction, spelled)
-    return spelled.replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-").strip()
+    spelled = _VULGAR.sub(_as_digits, text)
+    return _RECURRING.sub(_as_fraction, spelled).translate(_SIGNS).strip()
+
+
+def _as_digits(found: re.Match[str]) -> str:
+    """½ as 1/2, apart from a digit before it."""
+    beside = found.string[max(0, found.start() - 1)].isdigit()
+    return " " * beside + unicodedata.normalize("NFKC", found[0])
 
 
 def _as_fraction(found: re.Match[str]) -> str:
@@ -218,5 +224,5 @@ def gold_number(answer: Any) -> Number | None:
 def _in_mark(text: str) -> Number | None:
     """The number of a marked answer: behind its last equals sign, with words around it, but in no expression."""
     text = text.rpartition("=")[2]
-    beside = _NUMBER.sub("", re.sub(r"\\(?:text|mathrm)\s?\{[^{}]*\}", "", _plain(text)))
+    beside = _NUMBER.sub("", re.sub(r"\\(?:text|mathrm)\s?\{[^{}]*\}|\^\{?\\circ\}?", "", _plain(text)))
     return read_number(text) or (None if re.search(r"[\d\\*^_√π+/]", beside) else last_number(text))

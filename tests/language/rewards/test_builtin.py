@@ -117,6 +117,14 @@ def test_exact(completion, answer, reward):
         ("1000002", "1000000", 0),
         ("0.0000005", "0", 0),
         ("0.00001", "0", 0),
+        ("It is -\N{VULGAR FRACTION ONE HALF}.", "-1/2", 1),
+        ("It is -\N{VULGAR FRACTION ONE HALF}.", "1/2", 0),
+        ("2 \N{VULGAR FRACTION ONE HALF}", "2.5", 1),
+        ("It is \N{EN DASH}5.", "-5", 1),
+        ("It is \N{EN DASH}5.", "5", 0),
+        ("pages 3\N{EN DASH}5", "5", 1),
+        ("so 90^\\circ", "90", 1),
+        ("\\boxed{90^{\\circ}}", "90", 1),
     ],
 )
 def test_numeric(completion, answer, reward):
@@ -279,6 +287,15 @@ def test_numeric_is_quick_on_a_megabyte_of_digits():
         ("5", "x = 3 = 5)", None),
         ("???", "???", None),
         ("42", None, None),
+        ("2021", "2024-01-02", 0),
+        ("It is 2024-01-02.", "2024-01-02", 1),
+        ("0", "0x10", 0),
+        ("0x10", "0", 0),
+        ("5", "5 km/h", 1),
+        ("5 km/h", "5", 1),
+        ("5 m/s", "5 km/h", 0),
+        ("\\boxed{20^\\circ C}", "20", 1),
+        ("20^\\circ F", "20^\\circ C", 0),
     ],
 )
 def test_math(completion, answer, reward):
@@ -401,7 +418,9 @@ def test_math_does_not_compute_what_a_policy_makes_huge(text):
     assert time.process_time() - begin < 5.0
 
 
-@pytest.mark.parametrize("text", ["$", "answer is ", "$1$ ", "\\boxed{", "<answer>", "{", "the ", "\\frac{", "1,11", "1:"])
+@pytest.mark.parametrize(
+    "text", ["$", "answer is ", "$1$ ", "\\boxed{", "<answer>", "{", "the ", "\\frac{", "1,11", "1:", "\\( a ", "\\["]
+)
 def test_math_and_numeric_are_quick_on_long_text(text):
     begin = time.process_time()
     long = text * (300_000 // len(text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import time
 import zlib
 
 import pytest
@@ -13,14 +14,14 @@ from judged_programs import FAKED, FAKES, FORMS, LCB, REFUSED, ROWS, TASKS
 from psigrad.errors import UserError
 from psigrad.language.rewards import Failed, RewardPool, RewardSpec, Samples, Scored
 from psigrad.language.rewards.code import Code, program_of, same_output, whole_program
-from psigrad.language.rewards.code_asserts import taken_apart
+from psigrad.language.rewards.code_asserts import take_apart
 from psigrad.language.rewards.code_rows import Printed, read_tests
 from psigrad.language.rewards.code_values import allclose, same
 
 
 @pytest.mark.parametrize(("source", "inside", "right", "wrong"), FORMS, ids=[form[0][-40:] for form in FORMS])
 def test_only_calls_go_into_the_sandbox(source, inside, right, wrong):
-    checks, _ = taken_apart(source)
+    checks, _ = take_apart(source)
     sent = [one for check in checks for one in check.expressions]
     if "randint" not in source:
         assert sent == inside
@@ -50,11 +51,11 @@ def test_values_are_judged_with_bounds_and_tolerance():
     assert not same([1], (1,)) and not same("1", 1) and same(1, 1.0) and same({1, 2}, {2, 1}) and not same(2.9999999999999996, 3)
     assert not allclose([], 5.0) and not allclose([], [1.0]) and not allclose(1.0, [1.0, 1.0]) and allclose([1.0], [1.0 + 1e-6])
     with pytest.raises(TypeError):
-        taken_apart("assert f(1) * 'ab' == 'ab'")[0][0].judge(10**9)
+        take_apart("assert f(1) * 'ab' == 'ab'")[0][0].judge(10**9)
     with pytest.raises(TypeError):
-        taken_apart("assert f(1) % 5 == 1")[0][0].judge("%1000000000d")
+        take_apart("assert f(1) % 5 == 1")[0][0].judge("%1000000000d")
     with pytest.raises(TypeError):
-        taken_apart("assert 2 ** f(1) == 1")[0][0].judge(10**9)
+        take_apart("assert 2 ** f(1) == 1")[0][0].judge(10**9)
 
 
 def test_output_is_compared_by_words_and_decimals_by_tolerance():
@@ -88,6 +89,8 @@ def test_the_program_of_a_completion():
     assert program_of("So:\n```python\nx = 1\n") == "x = 1\n", "a fence that was never closed"
     assert program_of("```python\nx = 1\n```\nor\n```\n$ ls\n```") == "x = 1\n"
     assert program_of("x = 1") == "x = 1"
+    begin = time.process_time()
+    assert program_of("~" * 100_000) == "~" * 100_000 and time.process_time() - begin < 1.0
     prompt = "import math\ndef helper(x):\n    return x\n\ndef f(x):\n    '''Square.'''\n"
     assert whole_program("    return x * x", prompt, "f") == prompt + "    return x * x"
     assert whole_program("```python\ndef f(x): return x\n```", prompt, "f") == f"{prompt}\n\ndef f(x): return x\n"
