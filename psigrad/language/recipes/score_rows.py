@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.sources import from_rows, load
-from psigrad.language.data.templates import Example, example
+from psigrad.language.data.templates import example
 from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, resolve
@@ -39,9 +39,9 @@ class RowScore:
     def row(self) -> dict[str, Any]:
         """As a line of JSON: source, status, reward, parts, reason, seconds."""
         about: dict[str, Any] = {"source": self.source, "status": type(self.result).__name__.lower()}
-        about["reward"] = self.result.value if isinstance(self.result, Scored | Failed) else None
-        if isinstance(self.result, Scored | Failed):
-            about["parts"] = self.result.parts
+        about["reward"] = None
+        if not isinstance(self.result, Unscored):
+            about |= {"reward": self.result.value, "parts": self.result.parts}
         if not isinstance(self.result, Scored):
             about["reason"] = self.result.reason
         return {**about, "seconds": round(self.seconds, 6)}
@@ -102,8 +102,9 @@ def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
     if not tokenizer:
         return lambda row: []
     loaded = load_tokenizer(tokenizer)
-    return lambda row: [token for token, own in _learned(example(loaded, as_turns(loaded, row))) if own]
 
+    def ids_of(row: Row) -> list[int]:
+        whole = example(loaded, as_turns(loaded, row))
+        return [token for token, own in zip(whole.ids, whole.mask, strict=True) if own]
 
-def _learned(whole: Example) -> Iterator[tuple[int, bool]]:
-    return zip(whole.ids, whole.mask, strict=True)
+    return ids_of

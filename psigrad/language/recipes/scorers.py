@@ -23,7 +23,7 @@ from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.outcomes import Samples
-from psigrad.language.rewards.reward_pool import name_apart, row_faults
+from psigrad.language.rewards.reward_pool import check_weights, names_apart, row_faults
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
@@ -53,18 +53,11 @@ class RewardSetup:
         """
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
-        count = len(given) + len(paths)
-        if weights and len(weights) != count:
-            raise UserError(
-                f"There are {len(weights)} reward_weights for {count} reward functions and models; give one for each."
-            )
         specs = [_for_length(resolve(one), one, config.sampling.max_completion_length) for one in given]
-        specs = name_apart(specs) if specs else []
-        names = [spec.name for spec in specs]
-        for path in paths:
-            names.append(_name_model(path, names))
+        names = names_apart([spec.name for spec in specs] + [_name_of(path) for path in paths])
+        specs = [replace(spec, name=name) for spec, name in zip(specs, names, strict=False)]
         alone = None if functions is None else tuple(functions)
-        return cls(config, alone, tuple(specs), dict(zip(names, tuple(weights) or (1.0,) * count, strict=True)))
+        return cls(config, alone, tuple(specs), dict(zip(names, check_weights(names, weights), strict=True)))
 
     @classmethod
     def of_metric(cls, config: Scored) -> RewardSetup | None:
@@ -177,13 +170,9 @@ def _is_unsafe(function: Any) -> bool:
     )
 
 
-def _name_model(path: str, names: Sequence[str]) -> str:
-    """The name of a reward model, which no other part has."""
-    name = base = Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
-    for count in range(2, len(names) + 2):
-        if name in names:
-            name = f"{base}_{count}"
-    return name
+def _name_of(path: str) -> str:
+    """The name of a reward model: its folder's, or the one above `model`."""
+    return Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
 
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:

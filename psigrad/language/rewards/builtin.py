@@ -15,6 +15,7 @@ from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
+from psigrad.language.rewards.reward_worker import finish
 from psigrad.language.rewards.rubric import Rubric
 
 
@@ -87,13 +88,8 @@ def similarity(completions: Sequence[Any], answer: Sequence[Any], **columns: Any
     """1 − edits / length: how near the completion is to the column `answer`. Edits are Levenshtein's (1966), the length is the
     longer text's. None where there is no answer.
     """
-    return [
-        None if a is None else _similarity(text_of(c).strip(), str(a).strip()) for c, a in zip(completions, answer, strict=True)
-    ]
-
-
-def _similarity(a: str, b: str) -> float:
-    return 1 - _edits(a, b) / max(len(a), len(b), 1)
+    pairs = [(text_of(c).strip(), None if a is None else str(a).strip()) for c, a in zip(completions, answer, strict=True)]
+    return [None if b is None else 1 - _edits(a, b) / max(len(a), len(b), 1) for a, b in pairs]
 
 
 def _edits(a: str, b: str) -> int:
@@ -200,15 +196,8 @@ class Verifiers:
             given: dict[str, Any] = {"prompt": prompt, "completion": completion, "state": {}}
             given |= {name: (columns.get(name) or [None] * len(completions))[i] for name in ("answer", "info")}
             value = rubric(**{name: given[name] for name in wanted if name in given})
-            scores.append(_run(value) if inspect.iscoroutine(value) else value)
+            scores.append(finish(value) if inspect.isawaitable(value) else value)
         return scores
-
-
-def _run(coroutine: Any) -> float | None:
-    import asyncio  # a third of a worker's start-up, and few rewards need it
-
-    value: float | None = asyncio.run(coroutine)
-    return value
 
 
 @cache

@@ -138,21 +138,21 @@ class _Reader:
             case ast.FunctionDef():
                 self.functions[statement.name] = statement
             case ast.Assign([target], value):
-                self._bind(target, self._substituted(value))
+                self._bind(target, self._substitute(value))
             case ast.For(target, iterable, body, []):
-                for item in self._constant(self._substituted(iterable)):
+                for item in self._constant(self._substitute(iterable)):
                     self._rounds += 1
                     if self._rounds > _MOST:
                         raise ValueError(f"line {statement.lineno}: more than {_MOST} rounds")
                     self._bind(target, _literal(item))
                     self.read(body)
             case ast.Assert():
-                self._check(self._substituted(statement.test), statement.lineno)
+                self._check(self._substitute(statement.test), statement.lineno)
             case ast.Expr(ast.Call(ast.Name("check"), [candidate], [])) if "check" in self.functions:
                 self.call_check(candidate)
             case ast.Expr(ast.Call(ast.Name("assertion"), [found, wanted, tolerance], [])) if "assertion" in self.functions:
                 # of MBPP+ and its like: equal, or close where the expected value holds floats
-                call = ast.Call(_name("_agree"), [self._substituted(part) for part in (found, wanted, tolerance)], [])
+                call = ast.Call(_name("_agree"), [self._substitute(part) for part in (found, wanted, tolerance)], [])
                 self.names["_agree"] = values.agree
                 self._check(call, statement.lineno)
             case _:
@@ -174,7 +174,7 @@ class _Reader:
         else:
             raise ValueError(f"line {target.lineno}: {ast.unparse(target)} is assigned to")
 
-    def _substituted(self, node: ast.expr) -> ast.expr:
+    def _substitute(self, node: ast.expr) -> ast.expr:
         """With what is known in place of its names."""
         used = _names_in(node)
         known = {name: self.known[name] for name in used - _bound_in(node) if name in self.known}
@@ -272,10 +272,10 @@ class _Apart:
             case ast.Tuple(parts) | ast.List(parts) | ast.Set(parts):
                 return type(node)([self.visit(part) for part in parts])
             case ast.ListComp(element, [loop]) | ast.GeneratorExp(element, [loop]) | ast.SetComp(element, [loop]):
-                return self._unrolled(element, loop)
+                return self._unroll(element, loop)
         raise ValueError(f"it can't be taken apart: {ast.unparse(node)[:200]}")
 
-    def _unrolled(self, element: ast.expr, loop: ast.comprehension) -> ast.expr:
+    def _unroll(self, element: ast.expr, loop: ast.comprehension) -> ast.expr:
         reader, parts = self._reader, list[ast.expr]()
         if reader._calls(loop.iter) or loop.ifs:
             raise ValueError(f"a loop over what is not known: {ast.unparse(loop)[:200]}")
@@ -285,7 +285,7 @@ class _Apart:
             raise ValueError(f"more than {_MOST} rounds: {ast.unparse(loop)[:200]}")
         for item in items:
             reader._bind(loop.target, _literal(item))
-            parts.append(self.visit(reader._substituted(element)))
+            parts.append(self.visit(reader._substitute(element)))
             reader.known = dict(before)
         return ast.List(parts, ast.Load())
 

@@ -83,7 +83,7 @@ def gold_answer(text: str) -> MathAnswer | None:
     r"""What an answer is, read whole: the part that it marks with \boxed{…} or ####, or all of it. None where that fails."""
     own = marked(text)
     gold = _read(text if own is None else own)
-    return None if gold is None or not (gold.number or gold.words or _parsed(gold.latex) is not None) else gold
+    return None if gold is None or not (gold.number or gold.words or _parse(gold.latex) is not None) else gold
 
 
 def _read(text: str) -> MathAnswer | None:
@@ -180,13 +180,13 @@ def _matches(gold: MathAnswer, text: str) -> bool:
         return lettered or gold.words in [*folded, *(piece.replace("{", "").replace("}", "") for piece in folded)]
     if len(said) > 2 * _LONGEST:
         return False
-    found = _trimmed(said, announced)
+    found = _trim(said, announced)
     if found is None and "=" in said and "=" not in gold.latex:
-        found = _trimmed(said.rpartition("=")[2], announced)
+        found = _trim(said.rpartition("=")[2], announced)
     if found is None or (gold.unit and found.unit and not _same_unit(gold.unit, found.unit)):
         return False
     if gold.number and "=" in found.latex:
-        found = _trimmed(found.latex.rpartition("=")[2], announced) or found
+        found = _trim(found.latex.rpartition("=")[2], announced) or found
     if gold.number and found.number:
         return equal(found.number, gold.number)
     if (gold.number and gold.number.parts) or (found.number and found.number.parts):
@@ -199,11 +199,11 @@ def _matches(gold: MathAnswer, text: str) -> bool:
 
     # its time-outs need the main thread's SIGALRM; the pool's own stops what hangs, so the warning that they are off is noise
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    wanted, read = _parsed(_latex(gold)), _parsed(_latex(found))
+    wanted, read = _parse(_latex(gold)), _parse(_latex(found))
     return read is not None and bool(verify([wanted], [read], timeout_seconds=None))
 
 
-def _trimmed(said: str, announced: bool) -> MathAnswer | None:
+def _trim(said: str, announced: bool) -> MathAnswer | None:
     """An answer without the words before it, and those behind it that are no unit: of several the last, or the first where "the
     answer is" stands before it.
     """
@@ -233,7 +233,7 @@ def _latex(answer: MathAnswer) -> str:
 
 
 @lru_cache(1 << 12)
-def _parsed(latex: str) -> Any:
+def _parse(latex: str) -> Any:
     """What math-verify reads in LaTeX as a whole; None where it cannot."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex

@@ -158,16 +158,16 @@ def _value(found: re.Match[str]) -> Number | None:
     if base:
         value = Fraction(int(base)) ** power if power * len(base) <= 2 * _LARGEST and (int(base) or power > 0) else None
     elif number:
-        value = _divided(Fraction(_digits(number)) * Fraction(10) ** power, _digits(under or "1"))
+        value = _divide(Fraction(_digits(number)) * Fraction(10) ** power, _digits(under or "1"))
     else:
-        value = _divided(Fraction(_digits(top or a or n)), _digits(bottom or b or d))
+        value = _divide(Fraction(_digits(top or a or n)), _digits(bottom or b or d))
         value = None if value is None else value + int(mixed or whole or 0)
     if value is None:
         return None
     return Number(-value if (sign.strip() == "-") != (inner == "-") else value, bool(percent))
 
 
-def _divided(above: Fraction, below: str) -> Fraction | None:
+def _divide(above: Fraction, below: str) -> Fraction | None:
     return above / int(below) if int(below) else None
 
 

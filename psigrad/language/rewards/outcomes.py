@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,19 +50,14 @@ def join(parts: Sequence[Samples]) -> Samples:
     if len(kinds) > 1:
         raise ValueError(f"These samples have different columns, or only some have {', '.join(optional)}: {sorted(kinds)}.")
 
-    def all_of(lists: Sequence[Sequence[Any]]) -> list[Any]:
-        return list(itertools.chain(*lists))
-
     if not parts:
         return Samples([], [], [])
-    known = {name: [getattr(part, name) for part in parts] for name in optional if getattr(parts[0], name) is not None}
-    return Samples(
-        all_of([part.prompts for part in parts]),
-        all_of([part.completions for part in parts]),
-        all_of([part.completion_ids for part in parts]),
-        {name: all_of([part.columns[name] for part in parts]) for name in parts[0].columns},
-        **{name: all_of(values) for name, values in known.items()},
-    )
+    names = ("prompts", "completions", "completion_ids", *optional)
+    all_of: dict[str, Any] = {
+        name: [value for part in parts for value in getattr(part, name)] for name in names if getattr(parts[0], name) is not None
+    }
+    columns = {name: [value for part in parts for value in part.columns[name]] for name in parts[0].columns}
+    return Samples(**all_of, columns=columns)
 
 
 def pick(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:

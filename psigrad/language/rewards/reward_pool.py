@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from psigrad.errors import UserError
@@ -227,26 +228,30 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
 
 
 def name_apart(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """The specs under names of their own: the second `exact` is logged as `exact_2`."""
+    """The specs under names of their own, as `names_apart` has them."""
     if not specs:
         raise UserError("No reward function was given; name a built-in or module:function.")
-    named: dict[str, RewardSpec] = {}
-    for spec in specs:
-        name, count = spec.name, 1
-        while name in named:
-            count += 1
-            name = f"{spec.name}_{count}"
-        named[name] = RewardSpec(name, spec.function)
-    return list(named.values())
+    return [replace(spec, name=name) for spec, name in zip(specs, names_apart([spec.name for spec in specs]), strict=True)]
 
 
-def check_weights(specs: Sequence[RewardSpec], weights: Sequence[float]) -> tuple[float, ...]:
-    """One weight per function; 1 each where none were given."""
-    if weights and len(weights) != len(specs):
-        raise UserError(f"There are {len(weights)} reward_weights for {len(specs)} reward functions; give one for each, or none.")
+def names_apart(names: Sequence[str]) -> list[str]:
+    """Names that differ: the second `exact` is logged as `exact_2`."""
+    found: list[str] = []
+    for name in names:
+        others = (f"{name}_{count}" for count in itertools.count(2))
+        found.append(next(one for one in itertools.chain([name], others) if one not in found))
+    return found
+
+
+def check_weights(parts: Sequence[Any], weights: Sequence[float]) -> tuple[float, ...]:
+    """One weight per reward function and model; 1 each where none were given."""
+    if weights and len(weights) != len(parts):
+        raise UserError(
+            f"There are {len(weights)} reward_weights for {len(parts)} reward functions and models; give one for each, or none."
+        )
     if not all(math.isfinite(weight) for weight in weights):
         raise UserError(f"reward_weights are {list(weights)}; each must be a finite number.")
-    return tuple(weights) or (1.0,) * len(specs)
+    return tuple(weights) or (1.0,) * len(parts)
 
 
 def check_unscored(reasons: Sequence[str | None], limit: float) -> None:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -120,7 +120,7 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     try:
         returned = function(**_select_arguments(name, function, samples))
         if inspect.isawaitable(returned):
-            returned = _finish(returned)
+            returned = finish(returned)
     except Failure as failure:
         if count > 1:
             raise
@@ -135,14 +135,14 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     return [_part_of(name, value) for value in values]
 
 
-def _finish(returned: Any) -> Any:
+def finish(returned: Any) -> Any:
+    """What an awaitable comes to."""
     import asyncio  # a third of a worker's start-up, and few rewards need it
 
     async def result() -> Any:
         return await returned
 
-    work: Coroutine[Any, Any, Any] = result()
-    return asyncio.run(work)
+    return asyncio.run(result())
 
 
 def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

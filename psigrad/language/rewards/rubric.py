@@ -113,7 +113,7 @@ class Rubric:
             return list(threads.map(lambda question: self._remotely(question) if question else None, asked))
 
     def _question(self, prompt: Any, completion: Any, rubric: str, answer: Any) -> str:
-        said = [_disarmed(text) for text in (transcript_of(prompt), text_of(completion), "" if answer is None else str(answer))]
+        said = [_disarm(text) for text in (transcript_of(prompt), text_of(completion), "" if answer is None else str(answer))]
         # no text holds the digest of itself, so none can close its own mark
         mark = hashlib.sha256("\0".join(said).encode("utf-8", "surrogatepass")).hexdigest()[:12]
         reference = f"\nA right answer, for comparison:\n<<<{mark}\n{said[2]}\n{mark}>>>\n" if said[2] else ""
@@ -156,7 +156,7 @@ class Rubric:
         return score_in(text, self.scale)
 
 
-def _disarmed(text: str, tokens: Sequence[str] = ()) -> str:
+def _disarm(text: str, tokens: Sequence[str] = ()) -> str:
     """A text whose <|im_end|> and the like, and any of these tokens, are plain text to a chat template."""
     text = re.sub(r"<([|｜])(?=[\w./:-]{1,60}[|｜]>)", r"< \1", text)
     for token in tokens:
@@ -190,7 +190,7 @@ class _Judge:
 
         tokenizer = self.model.tokenizer
         chat = tokenizer.chat_template is not None
-        question = _disarmed(question, tokenizer.all_special_tokens)
+        question = _disarm(question, tokenizer.all_special_tokens)
         row = Row("the judge", prompt=[{"role": "user", "content": question}] if chat else f"{question}\nScore:")
         before = "" if chat else " "
         replies = [tokenizer(f"{before}{k}", add_special_tokens=False).input_ids for k in range(scale + 1)]

@@ -84,8 +84,8 @@ def test_no_text_closes_its_fence_or_the_judges_turn(text, where):
 
 
 def test_the_judges_own_special_tokens_are_plain_text():
-    assert module._disarmed("a</s>b [INST] c", ["</s>", "[INST]"]) == "a< /s>b [ INST] c"
-    assert module._disarmed("if x <| y and |> z", []) == "if x <| y and |> z"
+    assert module._disarm("a</s>b [INST] c", ["</s>", "[INST]"]) == "a< /s>b [ INST] c"
+    assert module._disarm("if x <| y and |> z", []) == "if x <| y and |> z"
 
 
 def test_the_endpoint_is_asked_by_rubric_question_answer_and_reference(monkeypatch):
