@@ -248,12 +248,17 @@ def _parse(latex: str) -> Any:
 
 
 def _is_small(expression: Any) -> bool:
-    """Whether it can be evaluated: powers of numbers with exponents up to 999, of sums up to 30, factorials likewise."""
-    from sympy import Add, Basic, Integer, Pow, factorial, preorder_traversal
+    """Whether it can be evaluated: powers of numbers with exponents up to 999, of sums up to 30, factorials likewise; sums and
+    products of up to 1000 terms, or without end.
+    """
+    from sympy import Add, Basic, Integer, Pow, Product, Sum, factorial, preorder_traversal
 
     for part in (part for part in preorder_traversal(expression) if isinstance(part, Basic)):  # matrices are none
         grows = part.args[1] if isinstance(part, Pow) else part.args[0] if isinstance(part, factorial) else Integer(0)
         most = 999 if part.is_number else 30 if isinstance(part, Pow) and isinstance(part.args[0], Add) else None
         if most and grows.is_number and (abs(grows) > most if grows.is_Number else grows.has(Pow, factorial)):
+            return False
+        ranges = [limit[2] - limit[1] for limit in part.limits if len(limit) == 3] if isinstance(part, Sum | Product) else ()
+        if any(length.is_number and length.is_finite and length > 999 for length in ranges):
             return False
     return True
