@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -258,6 +259,10 @@ def _is_small(expression: Any) -> bool:
         most = 999 if part.is_number else 30 if isinstance(part, Pow) and isinstance(part.args[0], Add) else None
         if most and grows.is_number and (abs(grows) > most if grows.is_Number else grows.has(Pow, factorial)):
             return False
+        if isinstance(part, Pow) and isinstance(part.args[0], Add) and grows.is_Integer:
+            others = len(part.args[0].args) - 1
+            if math.comb(others + abs(int(grows)), others) > 500:  # as many terms has the power of a sum
+                return False
         ranges = [limit[2] - limit[1] for limit in part.limits if len(limit) == 3] if isinstance(part, Sum | Product) else ()
         if any(length.is_number and length.is_finite and length > 999 for length in ranges):
             return False
