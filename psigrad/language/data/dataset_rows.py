@@ -140,16 +140,6 @@ def role_of(message: Mapping[str, Any]) -> str:
     return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
 
 
-def text_of_content(content: Any) -> Any:
-    """The text of content in parts, where all of them are text; any other content as it is."""
-    if not isinstance(content, list) or not content:
-        return content
-    texts: list[Any] = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part for part in content
-    ]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
-
-
 def name_columns(raw: Mapping[str, Any]) -> str:
     """The columns of a row, for a message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
