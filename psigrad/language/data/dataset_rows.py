@@ -348,8 +348,11 @@ class _Check:
                 if not math.isfinite(number):
                     self.fail(path, f"is {float(number)}; numbers must be finite (use null for a missing one)")
         self.tools(columns.get("tools"))
-        if not isinstance(columns.get("chat_template_kwargs") or {}, Mapping):
-            self.fail("chat_template_kwargs", f"is {_kind(columns['chat_template_kwargs'])}; it must be an object")
+        kwargs = columns.get("chat_template_kwargs") or {}
+        if not isinstance(kwargs, Mapping):
+            self.fail("chat_template_kwargs", f"is {_kind(kwargs)}; it must be an object")
+        if kwargs.get("tools") is not None:
+            self.fail("chat_template_kwargs.tools", "would not be read; give tools in a column of that name")
 
     def tools(self, value: object) -> None:
         try:
@@ -358,6 +361,9 @@ class _Check:
             self.fail("tools", f"is a string that is not JSON ({error}); it must be a list of tool schemas")
         if value is not None and not isinstance(value, list):
             self.fail("tools", f"is {_kind(value)}; it must be a list of tool schemas")
+        for i, tool in enumerate(value or ()):
+            if not isinstance(tool, Mapping):
+                self.fail(f"tools[{i}]", f"is {_kind(tool)}; a tool is an object, its JSON schema")
 
 
 def _depth(value: object) -> int:

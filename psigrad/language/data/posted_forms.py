@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from psigrad.errors import nearest
+from psigrad.errors import UserError, nearest
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message, join_parts
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns, role_of, show
@@ -54,6 +54,8 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         return str(value)
 
     renamed = {name: new for name, new in columns.items() if not _is_template(new)}
+    if len(twice := [name for name, new in renamed.items() if list(columns.values()).count(new) > 1]) > 1:
+        raise UserError(f"The columns {', '.join(twice)} are all renamed {columns[twice[0]]}; rename one of them.")
     made = {new: at(name, new) for name, new in renamed.items()}
     made |= {name: _FIELD.sub(fill, text) for name, text in columns.items() if _is_template(text)}
     return {**{name: value for name, value in row.items() if name not in renamed}, **made}

@@ -155,6 +155,43 @@ def test_content_parts_of_text_are_one_text(plain_chatml: PreTrainedTokenizerFas
     assert sft(parts, BOT).messages == sft(USER, BOT).messages
 
 
+def test_a_part_that_names_no_type_is_text(plain_chatml: PreTrainedTokenizerFast) -> None:
+    assert texts(plain_chatml, sft(USER, {**BOT, "content": [{"text": "the "}, {"text": "cat", "type": None}]})) == [
+        "the cat<|im_end|>"
+    ]
+    with pytest.raises(RowError, match=r"messages\[0\].content\[0\]' has no text"):
+        sft({**USER, "content": [{"image_url": "a.png"}]}, BOT)
+
+
+def test_a_call_without_words_leaves_no_word_in_a_template_of_parts(build: Build) -> None:
+    content = "(m['content'] or '')"
+    tokenizer = build(
+        SHOWS_CALLS.replace(content, "''").replace("}}{% if m", "}}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% if m")
+    )
+    (text,) = texts(tokenizer, sft(USER, call({"city": "Rome"})))
+    assert text == '[{"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}]<|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("columns", "message", "said"),
+    [
+        ({"tools": ["f"]}, BOT, r"'tools\[0\]' is a string; a tool is an object"),
+        ({"tools": '[{}, "f"]'}, BOT, r"'tools\[1\]' is a string; a tool is an object"),
+        (
+            {"chat_template_kwargs": {"tools": [{}]}},
+            BOT,
+            "'chat_template_kwargs.tools' would not be read; give tools in a column",
+        ),
+        ({}, {**BOT, "reasoning": {"effort": "low"}}, r"'messages\[1\].reasoning' is \{'effort': 'low'\}; .* must be a string"),
+        ({}, call([]), r"'messages\[1\].tool_calls\[0\].function.arguments' is \[\]; it must be an object"),
+        ({}, call(0), r"'messages\[1\].tool_calls\[0\].function.arguments' is 0; it must be an object"),
+    ],
+)
+def test_what_would_be_lost_or_break_a_template_is_refused_by_place(columns: Any, message: Any, said: str) -> None:
+    with pytest.raises(RowError, match=said):
+        sft(USER, message, **columns)
+
+
 def test_a_system_prompt_without_a_place_stands_before_the_users_turn(build: Build) -> None:
     strict = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
     tokenizer = build(strict)

@@ -255,3 +255,9 @@ def test_the_beginning_of_an_answer_is_continued(template: str, request: pytest.
     built = example(tokenizer, row)
     assert tokenizer.decode(built.ids) == f"{head} sat<|im_end|>\n"
     assert tokenizer.decode([i for i, trained in zip(built.ids, built.mask, strict=True) if trained]) == " sat<|im_end|>"
+
+
+def test_two_columns_cannot_have_one_name() -> None:
+    with pytest.raises(UserError, match="The columns a, b are all renamed prompt; rename one of them"):
+        from_rows([{"a": "1", "b": "2"}], "prompt-only", columns={"a": "prompt", "b": "prompt"})
+    assert map_columns({"a": 1, "b": 2}, {"a": "b", "b": "a"}, "x:1") == {"a": 2, "b": 1}, "two may change places"

@@ -35,6 +35,8 @@ def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
             fail(f"{where}.{name}", f"is {read[name]!r}; a turn is trained (1 or true) or not (0 or false)")
         if read[name] and read.get("role") != "assistant":
             fail(f"{where}.{name}", f"is {read[name]!r} in the turn of another role; only the assistant's turns are trained")
+    for name in (name for name in REASONING if not isinstance(read.get(name, ""), str)):
+        fail(f"{where}.{name}", f"is {read[name]!r}; what was thought must be a string")
     calls = read.get("tool_calls")
     if calls == []:
         del read["tool_calls"]
@@ -86,7 +88,7 @@ def _call(call: object, where: str, fail: Fail) -> Message:
         function = {key: made.pop(key) for key in ("name", "arguments") if key in made}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         fail(f"{where}.function", "must be an object with the 'name' of a function and its 'arguments'")
-    arguments = function.get("arguments") or {}
+    arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
