@@ -124,7 +124,7 @@ def rows_of(raw: object, form: str, source: str) -> list[Row]:
     ]
 
 
-def fitting(raw: object) -> str:
+def find_form(raw: object) -> str:
     """The form that a row as read fits, one with more columns before one with fewer; empty where it fits none."""
     for form in FORMS:
         with contextlib.suppress(RowError):

@@ -196,9 +196,9 @@ def for_model(
 def as_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """The row with its plain prompt as one user turn, and its plain answers as the assistant's, where the tokenizer has a chat
     template. A prompt with special tokens in it has been rendered already and stays as it is. Without a template the text of a
-    system column goes before the prompt.
+    system column goes before the prompt. A row that was read so stays as it is.
     """
-    if not isinstance(row.prompt, str):
+    if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row
     _, system = system_of(row.columns)
     was_rendered = tokenizer is not None and specials_of(tokenizer).pattern.search(row.prompt)

@@ -79,10 +79,7 @@ class ModelScorer:
         a template may write more than the token at which sampling stops, and a completion that was cut has no end. Or the row as
         it is written, where the policy's tokens are others, or the template would begin the answer otherwise.
         """
-        plain = isinstance(row.prompt, str)
-        if plain not in self._ends:
-            self._ends[plain] = answer_end(self.model.tokenizer, plain) if self.same_tokens and own else None
-        end = self._ends[plain]
+        end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
             return [], judged_ids(self.model, row)
         if not end:
@@ -94,7 +91,7 @@ class ModelScorer:
 
     @cached_property
     def _ends(self) -> dict[bool, list[int] | None]:
-        return {}
+        return {plain: answer_end(self.model.tokenizer, plain) for plain in (True, False)}
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
