@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +22,7 @@ from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import load
 from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading.chat_settings import settle_chat
+from psigrad.language.recipes.row_limits import tell_translations
 
 Build = Callable[..., PreTrainedTokenizerFast]
 USER, BOT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}
@@ -295,3 +298,23 @@ def test_an_answer_begun_in_the_prompt_is_trained_from_there_on(plain_chatml: Pr
     prompt = prompt_ids(plain_chatml, row)
     assert built.ids[: len(prompt)] == prompt and built.mask.index(True) == len(prompt)
     assert texts(plain_chatml, row) == ["cat<|im_end|>"]
+
+
+@pytest.mark.parametrize("more", [{"reasoning_content": "two"}, {"tool_calls": call({})["tool_calls"]}])
+def test_an_answer_begun_with_more_than_words_is_refused(more: Any, plain_chatml: PreTrainedTokenizerFast) -> None:
+    """Only words can be continued: a thought or a call beside them would be nowhere in the prompt."""
+    begun = {"prompt": [USER, {**BOT, **more}]}
+    with pytest.raises(
+        RowError, match=rf"my.jsonl:7: column 'prompt\[1\].{next(iter(more))}' is in a turn that the answer goes on"
+    ):
+        prompt_ids(plain_chatml, validate(begun, "prompt-only", "my.jsonl:7"))
+    with pytest.raises(RowError, match=r"prompt\[1\]"):
+        example(plain_chatml, validate(begun | {"completion": [BOT]}, "prompt-completion", "my.jsonl:7"))
+
+
+def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTokenizerFast) -> None:
+    told: list[Any] = []
+    journal: Any = SimpleNamespace(tell=lambda kind, text, **more: told.append(text))
+    thought = sft(USER, {**BOT, "thinking": "two"})
+    tell_translations(plain_chatml, [sft(USER, BOT), replace(thought, source="my.jsonl:8"), thought], journal)
+    assert len(told) == 1 and "some of my.jsonl:8: thoughts stand in <think> tags" in told[0]

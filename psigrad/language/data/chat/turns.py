@@ -54,10 +54,16 @@ class Talk:
         return self._run(partial(render, generation_prompt=generation_prompt), messages)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """What is sampled from: the generation prompt, and behind it a turn of the assistant that the messages end with."""
-        begun = messages[-1] if messages[-1]["role"] == "assistant" else None
-        text = self.render(messages[:-1] if begun else messages, generation_prompt=True)
-        return text + str(begun["content"]) if begun else text
+        """What is sampled from: the generation prompt, and behind it the words of an assistant's turn that the messages end with.
+        Raises `RowError` where it has more than words.
+        """
+        *before, last = messages
+        if last["role"] != "assistant":
+            return self.render(messages, generation_prompt=True)
+        for name in last.keys() - {"role", "content", *WEIGHTS}:
+            why = "is in a turn that the answer goes on with, of which the content alone is read; write it there, or leave it out"
+            raise refuse(self.row, f"prompt[{len(before)}].{name}", why)
+        return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span]:
         """The spans of the template's generation blocks."""
