@@ -198,7 +198,7 @@ class _EndedError(Exception):
     def why(self) -> str:
         """What went wrong."""
         if isinstance(self.made, BaseException):
-            return reason_of(self.made) if isinstance(self.made, Exception) else type(self.made).__name__
+            return reason_of(self.made)
         errors = [*self.made.errors, *(error for trace in self.made.traces for error in trace.errors)]
         return "; ".join(f"{error.type}: {error.message}" for error in errors) or "it ended at once"
 
@@ -244,7 +244,7 @@ class _Talk:
     async def _play(self, task: Any, context: Any) -> None:
         try:
             self._asked.put(await self._house.environment.run_episode(task, context))
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # without an end the policy would wait for ever
             self._asked.put(error)
 
 

@@ -26,7 +26,7 @@ class EmbeddedSampler(Sampler):
 
     A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
     matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
-    and replayed, where `recorded.fits`; the cache then stays between calls.
+    and replayed, where `recorded.fits`; the cache then stays between calls, which may not be under way together.
     """
 
     exact = True
@@ -94,15 +94,19 @@ class EmbeddedSampler(Sampler):
         if not self.cuda_graphs or self.model.decoder is not None or self.model.root is not None or not requests:
             return None
         slots, longest = _room_for(requests, params, self.max_batch)
-        if self._recorded is None or not self._recorded.serves(self.model, slots, longest, params):
-            self._recorded = None  # its memory is free before the next takes some
+        if self._recorded is None or not self._recorded.serves(slots, longest):
             # with room to spare, so that the next call's prompts, a little longer, need no other
             slots = min(self.max_batch, 1 << (slots - 1).bit_length())
             longest = min(self.model.max_length, -(-longest // 256) * 256)
-            if not fits(self.model, slots, longest):
+            rooms = [(slots, longest)]
+            if self._recorded is not None:  # what was needed before will be again
+                rooms.insert(0, (max(slots, self._recorded.cache.slots), max(longest, self._recorded.cache.longest)))
+            self._recorded = None  # its memory is free before the next takes some
+            room = next((room for room in rooms if fits(self.model, *room)), None)
+            if room is None:
                 return None
-            self._recorded = RecordedDecoding(self.model, slots, longest, params)
-        self._recorded.cache.clear()
+            self._recorded = RecordedDecoding(self.model, *room)
+        self._recorded.begin(params)
         return self._recorded
 
 
