@@ -109,9 +109,8 @@ class Optimizer:
                 self._widen(name)
 
     def summed(self) -> list[Tensor]:
-        """Where the gradients are that are not in shards."""
-        whole = [name for name, p in self.parameters.items() if self.held[name] is p]
-        return [self.masters[n] if self.masters[n].grad is not None else self.parameters[n] for n in whole]
+        """Where several processes add up the gradients that are not in shards: the same place in each, with a gradient or not."""
+        return [self.masters[name] for name, p in self.parameters.items() if self.held[name] is p]
 
     def norm(self) -> float:
         """The norm of the gradient that was added up, where it will be applied: on the masters, which those of half-precision

@@ -188,7 +188,8 @@ class InProcess(Playing):
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
         """See `Playing`."""
-        return rows_of(self._factory, count, seed)
+        make = getattr(self._factory, "rows", None)
+        return list(make(count, seed)) if callable(make) else None
 
 
 def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fault | None:
@@ -215,12 +216,6 @@ def step(environment: Environment, text: str) -> Step | Fault:
     except (TypeError, ValueError):
         return Fault(f"the environment's step() returned {_shorten(reward)} as its reward; expected a number")
     return Step(observation, number, bool(done)) if math.isfinite(number) else Fault(f"the environment's reward is {number}")
-
-
-def rows_of(factory: Any, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-    """The rows that an environment brings along, where it does."""
-    make = getattr(factory, "rows", None)
-    return list(make(count, seed)) if callable(make) else None
 
 
 def _is_observation(value: object) -> bool:
