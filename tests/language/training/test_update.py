@@ -185,5 +185,8 @@ def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
         sum(p.float().sum() for p in busy.parameters.values()).backward()
     for optimizer in (busy, idle):
         optimizer.settle()
-        assert [x is master for x, master in zip(optimizer.summed(), optimizer.masters.values(), strict=True)] == [True, True]
-    assert all(x.grad is not None for x in busy.summed()) and all(x.grad is None for x in idle.summed())
+        assert [x is master for x, master in zip(optimizer.whole_masters(), optimizer.masters.values(), strict=True)] == [
+            True,
+            True,
+        ]
+    assert all(x.grad is not None for x in busy.whole_masters()) and all(x.grad is None for x in idle.whole_masters())

@@ -20,7 +20,24 @@ from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedD
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
-class EmbeddedSampler(Sampler):
+class OwnWeights(Sampler):
+    """A sampler that runs the trainer's own model."""
+
+    exact = True
+    model: LanguageModel
+
+    @torch.inference_mode()
+    def log_probs(
+        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[float]] | None:
+        """See `Sampler`: one forward pass of the trainer's. In half precision it is no truer than what sampling gave."""
+        if self.model.network.dtype not in (torch.float32, torch.float64):
+            return None
+        logp = self.model.evaluate(Groups([prompt], [completions]), temperature=params.temperature or 1.0).logp
+        return [row[: len(ids)].tolist() for row, ids in zip(logp.float().cpu(), completions, strict=True)]
+
+
+class EmbeddedSampler(OwnWeights):
     """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at
     once, waiting groups enter as slots come free.
 
@@ -28,8 +45,6 @@ class EmbeddedSampler(Sampler):
     matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
     and replayed, where `recorded.fits`; the cache then stays between calls, which may not be under way together.
     """
-
-    exact = True
 
     def __init__(
         self,
@@ -70,12 +85,6 @@ class EmbeddedSampler(Sampler):
         check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
         return CachedDialogue(self.model, self.model.decoder, prompts, params)
 
-    def log_probs(
-        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
-    ) -> list[list[float]] | None:
-        """See `Sampler`."""
-        return log_probs_of(self.model, prompt, completions, params)
-
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
@@ -114,17 +123,6 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     """The slots that these requests need, and what each may come to hold, in tokens."""
     slots = min(max_batch, sum(len(request.seeds) for request in requests))
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
-
-
-@torch.inference_mode()
-def log_probs_of(
-    model: LanguageModel, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
-) -> list[list[float]] | None:
-    """See `Sampler.log_probs`: one forward pass of the trainer's. In half precision it is no truer than what sampling gave."""
-    if model.network.dtype not in (torch.float32, torch.float64):
-        return None
-    logp = model.evaluate(Groups([prompt], [completions]), temperature=params.temperature or 1.0).logp
-    return [row[: len(ids)].tolist() for row, ids in zip(logp.float().cpu(), completions, strict=True)]
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:
