@@ -14,7 +14,7 @@ from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 
 
-def rendered(config: OnlineConfig) -> list[Rendered]:
+def read_first_rows(config: OnlineConfig) -> list[Rendered]:
     """The first rows of the dataset in its own form; nothing without a dataset. What was recognised goes to stderr.
 
     Raises `UserError` where the tokenizer or the dataset cannot be read.

@@ -255,3 +255,18 @@ def test_the_beginning_of_an_answer_is_continued(template: str, request: pytest.
     built = example(tokenizer, row)
     assert tokenizer.decode(built.ids) == f"{head} sat<|im_end|>\n"
     assert tokenizer.decode([i for i, trained in zip(built.ids, built.mask, strict=True) if trained]) == " sat<|im_end|>"
+
+
+def test_two_columns_cannot_have_one_name() -> None:
+    with pytest.raises(UserError, match="The columns a, b are all renamed prompt; rename one of them"):
+        from_rows([{"a": "1", "b": "2"}], "prompt-only", columns={"a": "prompt", "b": "prompt"})
+    assert map_columns({"a": 1, "b": 2}, {"a": "b", "b": "a"}, "x:1") == {"a": 2, "b": 1}, "two may change places"
+
+
+@pytest.mark.parametrize("template", ["bare", "plain_chatml"])
+def test_a_row_that_was_read_for_a_model_is_not_read_again(template: str, request: pytest.FixtureRequest) -> None:
+    """Reward models read rows that were read before: a system column must not be said twice."""
+    tokenizer = request.getfixturevalue(template)
+    once = as_turns(tokenizer, Row("x", prompt="hello", completion="the cat", columns={"system": "Be brief."}))
+    assert as_turns(tokenizer, once) == once
+    assert tokenizer.decode(prompt_ids(tokenizer, once)).count("Be brief.") == 1
