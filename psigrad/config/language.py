@@ -119,7 +119,9 @@ class EpisodeSettings:
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
     """Tokens of one answer of an environment or tool, which is cut behind them; 0: as many as leave room for another turn."""
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
-    """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took."""
+    """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took. In half
+    precision, and with top_p, top_k or min_p, only this makes a run repeat bitwise.
+    """
 
 
 @dataclass(frozen=True)

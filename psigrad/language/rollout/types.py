@@ -137,10 +137,6 @@ class Dialogue(ABC):
         and the seed of the new one. Others may be over, or still be waiting for an answer.
         """
 
-    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
-        """`turns`, when all of them have ended."""
-        return dict(self.turns(heard))
-
 
 class RestartedDialogue(Dialogue):
     """A `Dialogue` of any sampler's: each turn is a completion of all that came before."""

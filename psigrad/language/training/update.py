@@ -41,7 +41,7 @@ class Optimizer:
 
     Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
     itself, which is most of them at fine-tuning rates. With `recompute` the gradient of a large head is not stored: its rows are
-    made twice, for the norm and for the step. In a `world` of several processes the gradients are summed over them.
+    made twice, for the norm and for the step. In a `world` of several processes the gradients are whole_masters over them.
     """
 
     def __init__(
@@ -108,10 +108,9 @@ class Optimizer:
             if master.grad is not None:
                 self._widen(name)
 
-    def summed(self) -> list[Tensor]:
-        """Where the gradients are that are not in shards."""
-        whole = [name for name, p in self.parameters.items() if self.held[name] is p]
-        return [self.masters[n] if self.masters[n].grad is not None else self.parameters[n] for n in whole]
+    def whole_masters(self) -> list[Tensor]:
+        """Where several processes add up the gradients that are not in shards: the same place in each, with a gradient or not."""
+        return [self.masters[name] for name, p in self.parameters.items() if self.held[name] is p]
 
     def norm(self) -> float:
         """The norm of the gradient that was added up, where it will be applied: on the masters, which those of half-precision
@@ -174,7 +173,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             loss().backward()
     for optimizer in optimizers:
         optimizer.settle()
-        sum_gradients(optimizer.world, optimizer.summed())
+        sum_gradients(optimizer.world, optimizer.whole_masters())
 
 
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:

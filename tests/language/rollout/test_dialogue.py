@@ -40,7 +40,7 @@ def observations(turns: int, longest: int, seed: int = 0) -> list[dict[int, tupl
 
 
 def played(dialogue, heard):
-    return [dialogue.turn({i: (ids, 1000 * turn + i) for i, ids in now.items()}) for turn, now in enumerate(heard)]
+    return [dict(dialogue.turns({i: (ids, 1000 * turn + i) for i, ids in now.items()})) for turn, now in enumerate(heard)]
 
 
 @pytest.mark.parametrize("longest", [1, 4, 9])
@@ -74,7 +74,7 @@ def test_where_there_is_much_to_read_the_episodes_begin_anew(model):
     assert dialogue.prefilled > 6 * 60, "60 tokens each at once are no 60 steps"
     assert [{i: c.ids for i, c in turn.items()} for turn in found] == [{i: c.ids for i, c in turn.items()} for turn in expected]
     before = dialogue.prefilled
-    dialogue.turn({0: ((9,), 5)})
+    dict(dialogue.turns({0: ((9,), 5)}))
     assert dialogue.prefilled == before
 
 
@@ -92,7 +92,7 @@ def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
             for i in some
         }
         begun.update(some)
-        mine, theirs = cached.turn(heard), restarted.turn(heard)
+        mine, theirs = dict(cached.turns(heard)), dict(restarted.turns(heard))
         assert {i: c.ids for i, c in mine.items()} == {i: c.ids for i, c in theirs.items()}
         for i, completion in mine.items():
             assert completion.logprobs == pytest.approx(theirs[i].logprobs, abs=2e-5)
@@ -102,7 +102,7 @@ def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
 def test_a_turn_is_told_as_it_ends(model):
     sampler = EmbeddedSampler(model)
     for dialogue in (sampler.dialogue(PROMPTS, PARAMS), RestartedDialogue(sampler, PROMPTS, PARAMS)):
-        dialogue.turn({i: ((), i) for i in range(len(PROMPTS))})
+        dict(dialogue.turns({i: ((), i) for i in range(len(PROMPTS))}))
         ended = dialogue.turns({i: ((9,), 100 + i) for i in range(len(PROMPTS))})
         lengths = [len(completion.ids) for _, completion in ended]
         assert lengths == sorted(lengths) and len(set(lengths)) > 1

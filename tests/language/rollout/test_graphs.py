@@ -11,7 +11,7 @@ import torch
 
 from psigrad import seeds
 from psigrad.language.models import tiny
-from psigrad.language.models.language_model import prepare
+from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.rollout.samplers import embedded, recorded
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.recorded import RecordedDecoding
@@ -60,10 +60,10 @@ def watch(monkeypatch, recorder):
             shapes.append([])
             super().__init__(*given, record=recorder)
 
-        def _step(self, size, columns):
+        def _step(self, params, size, columns):
             if (size, columns) not in shapes[-1]:
                 shapes[-1].append((size, columns))
-            super()._step(size, columns)
+            super()._step(params, size, columns)
 
     monkeypatch.setattr(embedded, "RecordedDecoding", Watched)
     monkeypatch.setattr(embedded, "fits", lambda *_: True)
@@ -102,18 +102,65 @@ def test_a_long_sequence_reads_more_columns_when_it_needs_them(model, monkeypatc
     assert {columns for _, columns in shapes[0]} == {128, 256}
 
 
-def test_other_weights_or_another_distribution_are_recorded_anew(model, requests_, monkeypatch):
+def counting(made):
+    """As `again`, and each recording joins `made`."""
+    return lambda run: again(made.append(run) or run)
+
+
+def test_evaluation_at_another_temperature_keeps_the_recordings_of_training(model, requests_, monkeypatch):
+    others = [replace(PARAMS, temperature=0.5), replace(PARAMS, temperature=0.0)]
+    plain = [texts(EmbeddedSampler(model).sample(requests_, params)) for params in (PARAMS, *others)]
+    made = []
+    shapes = watch(monkeypatch, counting(made))
+    sampler = EmbeddedSampler(model)
+    for params, expected in zip((PARAMS, *others), plain, strict=True):
+        assert texts(sampler.sample(requests_, params)) == expected
+    counted = len(made)
+    assert counted >= 6, "each distribution has its own"
+    sampler.sample(requests_, replace(PARAMS, max_tokens=20))
+    for params, expected in zip((PARAMS, *others), plain, strict=True):
+        assert texts(sampler.sample(requests_, params)) == expected
+    assert len(made) == counted and len(shapes) == 1, "a recording serves any number of tokens, and again"
+    for temperature in (0.6, 0.7, 0.8, 0.9):
+        sampler.sample(requests_, replace(PARAMS, temperature=temperature))
+    before = len(made)
+    sampler.sample(requests_, PARAMS)
+    assert len(made) > before, "four distributions are kept"
+
+
+def test_a_longer_evaluation_of_fewer_makes_room_once(requests_, monkeypatch):
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    shapes = watch(monkeypatch, again)
+    sampler = EmbeddedSampler(prepare(tiny.model("gpt2", len(tokenizer), max_length=512), tokenizer))
+    for _ in range(3):
+        sampler.sample(requests_, PARAMS)
+        sampler.sample([Request(tuple(range(5, 255)), (7, 8))], PARAMS)
+    assert len(shapes) == 2
+
+
+def test_other_weights_are_recorded_anew(model, requests_, monkeypatch):
     shapes = watch(monkeypatch, again)
     sampler = EmbeddedSampler(model)
     sampler.sample(requests_, PARAMS)
-    sampler.sample(requests_, replace(PARAMS, max_tokens=20))
-    assert len(shapes) == 1, "a recording serves any number of tokens"
-    sampler.sample(requests_, replace(PARAMS, temperature=0.5))
-    assert len(shapes) == 2
     weight = next(iter(model.as_transformers().parameters()))
     weight.data = weight.data.clone()
-    sampler.sample(requests_, replace(PARAMS, temperature=0.5))
-    assert len(shapes) == 3
+    sampler.sample(requests_, PARAMS)
+    assert len(shapes) == 2
+
+
+def test_without_its_adapter_a_model_is_recorded_anew(requests_, monkeypatch):
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    adapted = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer, lora=Lora(4))
+    made = []
+    watch(monkeypatch, counting(made))
+    sampler = EmbeddedSampler(adapted)
+    sampler.sample(requests_, PARAMS)
+    counted = len(made)
+    with adapted.without_adapter():
+        sampler.sample(requests_, PARAMS)
+    assert len(made) == 2 * counted
+    sampler.sample(requests_, PARAMS)
+    assert len(made) == 2 * counted
 
 
 def test_negative_control_a_recording_that_reads_nothing_new_differs(model, requests_, monkeypatch):

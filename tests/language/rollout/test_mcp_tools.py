@@ -187,3 +187,11 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=r"pip install 'psigrad\[mcp\]'"):
         resolve([f"mcp:{os.devnull} missing"])
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mcp")
+def test_a_program_that_says_nothing_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr("psigrad.language.rollout.episodes.mcp_tools.START_LIMIT", 0.3)
+    with pytest.raises(UserError, match="did not start"):
+        resolve(["mcp:sleep 600"])

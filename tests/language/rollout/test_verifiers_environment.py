@@ -42,6 +42,8 @@ class Guess:
     async def run_episode(self, task, context):
         if self.fails == "at once":
             raise RuntimeError("no such world")
+        if self.fails == "cancelled":
+            raise asyncio.CancelledError
         said, turns = self.first(task.data), 0
         while turns < 3:
             answer = await asyncio.to_thread(self.ask, context, said)
@@ -99,6 +101,11 @@ def verifiers(monkeypatch):
     package.v1 = own
     for module in (package, own, loaders, ModuleType("verifiers.v1.utils")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_an_episode_that_is_cancelled_ends():
+    with pytest.raises(UserError, match="asked the policy nothing"):
+        adapt(lambda: Guess(fails="cancelled")).rows(1, 0)
 
 
 def begun(kind, number=0):

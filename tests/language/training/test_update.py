@@ -177,3 +177,16 @@ def test_bfloat16_weights_step_from_the_wide_sum_as_from_the_narrow_one():
         assert all(torch.equal(p, optimizer.masters[name].bfloat16()) for name, p in model.named_parameters())
         steps.append(torch.cat([m.detach().flatten() for m in optimizer.masters.values()]))
     assert float((steps[0] - steps[1]).abs().max()) < 1e-6
+
+
+def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
+    busy, idle = (Optimizer(dict(layer(torch.bfloat16).named_parameters()), Optim()) for _ in range(2))
+    with busy.summing_wide():
+        sum(p.float().sum() for p in busy.parameters.values()).backward()
+    for optimizer in (busy, idle):
+        optimizer.settle()
+        assert [x is master for x, master in zip(optimizer.whole_masters(), optimizer.masters.values(), strict=True)] == [
+            True,
+            True,
+        ]
+    assert all(x.grad is not None for x in busy.whole_masters()) and all(x.grad is None for x in idle.whole_masters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,19 +97,22 @@ class Playing(ABC):
     def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
         """The policy's turn in each of these episodes, and what came of it."""
         self.ask(turns)
-        answers: dict[int, Any] = self._gather(len(turns))
+        answers = self.wait(len(turns))
         return {number: answers[number] for number in turns}
 
     def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
         """What the environments say to these calls, by the number of the episode. Whatever else they were at is given up."""
         self.give_up()
         self.submit(calls)
-        return self._gather(len(calls))
+        return self.wait(len(calls))
 
-    def _gather(self, count: int) -> dict[int, Answer]:
-        answers: dict[int, Answer] = {}
-        while len(answers) < count:
-            answers |= self.answers(60.0)
+    def wait(self, count: int, patience: float = math.inf) -> dict[int, Any]:
+        """Answers to some of `count` episodes: those that come until the first has waited for so many seconds."""
+        answers: dict[int, Any] = {}
+        first = math.inf
+        while len(answers) < count and (left := first + patience - time.monotonic()) > 0:
+            answers |= self.answers(min(left, 60.0))
+            first = min(first, time.monotonic()) if answers else first
         return answers
 
     @abstractmethod
@@ -188,7 +192,8 @@ class InProcess(Playing):
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
         """See `Playing`."""
-        return rows_of(self._factory, count, seed)
+        make = getattr(self._factory, "rows", None)
+        return list(make(count, seed)) if callable(make) else None
 
 
 def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fault | None:
@@ -215,12 +220,6 @@ def step(environment: Environment, text: str) -> Step | Fault:
     except (TypeError, ValueError):
         return Fault(f"the environment's step() returned {_shorten(reward)} as its reward; expected a number")
     return Step(observation, number, bool(done)) if math.isfinite(number) else Fault(f"the environment's reward is {number}")
-
-
-def rows_of(factory: Any, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-    """The rows that an environment brings along, where it does."""
-    make = getattr(factory, "rows", None)
-    return list(make(count, seed)) if callable(make) else None
 
 
 def _is_observation(value: object) -> bool:

@@ -161,7 +161,7 @@ def play(
             playing.ask({i: text})
             waiting.add(i)
         patience = math.inf if rules.together else max(LINGER[0] * (time.monotonic() - started), LINGER[1])
-        answers = _wait(playing, len(waiting), patience)
+        answers = playing.wait(len(waiting), patience)
         for i, answer in answers.items():
             episodes[i].hear(answer, limits, tokenizer)
         waiting -= answers.keys()
@@ -170,20 +170,11 @@ def play(
     return _settle(sampler, made, params) if playing.paced and not rules.together else made
 
 
-def _wait(playing: Playing, count: int, patience: float) -> dict[int, Step | Fault]:
-    """Answers to some of `count` episodes: those that come until the first has waited for so many seconds."""
-    answers: dict[int, Any] = {}
-    first = math.inf
-    while len(answers) < count and (left := first + patience - time.monotonic()) > 0:
-        answers |= playing.answers(min(left, 60.0))
-        first = min(first, time.monotonic()) if answers else first
-    return answers
-
-
 def _settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingParams) -> list[Trajectory]:
     """The same with log-probs that do not depend on who was ready with whom, to the last bit: rounding differs between batches.
 
-    Where they are others than rounding makes them, those of sampling stay, and training sees that they disagree.
+    Where they are others than rounding makes them, those of sampling stay, and training sees that they disagree. So do those of a
+    distribution with a filter, and all of a sampler that has no exact ones.
     """
     settled = []
     for _, group in itertools.groupby(trajectories, lambda t: (t.row, t.prompt_ids)):
@@ -227,7 +218,7 @@ def _begin(
             )
         cuts: list[Cut] = []
         if heard and heard[0] is not None:
-            opened = limits.fit(partial(_opened_ids, tokenizer, row), heard[0], 0, 0, cuts)
+            opened = limits.fit(partial(_render_opening, tokenizer, row), heard[0], 0, 0, cuts)
             if opened is None:
                 openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
             else:
@@ -240,7 +231,7 @@ def _begin(
     return made
 
 
-def _opened_ids(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
+def _render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
     """The prompt with the environment's first words, which join a prompt that is text in the dataset."""
     prompt: Any = row.prompt
     if isinstance(prompt, str):

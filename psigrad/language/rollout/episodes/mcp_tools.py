@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psigrad.errors import UserError, reason_of
+from psigrad.processes.workers.process import START_LIMIT
 
 PREFIX = "mcp:"
 INVALID_PARAMETERS = -32602
@@ -72,8 +73,8 @@ _connections: dict[str, tuple[contextlib.ExitStack, Any, Any]] = {}
 
 
 @contextlib.contextmanager
-def _connect(server: str, variables: Mapping[str, str]) -> Iterator[tuple[Any, Any]]:
-    """An event loop in a thread, and a client in it. Raises `UserError` where the server does not answer."""
+def _connect(server: str, variables: Mapping[str, str], seconds: float | None = None) -> Iterator[tuple[Any, Any]]:
+    """An event loop in a thread, and a client in it that waits so long for an answer. Raises `UserError` where there is none."""
     try:
         from anyio.from_thread import start_blocking_portal
         from mcp import Client, StdioServerParameters
@@ -90,21 +91,21 @@ def _connect(server: str, variables: Mapping[str, str]) -> Iterator[tuple[Any, A
                 parameters = StdioServerParameters(command=command, args=arguments, env=dict(variables))
                 where = stdio_client(parameters, errlog=said)
             portal = stack.enter_context(start_blocking_portal())
-            client = stack.enter_context(portal.wrap_async_context_manager(Client(where)))
+            client = stack.enter_context(portal.wrap_async_context_manager(Client(where, read_timeout_seconds=seconds)))
+            yield portal, client
         except Exception as error:
             said.seek(0)
             last = (said.read()[-2000:].strip().splitlines() or [reason_of(error)])[-1]
             raise UserError(
                 f"The MCP server {server!r} did not start ({last}); expected mcp:COMMAND, or mcp:http://… of one that runs."
             ) from error
-        yield portal, client
 
 
 @functools.cache
 def list_tools(server: str, variables: tuple[tuple[str, str], ...]) -> tuple[ServerTool, ...]:
     """The tools that a server has. It is asked once in a process, with these environment variables."""
     found: list[ServerTool] = []
-    with _connect(server, dict(variables)) as (portal, client):
+    with _connect(server, dict(variables), START_LIMIT) as (portal, client):
         cursor = None
         while True:
             page = portal.call(functools.partial(client.list_tools, cursor=cursor))

@@ -72,14 +72,14 @@ class CallFamily:
     def calls(self, text: str, parameters: Parameters) -> list[ToolCall | BrokenCall]:
         """The calls of a turn, in order."""
         _, ended, behind = text.partition(self.thought)
-        found = list(self._marked(behind if ended else text, parameters))
+        found = list(self._read_marked(behind if ended else text, parameters))
         if not found and self.bare:
-            found = list(_bare((behind if ended else text).strip(), parameters, self.shown))
+            found = list(_read_bare((behind if ended else text).strip(), parameters, self.shown))
         if len(found) > MOST_CALLS:
             found[MOST_CALLS:] = [BrokenCall(f"only the first {MOST_CALLS} calls of a turn are run")]
         return found
 
-    def _marked(self, text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
+    def _read_marked(self, text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
         at, count = text.find(self.opens), 0
         while at >= 0 and count <= MOST_CALLS:
             begin, count = at + len(self.opens), count + 1
@@ -149,7 +149,7 @@ def to_calls(value: Any) -> Iterator[ToolCall]:
         yield ToolCall(name, arguments)
 
 
-def _listed(value: Value = _json) -> Reader:
+def _list_of(value: Value = _json) -> Reader:
     """{"name": …, "arguments": {…}}, or a list of such objects."""
 
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
@@ -159,7 +159,7 @@ def _listed(value: Value = _json) -> Reader:
     return read
 
 
-_objects = _listed()
+_objects = _list_of()
 
 
 def _objects_or(other: Reader) -> Reader:
@@ -167,7 +167,7 @@ def _objects_or(other: Reader) -> Reader:
     return lambda text, at, parameters: (_objects if begin.match(text, at) else other)(text, at, parameters)
 
 
-def _bare(text: str, parameters: Parameters, example: str) -> Iterator[ToolCall | BrokenCall]:
+def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[ToolCall | BrokenCall]:
     """Objects with nothing around them, `;` between them."""
     at = 0 if '"name"' in text else len(text)
     while text.startswith(("{", "["), at):
@@ -188,7 +188,7 @@ def _is_answer(item: Any, parameters: Parameters) -> bool:
     return isinstance(item.get("name"), str) and item["name"] not in parameters
 
 
-def _named(header: str, value: Value = _json, footer: str = "") -> Reader:
+def _name_then(header: str, value: Value = _json, footer: str = "") -> Reader:
     """A name, as the first group of `header`, and an object of arguments behind it."""
     head, foot = re.compile(r"\s*" + header), re.compile(rf"(?:{footer})?")
 
@@ -203,7 +203,7 @@ def _named(header: str, value: Value = _json, footer: str = "") -> Reader:
     return read
 
 
-def _tagged(header: str, parameter: str, ends: str, closes: str = "") -> Reader:
+def _tags_of(header: str, parameter: str, ends: str, closes: str = "") -> Reader:
     """Names and arguments in tags; `ends` closes an argument, `closes` a call. There may be several calls."""
     head, key = re.compile(r"\s*" + header), re.compile(r"\s*" + parameter)
 
@@ -215,7 +215,7 @@ def _tagged(header: str, parameter: str, ends: str, closes: str = "") -> Reader:
             while found := key.match(text, at):
                 if (end := text.find(ends, found.end())) < 0:
                     raise CallError(f"the argument {_show(found[1])} does not end with {ends}")
-                arguments[found[1]] = _typed(text[found.end() : end], parameters.get(name, {}).get(found[1], {}))
+                arguments[found[1]] = _to_type(text[found.end() : end], parameters.get(name, {}).get(found[1], {}))
                 at = end + len(ends)
             at = _expect(text, at, closes)
             calls.append(ToolCall(name, arguments))
@@ -226,7 +226,7 @@ def _tagged(header: str, parameter: str, ends: str, closes: str = "") -> Reader:
     return read
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+def _to_type(text: str, schema: Mapping[str, Any]) -> Any:
     """An argument without quotes: as it stands where the tool takes text, else what it is as JSON, where it is that."""
     text = text.removeprefix("\n").removesuffix("\n")
     kinds = [part.get("type") for part in (schema, *schema.get("anyOf", ())) if isinstance(part, Mapping)]
@@ -261,7 +261,7 @@ def _as_json(found: re.Match[str]) -> str:
     return "}}" if found["end"] else f'"{found["name"]}":' if found["key"] else _CONSTANTS.get(found["name"], found["name"])
 
 
-def _loose(closes: str) -> Value:
+def _until(closes: str) -> Value:
     """Up to a mark, what Python or Gemma write: either quote, `<|"|>` or none around keys, True, [name(key=value)]."""
 
     def read(text: str, at: int) -> tuple[Any, int]:
@@ -278,16 +278,16 @@ def _loose(closes: str) -> Value:
 
 
 _OBJECT, _TAG = '{"name": "add", "arguments": {"a": 1}}', "</tool_call>"
-_GEMMA = _named(r"call:([\w.-]+)", _loose("<tool_call|>"))
-_HARMONY = _named(r"([\w.-]+)[^<{]*(?:<\|(?:constrain|channel)\|>[^<{]*){0,2}<\|message\|>")
-_LFM2, _LLAMA = _objects_or(_listed(_loose("<|tool_call_end|>"))), _objects_or(_listed(_loose("")))
-_MISTRAL = _objects_or(_named(r"([^\s\[\]{}]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?"))
-_DEEPSEEK = _named(r"(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)", footer=r"\s*```")
-_KIMI = _named(r"(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
-_QWEN = _tagged(r"<function=([^>\n]+)>", r"<parameter=([^>\n]+)>", "</parameter>", "</function>")
-_GLM = _tagged(r"([^<\s]+)", r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>", "</arg_value>")
-_MUSE = _tagged(r'<atem:invoke name="([^"\n]+)">', r'<atem:parameter name="([^"\n]+)">', "</atem:parameter>", "</atem:invoke>")
-_MINIMAX = _tagged(r'<invoke name="([^"\n]+)">', r'<parameter name="([^"\n]+)">', "</parameter>", "</invoke>")
+_GEMMA = _name_then(r"call:([\w.-]+)", _until("<tool_call|>"))
+_HARMONY = _name_then(r"([\w.-]+)[^<{]*(?:<\|(?:constrain|channel)\|>[^<{]*){0,2}<\|message\|>")
+_LFM2, _LLAMA = _objects_or(_list_of(_until("<|tool_call_end|>"))), _objects_or(_list_of(_until("")))
+_MISTRAL = _objects_or(_name_then(r"([^\s\[\]{}]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?"))
+_DEEPSEEK = _name_then(r"(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)", footer=r"\s*```")
+_KIMI = _name_then(r"(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
+_QWEN = _tags_of(r"<function=([^>\n]+)>", r"<parameter=([^>\n]+)>", "</parameter>", "</function>")
+_GLM = _tags_of(r"([^<\s]+)", r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>", "</arg_value>")
+_MUSE = _tags_of(r'<atem:invoke name="([^"\n]+)">', r'<atem:parameter name="([^"\n]+)">', "</atem:parameter>", "</atem:invoke>")
+_MINIMAX = _tags_of(r'<invoke name="([^"\n]+)">', r'<parameter name="([^"\n]+)">', "</parameter>", "</invoke>")
 _XML = "<function=add><parameter=a>1</parameter></function>"
 _KEYS = "add<arg_key>a</arg_key><arg_value>1</arg_value>"
 _CHANNEL = 'add <|constrain|>json<|message|>{"a": 1}<|call|>'

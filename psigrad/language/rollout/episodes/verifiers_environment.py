@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
@@ -172,12 +172,11 @@ class _Policy(BaseHTTPRequestHandler):
         if said is None:
             self.send_error(503, "the episode is over")
             return
-        chunks, whole = _reply(*said, str(body.get("model", "policy")))
-        streams = body.get("stream")
+        streams = bool(body.get("stream"))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
         self.end_headers()
-        self.wfile.write("".join(f"data: {chunk}\n\n" for chunk in chunks).encode() if streams else json.dumps(whole).encode())
+        self.wfile.write(_reply(*said, str(body.get("model", "policy")), streams).encode())
 
     def log_message(self, *arguments: Any) -> None:
         """Say nothing."""
@@ -198,7 +197,7 @@ class _EndedError(Exception):
     def why(self) -> str:
         """What went wrong."""
         if isinstance(self.made, BaseException):
-            return reason_of(self.made) if isinstance(self.made, Exception) else type(self.made).__name__
+            return reason_of(self.made)
         errors = [*self.made.errors, *(error for trace in self.made.traces for error in trace.errors)]
         return "; ".join(f"{error.type}: {error.message}" for error in errors) or "it ended at once"
 
@@ -244,7 +243,7 @@ class _Talk:
     async def _play(self, task: Any, context: Any) -> None:
         try:
             self._asked.put(await self._house.environment.run_episode(task, context))
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # without an end the policy would wait for ever
             self._asked.put(error)
 
 
@@ -266,8 +265,8 @@ def _prompt(task: Any) -> list[Message]:
     return [*([{"role": "system", "content": system}] if system else []), *map(_plain, said)]
 
 
-def _reply(text: str, called: Sequence[ToolCall], model: str) -> tuple[Iterator[str], dict[str, Any]]:
-    """The policy's turn in the forms of an OpenAI-compatible server: as chunks of a stream, and whole."""
+def _reply(text: str, called: Sequence[ToolCall], model: str, streams: bool) -> str:
+    """The policy's turn as an OpenAI-compatible server gives it: whole, or as the chunks of a stream."""
     asked = [
         {
             "index": n,
@@ -279,14 +278,11 @@ def _reply(text: str, called: Sequence[ToolCall], model: str) -> tuple[Iterator[
     ]
     message = {"role": "assistant", "content": text, **({"tool_calls": asked} if asked else {})}
     why = "tool_calls" if asked else "stop"
-    about = {"id": "policy", "created": 0, "model": model}
-
-    def chunk(delta: dict[str, Any], finish: str | None) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        return json.dumps({**about, "object": "chat.completion.chunk", "choices": [choice]})
-
-    whole = {**about, "object": "chat.completion", "choices": [{"index": 0, "message": message, "finish_reason": why}]}
-    return iter([chunk(message, None), chunk({}, why), "[DONE]"]), whole
+    kind, said = ("chat.completion.chunk", "delta") if streams else ("chat.completion", "message")
+    parts = [(message, None), ({}, why)] if streams else [(message, why)]
+    choices = [{"index": 0, said: part, "finish_reason": end} for part, end in parts]
+    bodies = [json.dumps({"id": "policy", "created": 0, "model": model, "object": kind, "choices": [one]}) for one in choices]
+    return "".join(f"data: {part}\n\n" for part in (*bodies, "[DONE]")) if streams else bodies[0]
 
 
 def _offer_chat(verifiers: Any) -> None:

@@ -6,7 +6,6 @@ for the fused decoder: a prompt's keys and values are kept once for its whole gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +40,11 @@ class KVCache:
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
-            self.layers[layer] = grow(have, k.new_zeros, (self.slots, k.shape[1], k.shape[3], v.shape[3]), tokens, self.longest)
+            capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
+            keys, values = (x.new_zeros(self.slots, x.shape[1], capacity, x.shape[3]) for x in (k, v))
+            for old, new in zip(have or (), (keys, values), strict=False):
+                new[:, :, : old.shape[2]] = old
+            self.layers[layer] = keys, values
         return self.layers[layer]
 
     def clear(self) -> None:
@@ -57,14 +60,19 @@ class KVCache:
 
     def decode(self) -> Decode:
         """The layout of one decoding step: a new token for every active slot."""
-        return Decode(self)
+        places, self.lengths = self.lengths, self.lengths + 1
+        room = int(places.max()) + 1
+        return Decode(self, places, room, room)
 
     def remove(self, finished: Tensor) -> Tensor:
         """Give up the slots where `finished` [active] is True; the last sequences move into the holes.
 
         Returns the order [active after] in which the remaining sequences now stand.
         """
-        order, holes, movers = moves(finished)
+        left = int((~finished).sum())
+        order = torch.arange(left, device=finished.device)
+        holes = finished[:left].nonzero()[:, 0]
+        movers = order[holes] = left + (~finished[left:]).nonzero()[:, 0]
         if holes.numel():
             longest = int(self.lengths[movers].max())
             for pair in self.layers.values():
@@ -72,30 +80,6 @@ class KVCache:
                     x[holes, :, :longest] = x[movers, :, :longest]
         self.lengths = self.lengths[order]
         return order
-
-
-def grow(
-    have: tuple[Tensor, Tensor] | None, zeros: Callable[..., Tensor], shape: tuple[int, int, int, int], tokens: int, longest: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [slots, H_kv, capacity, D] that hold what `have` holds, with room for at least `tokens`; `shape` is slots,
-    heads, and the widths of keys and of values.
-    """
-    slots, heads, *dims = shape
-    capacity = min(longest, tokens + max(GROWTH, tokens // 2))
-    keys, values = (zeros(slots, heads, capacity, dim) for dim in dims)
-    for old, new in zip(have or (), (keys, values), strict=False):
-        new[:, :, : old.shape[2]] = old
-    return keys, values
-
-
-def moves(finished: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The order [active after] in which the remaining sequences stand, the holes, and who moves into each."""
-    left = int((~finished).sum())
-    order = torch.arange(left, device=finished.device)
-    holes = finished[:left].nonzero()[:, 0]
-    movers = left + (~finished[left:]).nonzero()[:, 0]
-    order[holes] = movers
-    return order, holes, movers
 
 
 class Prefill:
@@ -125,45 +109,29 @@ class Prefill:
 class Decode:
     """The layout of one decoding step: one new token per active slot, which sees its own slot only."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self.places = cache.lengths.clone()
-        self.width = self.room = int(self.places.max()) + 1
-        self.slots = torch.arange(cache.active, device=self.places.device)
+    def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int) -> None:
+        """The next tokens of the first len(places) slots come to `places`; `columns` of the slots are read, and they have room
+        for `room` tokens.
+        """
+        self.cache, self.positions, self.width, self.room = cache, places, columns, room
+        self.slots = torch.arange(len(places), device=places.device)
         self._masks: dict[int | None, Tensor] = {}
-        cache.lengths = cache.lengths + 1
-
-    @property
-    def positions(self) -> Tensor:
-        """[active] of the new tokens."""
-        return self.places
 
     def mask(self, window: int | None) -> Tensor:
         """[active, 1, 1, width] True where a sequence may see a column; `window` limits how far back, in tokens."""
         if window not in self._masks:
-            columns = torch.arange(self.width, device=self.places.device)[None]
-            seen = columns <= self.places[:, None]
+            columns = torch.arange(self.width, device=self.positions.device)[None]
+            seen = columns <= self.positions[:, None]
             if window is not None:
-                seen &= columns > self.places[:, None] - window
+                seen &= columns > self.positions[:, None] - window
             self._masks[window] = seen[:, None, None, :]
         return self._masks[window]
-
-    @classmethod
-    def at(cls, cache: KVCache, places: Tensor, columns: int) -> Decode:
-        """A step of a shape that does not depend on what the slots hold: the first len(places) slots, of which `columns` are
-        read; their next tokens come to `places`. The slots get all the room that they can come to need.
-        """
-        step = cls.__new__(cls)
-        step.cache, step.places, step.width, step._masks = cache, places, columns, {}
-        step.room = cache.longest
-        step.slots = torch.arange(len(places), device=places.device)
-        return step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
         keys, values = self.cache.room(layer, k, v, self.room)
-        keys[self.slots, :, self.places] = k[:, :, 0]
-        values[self.slots, :, self.places] = v[:, :, 0]
+        keys[self.slots, :, self.positions] = k[:, :, 0]
+        values[self.slots, :, self.positions] = v[:, :, 0]
         batch, heads, _, dim = q.shape
         # query heads that share a key head stand as its rows, so nothing is repeated
         queries = q.view(batch, k.shape[1], heads // k.shape[1], dim)

@@ -20,16 +20,31 @@ from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedD
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
-class EmbeddedSampler(Sampler):
+class OwnWeights(Sampler):
+    """A sampler that runs the trainer's own model."""
+
+    exact = True
+    model: LanguageModel
+
+    @torch.inference_mode()
+    def log_probs(
+        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[float]] | None:
+        """See `Sampler`: one forward pass of the trainer's. In half precision it is no truer than what sampling gave."""
+        if self.model.network.dtype not in (torch.float32, torch.float64):
+            return None
+        logp = self.model.evaluate(Groups([prompt], [completions]), temperature=params.temperature or 1.0).logp
+        return [row[: len(ids)].tolist() for row, ids in zip(logp.float().cpu(), completions, strict=True)]
+
+
+class EmbeddedSampler(OwnWeights):
     """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at
     once, waiting groups enter as slots come free.
 
     A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
     matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
-    and replayed, where `recorded.fits`; the cache then stays between calls.
+    and replayed, where `recorded.fits`; the cache then stays between calls, which may not be under way together.
     """
-
-    exact = True
 
     def __init__(
         self,
@@ -70,12 +85,6 @@ class EmbeddedSampler(Sampler):
         check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
         return CachedDialogue(self.model, self.model.decoder, prompts, params)
 
-    def log_probs(
-        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
-    ) -> list[list[float]] | None:
-        """See `Sampler`."""
-        return log_probs_of(self.model, prompt, completions, params)
-
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
@@ -94,15 +103,19 @@ class EmbeddedSampler(Sampler):
         if not self.cuda_graphs or self.model.decoder is not None or self.model.root is not None or not requests:
             return None
         slots, longest = _room_for(requests, params, self.max_batch)
-        if self._recorded is None or not self._recorded.serves(self.model, slots, longest, params):
-            self._recorded = None  # its memory is free before the next takes some
+        if self._recorded is None or not self._recorded.serves(slots, longest):
             # with room to spare, so that the next call's prompts, a little longer, need no other
             slots = min(self.max_batch, 1 << (slots - 1).bit_length())
             longest = min(self.model.max_length, -(-longest // 256) * 256)
-            if not fits(self.model, slots, longest):
+            rooms = [(slots, longest)]
+            if self._recorded is not None:  # what was needed before will be again
+                rooms.insert(0, (max(slots, self._recorded.cache.slots), max(longest, self._recorded.cache.longest)))
+            self._recorded = None  # its memory is free before the next takes some
+            room = next((room for room in rooms if fits(self.model, *room)), None)
+            if room is None:
                 return None
-            self._recorded = RecordedDecoding(self.model, slots, longest, params)
-        self._recorded.cache.clear()
+            self._recorded = RecordedDecoding(self.model, *room)
+        self._recorded.begin(params)
         return self._recorded
 
 
@@ -110,17 +123,6 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     """The slots that these requests need, and what each may come to hold, in tokens."""
     slots = min(max_batch, sum(len(request.seeds) for request in requests))
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
-
-
-@torch.inference_mode()
-def log_probs_of(
-    model: LanguageModel, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
-) -> list[list[float]] | None:
-    """See `Sampler.log_probs`: one forward pass of the trainer's. In half precision it is no truer than what sampling gave."""
-    if model.network.dtype not in (torch.float32, torch.float64):
-        return None
-    logp = model.evaluate(Groups([prompt], [completions]), temperature=params.temperature or 1.0).logp
-    return [row[: len(ids)].tolist() for row, ids in zip(logp.float().cpu(), completions, strict=True)]
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:

@@ -7,8 +7,10 @@ wait. So a step is recorded once, draw included, and replayed `TOKENS_AT_ONCE` t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ from psigrad.seeds import uniform_on_device
 TOKENS_AT_ONCE = 8
 # Columns of keys and values that the shortest recording reads; longer ones read twice as many each.
 _NARROWEST = 128
+# Distributions whose recordings are kept: training draws from one, evaluation from another.
+_KEPT = 4
 
 # What makes of a function without arguments its replay.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -32,19 +36,17 @@ class RecordedDecoding:
     """The decoding steps of a model on a cache whose slots have all their room from the beginning.
 
     The cache and the recordings stay from call to call, since a recording holds their addresses and those of the weights. A
-    recording has the shape that it was made with: of 1, 2, 4, … slots and so many columns. Slots that are empty write keys and
+    recording is of one distribution and one shape: of 1, 2, 4, … slots and so many columns. Slots that are empty write keys and
     values where the next prompt will overwrite them, and nobody reads what they draw.
     """
 
-    def __init__(
-        self, model: LanguageModel, slots: int, longest: int, params: SamplingParams, record: Recorder | None = None
-    ) -> None:
-        """`longest` is what a slot may come to hold, in tokens."""
-        self.model, self.params = model, params
+    def __init__(self, model: LanguageModel, slots: int, longest: int, record: Recorder | None = None) -> None:
+        """`longest` is what a slot may come to hold, in tokens. Call `begin` before each batch."""
+        self.model = model
         self.cache = KVCache(slots, longest)
         self.weights = addresses(model)
         self._record = record or on_cuda()
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._kept: dict[Hashable, dict[tuple[int, int], Callable[[], None]]] = {}
         device = model.device
         # of each slot: its last token, where the next goes, how many were drawn, and the seed
         self.state = torch.zeros(4, slots, dtype=torch.long, device=device)
@@ -52,11 +54,19 @@ class RecordedDecoding:
         self.ids = torch.zeros(TOKENS_AT_ONCE, slots, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
-    def serves(self, model: LanguageModel, slots: int, longest: int, params: SamplingParams) -> bool:
-        """Whether these recordings are of this model, its present weights and this distribution, with room enough."""
-        same = replace(params, max_tokens=1, stop_token_ids=()) == replace(self.params, max_tokens=1, stop_token_ids=())
+    def serves(self, slots: int, longest: int) -> bool:
+        """Whether these recordings are of the model's present weights, with room enough."""
         room = self.cache.slots >= slots and self.cache.longest >= longest
-        return same and room and self.model is model and self.weights == addresses(model)
+        return room and self.weights == addresses(self.model)
+
+    def begin(self, params: SamplingParams) -> None:
+        """Empty all slots, and find the recordings of this distribution and of the adapters that are at work."""
+        self.cache.clear()
+        self.params = replace(params, max_tokens=1, stop_token_ids=())
+        drawn_from = self.params, active_adapters(self.model)
+        self._replays = self._kept[drawn_from] = self._kept.pop(drawn_from, {})
+        for oldest in list(self._kept)[:-_KEPT]:
+            del self._kept[oldest]
 
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """Up to `steps` more tokens for every active slot, whose last token, number of tokens and seed are [active] each.
@@ -85,17 +95,17 @@ class RecordedDecoding:
         if (size, columns) not in self._replays:
             before = self.state.clone(), self.at.clone()
             # the recorder runs the step: in the slots that are at work it writes where this very step will
-            self._replays[size, columns] = self._record(lambda: self._step(size, columns))
+            self._replays[size, columns] = self._record(partial(self._step, self.params, size, columns))
             self.state.copy_(before[0])
             self.at.copy_(before[1])
         return self._replays[size, columns]
 
-    def _step(self, size: int, columns: int) -> None:
+    def _step(self, params: SamplingParams, size: int, columns: int) -> None:
         """One token for the first `size` slots, without a word from the CPU."""
         tokens, places, counts, seeds = self.state[:, :size]
-        step = Decode.at(self.cache, places.clone(), columns)
+        step = Decode(self.cache, places.clone(), columns, self.cache.longest)
         hidden = self.model.forward(tokens[:, None], places[:, None], step)
-        drawn = draw_at(self.model.head(hidden[:, 0]), self.params, uniform_on_device(seeds, counts)[:, None])
+        drawn = draw_at(self.model.head(hidden[:, 0]), params, uniform_on_device(seeds, counts)[:, None])
         self.ids[:, :size].index_copy_(0, self.at, drawn.ids[None])
         logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs]).to(self.logprobs.dtype)
         self.logprobs[:, :, :size].index_copy_(0, self.at, logprobs[None])
@@ -122,6 +132,12 @@ def addresses(model: LanguageModel) -> tuple[int, ...]:
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 
+def active_adapters(model: LanguageModel) -> Hashable:
+    """Which LoRA adapters each layer adds: with others the same weights are computed with otherwise."""
+    layers: list[Any] = [module for module in model.network.modules() if hasattr(module, "_disable_adapters")]
+    return tuple((layer.disable_adapters, *layer.active_adapters, *getattr(layer, "merged_adapters", ())) for layer in layers)
+
+
 def on_cuda() -> Recorder:
     """Makes CUDA graphs, which share their memory. What a function allocates and chooses when it first runs is not recorded."""
     pool = torch.cuda.graph_pool_handle()
@@ -133,7 +149,7 @@ def on_cuda() -> Recorder:
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may allocate meanwhile
             run()
         replay: Callable[[], None] = graph.replay
         return replay

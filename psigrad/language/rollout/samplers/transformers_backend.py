@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.embedded import check_room, log_probs_of
-from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
+from psigrad.language.rollout.samplers.embedded import OwnWeights, check_room
+from psigrad.language.rollout.types import Completion, FinishReason, Request, SamplingParams
 
 
 class _Drawer(LogitsProcessor):
@@ -35,10 +35,8 @@ class _Drawer(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
 
 
-class TransformersSampler(Sampler):
+class TransformersSampler(OwnWeights):
     """Left-padded batches of at most `max_batch` sequences through `model.generate`."""
-
-    exact = True
 
     def __init__(self, model: LanguageModel, max_batch: int = 256) -> None:
         self.model, self.max_batch = model, max_batch
@@ -55,12 +53,6 @@ class TransformersSampler(Sampler):
             [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
         )
         yield [(place, [next(done) for _ in request.seeds]) for place, request in enumerate(requests)]
-
-    def log_probs(
-        self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
-    ) -> list[list[float]] | None:
-        """See `Sampler`."""
-        return log_probs_of(self.model, prompt, completions, params)
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:

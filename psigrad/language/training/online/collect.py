@@ -176,57 +176,52 @@ def rollout(
     sampling computes. `phase` times "time/sample" and "time/score", the wait for what is not scored by then. Each process of the
     world does its share of the prompts, and all of them get the whole.
     """
-    if world is not ALONE:
-        alone: Any = partial(
-            rollout,
-            sampler,
-            scorer,
-            params=params,
-            num_generations=num_generations,
-            model=model,
-            version=version,
-            episodes=episodes,
-            missing_eos_penalty=missing_eos_penalty,
-            cache=cache,
-            phase=phase,
-        )
-        return _rollout_together(alone, sampler.central, prompts, num_generations, seed_of, phase, world)
-    if not prompts:
-        return []
-    rewards = _Rewards(scorer, {p.index: p.row for p in prompts}, episodes is not None)
-    with phase("time/sample"):
-        if episodes is None:
-            trajectories = _sample(sampler, prompts, params, num_generations, seed_of, model, version, cache, rewards)
-        else:
-            trajectories = play(
-                episodes,
-                sampler,
-                [(p.index, p.ids, p.row) for p in prompts],
-                params,
-                num_generations=num_generations,
-                seed_of=seed_of,
-                tokenizer=model.tokenizer,
-                version=version,
-                max_length=model.max_length,
-            )
-            rewards.add_all(trajectories)
-    with phase("time/score"):
-        return rewards.give_to(trajectories, missing_eos_penalty)
+    own = range(world.rank, len(prompts), 1 if sampler.central else world.size)
+    if sampler.central and world.rank:
+        own = range(0)
+    found: list[Trajectory] = []
+    if own:
+        wanted = [prompts[i] for i in own]
+        rewards = _Rewards(scorer, {p.index: p.row for p in wanted}, episodes is not None)
+        with phase("time/sample"):
+            if episodes is None:
+                requests = [Request(prompts[i].ids, tuple(seed_of(i, k) for k in range(num_generations))) for i in own]
+                found = _sample(sampler, wanted, requests, params, model, version, cache, rewards)
+            else:
+                found = play(
+                    episodes,
+                    sampler,
+                    [(p.index, p.ids, p.row) for p in wanted],
+                    params,
+                    num_generations=num_generations,
+                    seed_of=lambda place, k: seed_of(own[place], k),
+                    tokenizer=model.tokenizer,
+                    version=version,
+                    max_length=model.max_length,
+                )
+                rewards.add_all(found)
+        with phase("time/score"):
+            found = rewards.give_to(found, missing_eos_penalty)
+    if world is ALONE:
+        return found
+    with phase("time/gather"):
+        if sampler.central:
+            return world.broadcast(found)
+        each = world.all_gather([found[i : i + num_generations] for i in range(0, len(found), num_generations)])
+    return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
 
 
 def _sample(
     sampler: Sampler,
     prompts: Sequence[Prompt],
+    requests: list[Request],
     params: SamplingParams,
-    num_generations: int,
-    seed_of: Callable[[int, int], int],
     model: LanguageModel,
     version: int,
     cache: ActivationCache | None,
     rewards: _Rewards,
 ) -> list[Trajectory]:
     """Completions of one turn each; `rewards` gets each group when its last one has ended."""
-    requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
     groups: dict[int, list[Trajectory]] = {}
     for completed in sampler.steps(requests, params, cache):
         for place, completions in completed:
@@ -238,27 +233,6 @@ def _sample(
             rewards.add(groups[place])
         rewards.poll()
     return [t for place in range(len(requests)) for t in groups[place]]
-
-
-def _rollout_together(
-    alone: Callable[..., list[Trajectory]],
-    central: bool,
-    prompts: Sequence[Prompt],
-    size: int,
-    seed_of: Callable[[int, int], int],
-    phase: Callable[[str], AbstractContextManager[Any]],
-    world: World,
-) -> list[Trajectory]:
-    """`rollout`, of which each process does its share, or rank 0 all."""
-    own = list(range(len(prompts))) if central else list(range(world.rank, len(prompts), world.size))
-    if central and world.rank:
-        own = []
-    found = alone([prompts[i] for i in own], seed_of=lambda i, k: seed_of(own[i], k))
-    with phase("time/gather"):
-        if central:
-            return world.broadcast(found)
-        each = world.all_gather([found[i : i + size] for i in range(0, len(found), size)])
-    return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
 
 
 def score(scorer: Scorer | None, trajectories: list[Trajectory], rows: Mapping[int, Any]) -> list[Trajectory]:
