@@ -98,11 +98,18 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("--service-token abc --steps 3", "--service-token *** --steps 3"),
         ("env_kwargs.api_key=abc other=1", "env_kwargs.api_key=*** other=1"),
         ('{"password": "a b", "n": 1}', '{"password": "***", "n": 1}'),
-        (f"with {PLANTED['token']}.", "with ***"),
+        (f"with {PLANTED['token']}.", "with ***."),
+        ("sk-proj-Ab1Ab1Ab1Ab1Ab1Ab1-x_y eyJhbGci.eyJzdWIiOiIxMjM0NTY3.a-b_c end", "*** *** end"),
+        ("--hub-token 'a b$' --steps 3", "--hub-token *** --steps 3"),
+        ("api_key='a b' other=1", "api_key=*** other=1"),
+        ("Authorization: Basic YWxhZGRpbjpvcGVu", "Authorization: Basic ***"),
         # what is none
         ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
         ("mail me@host, see https://host/@me", None),
         ("the token that was drawn: 17", None),
+        ("--eos-token <|im_end|> --pad-token=<pad> eot_token=<|eot|>", None),
+        ("runs/hf_baseline_qwen3_lr1e-5 sk-learn-classifier-v1-abc", None),
+        ("the bearer certificate at https://host?mail=a@b", None),
     ],
 )
 def test_texts_lose_what_looks_like_a_secret_and_nothing_else(text, left):
@@ -123,7 +130,12 @@ def test_short_values_and_paths_of_variables_are_left(monkeypatch, tmp_path):
     monkeypatch.setenv("A_TOKEN", "false")
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path))
     monkeypatch.setenv("B_TOKEN", 'quoted"secret')
-    assert redaction.without(json.dumps({"a": 'false quoted"secret'}).encode(), redaction.values()) == b'{"a": "false ***"}'
+    for name in ("GIT_AUTHOR_NAME", "EOS_TOKEN", "MAX_TOKENS"):
+        monkeypatch.setenv(name, "innocent")
+    assert (
+        redaction.without(json.dumps({"a": 'false innocent quoted"secret'}).encode(), redaction.values())
+        == b'{"a": "false innocent ***"}'
+    )
 
 
 def test_a_sandbox_services_token_is_read_from_the_variable_that_is_named(monkeypatch):
