@@ -15,6 +15,7 @@ from psigrad.control import builder, run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.rewards import code
+from psigrad.records.run_folder import RunFolder
 
 PLANTED = {
     "variable": "correct-horse-71",
@@ -122,6 +123,15 @@ def test_settings_lose_values_under_secret_names_and_nothing_else():
     assert redaction.hide({"env_kwargs": {"api_key": "x", "token": "y", "hub_token": "", "n": [1]}}) == {
         "env_kwargs": {"api_key": "***", "token": "***", "hub_token": "", "n": [1]}
     }
+
+
+def test_rows_of_the_data_are_told_as_the_model_reads_them(tmp_path):
+    rows = [["row 1", [["prompt", "call(token='cat', api_key=None)"]]]]
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
+        folder.event("first_rows", rows=rows)
+        folder.event("failed", reason="token='cat'")
+    shown, failed = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    assert shown["rows"] == rows and failed["reason"] == "token=***"
 
 
 def test_short_values_and_paths_of_variables_are_left(monkeypatch, tmp_path):

@@ -77,11 +77,15 @@ class Setting(NamedTuple):
     marks: frozenset[Mark]
 
 
-@cache
 def settings_of(cls: Any) -> dict[str, Setting]:
     """Every setting that a settings class is read for, by its dotted name, in the order of the fields. Sections have the defaults
     that `cls` gives them.
     """
+    return _settings_of(cls)
+
+
+@cache
+def _settings_of(cls: Any) -> dict[str, Setting]:
     return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_of(cls)}
 
 
