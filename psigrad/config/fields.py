@@ -89,11 +89,15 @@ def _settings_of(cls: Any) -> dict[str, Setting]:
     return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_of(cls)}
 
 
-@cache
 def unread_of(cls: Any) -> dict[str, str]:
     """The settings of its sections that a class is not read for, each with the one that stands for it here, or nothing. They are
     no settings of its command: its help leaves them out, and they are refused.
     """
+    return _unread_of(cls)
+
+
+@cache
+def _unread_of(cls: Any) -> dict[str, str]:
     sections = get_type_hints(cls, include_extras=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, NotRead)}
     return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
