@@ -95,7 +95,7 @@ def _note_opened(event: str, about: tuple[Any, ...]) -> None:
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
     if frame is not None and not about[2] & (os.O_WRONLY | os.O_RDWR):
-        opened_by.setdefault(frame.f_globals["__name__"], set()).add(os.path.abspath(about[0]))
+        opened_by.setdefault(frame.f_globals.get("__name__", ""), set()).add(os.path.abspath(about[0]))
 
 
 def checkout_folder(name: str) -> Path | None:

@@ -11,22 +11,26 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Names of environment variables that hold secrets.
-SECRET_NAME = re.compile(r"token|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth", re.IGNORECASE)
 HIDDEN = "***"
 _SHORTEST = 8  # a shorter value of a variable is a word that may stand anywhere
-_WORD = r"(?:api|access|private)_?-?key|secret|password|passwd|credentials?|authorization|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!stop_)(?<!image_)token"  # noqa: E501
+# A token of one of these kinds is one of text.
+_OF_TEXT = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "eot", "boi", "eoi", "image", "video", "audio")
+_TOKEN = "".join(f"(?<!{kind}[_-])" for kind in _OF_TEXT) + "token"
+# Names of environment variables that hold secrets. An AUTHOR is none, nor are TOKENIZERS_PARALLELISM and MAX_TOKENS.
+SECRET_NAME = re.compile(rf"{_TOKEN}(?!iz|s$)|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth(?!ors?(_|$))", re.IGNORECASE)
+_WORD = rf"(?:api|access|private)[_-]?key|secret|password|passwd|credentials?|authorization|{_TOKEN}"
 _KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
+_QUOTED = r"'[^']+'|\"[^\"]+\""
 _SPOKEN = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"(\w://)[^/\s\"'<>]+(?=@)",
+        r"(\w://)[^/?#\s\"'<>]+(?=@)",
         r"([?&][\w.-]*(?:key|token|secret|passw\w*|sig|signature|auth)=)[^&\s\"'#<>]+",
-        rf"((?:{_WORD})=[\"']?)[^\s\"',;)&]+",
-        rf"(--[\w.-]*(?:{_WORD})\s+)[^\s\"']+",
+        rf"((?:{_WORD})=)(?:{_QUOTED}|[^\s\"',;)&]+)",
+        rf"(--[\w.-]*(?:{_WORD})\s+)(?:{_QUOTED}|[^\s\"']+)",
         rf"([\"'](?:[\w-]*(?:{_WORD}))[\"']\s*:\s*[\"'])[^\"']+",
-        r"(\bBearer\s+)[\w.~+/=-]{8,}",
-        r"(\b)(?:hf_|gh[opsu]_|github_pat_|sk-|xox[abp]-|AKIA|AIza|eyJ[\w-]+\.)[\w.-]{16,}",
+        r"(\b(?:Bearer|Authorization:\s*\w+)\s+)(?:(?=\S*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{16,})",
+        r"(\b)(?:hf_|gh[opsu]_|github_pat_\w+_|sk-[\w-]*|xox[abp]-[\w-]*|AKIA|AIza[\w-]*|eyJ[\w-]+\.[\w.-]*)[a-z0-9]{16,}(?:\.?[\w-]+)*",
     )
 )
 

@@ -15,6 +15,7 @@ from psigrad.control import builder, run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.rewards import code
+from psigrad.records.run_folder import RunFolder
 
 PLANTED = {
     "variable": "correct-horse-71",
@@ -98,11 +99,18 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("--service-token abc --steps 3", "--service-token *** --steps 3"),
         ("env_kwargs.api_key=abc other=1", "env_kwargs.api_key=*** other=1"),
         ('{"password": "a b", "n": 1}', '{"password": "***", "n": 1}'),
-        (f"with {PLANTED['token']}.", "with ***"),
+        (f"with {PLANTED['token']}.", "with ***."),
+        ("sk-proj-Ab1Ab1Ab1Ab1Ab1Ab1-x_y eyJhbGci.eyJzdWIiOiIxMjM0NTY3.a-b_c end", "*** *** end"),
+        ("--hub-token 'a b$' --steps 3", "--hub-token *** --steps 3"),
+        ("api_key='a b' other=1", "api_key=*** other=1"),
+        ("Authorization: Basic YWxhZGRpbjpvcGVu", "Authorization: Basic ***"),
         # what is none
         ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
         ("mail me@host, see https://host/@me", None),
         ("the token that was drawn: 17", None),
+        ("--eos-token <|im_end|> --pad-token=<pad> eot_token=<|eot|>", None),
+        ("runs/hf_baseline_qwen3_lr1e-5 sk-learn-classifier-v1-abc", None),
+        ("the bearer certificate at https://host?mail=a@b", None),
     ],
 )
 def test_texts_lose_what_looks_like_a_secret_and_nothing_else(text, left):
@@ -117,13 +125,27 @@ def test_settings_lose_values_under_secret_names_and_nothing_else():
     }
 
 
+def test_rows_of_the_data_are_told_as_the_model_reads_them(tmp_path):
+    rows = [["row 1", [["prompt", "call(token='cat', api_key=None)"]]]]
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
+        folder.event("first_rows", rows=rows)
+        folder.event("failed", reason="token='cat'")
+    shown, failed = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    assert shown["rows"] == rows and failed["reason"] == "token=***"
+
+
 def test_short_values_and_paths_of_variables_are_left(monkeypatch, tmp_path):
     for name in [n for n in list(redaction.os.environ) if redaction.SECRET_NAME.search(n)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("A_TOKEN", "false")
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path))
     monkeypatch.setenv("B_TOKEN", 'quoted"secret')
-    assert redaction.without(json.dumps({"a": 'false quoted"secret'}).encode(), redaction.values()) == b'{"a": "false ***"}'
+    for name in ("GIT_AUTHOR_NAME", "EOS_TOKEN", "MAX_TOKENS"):
+        monkeypatch.setenv(name, "innocent")
+    assert (
+        redaction.without(json.dumps({"a": 'false innocent quoted"secret'}).encode(), redaction.values())
+        == b'{"a": "false innocent ***"}'
+    )
 
 
 def test_a_sandbox_services_token_is_read_from_the_variable_that_is_named(monkeypatch):

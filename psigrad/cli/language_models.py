@@ -47,58 +47,37 @@ def score(arguments: list[str]) -> int:
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
-    defaults = {
-        "reward": "",
-        "dataset": "",
-        "split": "test",
-        "output": "",
-        "columns": "",
-        "tokenizer": "",
-        "reward_timeout": 10.0,
-    }
+    texts = ("reward", "dataset", "split", "output", "columns", "tokenizer")
+    defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
         defaults |= {"attack": False, "max_rows": 50}
     given = flags.plain("score", rest, {"model": "", **defaults})
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
-    weights = [flags.number("--reward-weights", text) for text in listed["--reward-weights"]]
+    rewards, dataset = listed["--reward"], given.pop("dataset")
+    how = {"weights": [flags.number("--reward-weights", text) for text in listed["--reward-weights"]],
+           "timeout": given["reward_timeout"], "split": given["split"], "columns": given["columns"]}  # fmt: skip
     if given.get("attack"):
-        return _attack(listed["--reward"], weights, given)
+        if given["tokenizer"]:
+            raise UserError("score --attack counts no tokens; leave out --tokenizer, and rewards of lengths alone.")
+        return _attack(rewards, dataset, given["output"], max_rows=given["max_rows"], **how)
     from psigrad.language.recipes import score_rows
 
-    scores = score_rows.score(
-        listed["--reward"],
-        given["dataset"],
-        weights=weights,
-        split=given["split"],
-        tokenizer=given["tokenizer"],
-        timeout=given["reward_timeout"],
-        columns=given["columns"],
-    )
+    scores = score_rows.score(rewards, dataset, tokenizer=given["tokenizer"], **how)
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
     print(score_rows.summary(scores), file=sys.stderr)
     return 0
 
 
-def _attack(rewards: list[str], weights: list[float], given: dict[str, Any]) -> int:
+def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
     """Say which answers the rewards misjudge; exit status 1 where a wrong one is rewarded."""
-    if given["tokenizer"]:
-        raise UserError("score --attack counts no tokens; leave out --tokenizer, and rewards of lengths alone.")
-    if not given["dataset"]:
+    if not dataset:
         raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
     from psigrad.language.recipes import attack
 
-    found = attack.attack(
-        rewards,
-        given["dataset"],
-        weights=weights,
-        split=given["split"],
-        timeout=given["reward_timeout"],
-        max_rows=given["max_rows"],
-        columns=given["columns"],
-    )
-    if given["output"]:
-        _write("".join(json.dumps(asdict(one)) + "\n" for one in found), given["output"], len(found))
+    found = attack.attack(rewards, dataset, **how)
+    if output:
+        _write("".join(json.dumps(asdict(one)) + "\n" for one in found), output, len(found))
     print(attack.report(found))
     return 1 if any(one.misjudged and not one.right for one in found) else 0
 

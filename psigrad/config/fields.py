@@ -12,10 +12,12 @@ import functools
 import inspect
 import json
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+N = TypeVar("N")
 
 
 class Mark(Enum):
@@ -103,25 +105,27 @@ def _unread_of(cls: Any) -> dict[str, str]:
 
 def unread_by(cls: Any, algorithm: str) -> set[str]:
     """The settings, by dotted name, that this algorithm does not read; none where no algorithm is named."""
-    marked = [*get_type_hints(cls, include_extras=True).items(), *((name, s.annotated) for name, s in settings_of(cls).items())]
-    reads = {name: mark for name, annotated in marked for mark in _extras(annotated) if isinstance(mark, ReadBy)}
-    others = {name for name, mark in reads.items() if algorithm in mark.but or algorithm not in (mark.algorithms or (algorithm,))}
-    return {name for name in settings_of(cls) if algorithm and others & {name, name.partition(".")[0]}}
+    return {name for name, mark in _notes(cls, ReadBy)
+            if algorithm and (algorithm in mark.but or algorithm not in (mark.algorithms or (algorithm,)))}  # fmt: skip
 
 
 def idle(config: Any) -> dict[str, str]:
     """A sentence for each setting of `config` away from its default that has no effect for want of another (`Needs`)."""
-    cls = type(config)
-    marked = [*get_type_hints(cls, include_extras=True).items(), *((name, s.annotated) for name, s in settings_of(cls).items())]
-    wants = [(name, mark.settings) for name, annotated in marked for mark in _extras(annotated) if isinstance(mark, Needs)]
-    found = {}
-    for name, setting in settings_of(cls).items():
+    found, settings = {}, settings_of(type(config))
+    for name, mark in _notes(type(config), Needs):
         value = _value(config, name)
-        for needs in (needs for of, needs in wants if of in (name, name.partition(".")[0]) and value != setting.default):
-            if not any(_is_set(config, one) for one in needs):
-                known = [one for one in needs if _value(config, one.partition("=")[0]) is not None]
-                found[name] = f"{name} is {value!r} and has no effect without {' or '.join(known)}."
+        if value != settings[name].default and not any(_is_set(config, one) for one in mark.settings):
+            known = [one for one in mark.settings if _value(config, one.partition("=")[0]) is not None]
+            found[name] = f"{name} is {value!r} and has no effect without {' or '.join(known)}."
     return found
+
+
+def _notes(cls: Any, kind: type[N]) -> Iterator[tuple[str, N]]:
+    """(dotted name, note) of the notes of a kind on a setting, or on the section that it stands in."""
+    sections = get_type_hints(cls, include_extras=True)
+    for name, setting in settings_of(cls).items():
+        section = sections[name.partition(".")[0]] if "." in name else None
+        yield from ((name, one) for one in (*_extras(section), *_extras(setting.annotated)) if isinstance(one, kind))
 
 
 def _is_set(config: Any, need: str) -> bool:

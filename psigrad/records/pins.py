@@ -227,9 +227,8 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
         path = Path(data).resolve()
         if path.is_file() and not _is_library(path) and not any(part.startswith(".") for part in path.parts):
             found[str(path)] = _file_hash(path)
-    others = {sys.modules.get(getattr(value, "__module__", None) or "") for value in list(vars(module).values())
-              if not isinstance(value, ModuleType)}  # fmt: skip
-    others |= {value for value in list(vars(module).values()) if isinstance(value, ModuleType)}
+    values = list(vars(module).values())
+    others = {v if isinstance(v, ModuleType) else sys.modules.get(getattr(v, "__module__", None) or "") for v in values}
     for other in [*filter(None, others), *_imported_by(module, found[file])]:
         if other is not module and _is_users(other) and other.__name__ != "__main__":
             _add_module(other, found)

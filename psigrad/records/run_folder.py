@@ -209,8 +209,9 @@ class RunFolder:
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One row of events.jsonl, with the time."""
-        self._append("events", to_line({"time": time.time(), "kind": kind, **redaction.hide(fields)}))
+        """One row of events.jsonl, with the time. `rows` are of the data, and are told as the model reads them."""
+        data = {name: value for name, value in fields.items() if name == "rows"}
+        self._append("events", to_line({"time": time.time(), "kind": kind, **redaction.hide(fields), **data}))
 
     def _warn(self, kind: str, text: str, **fields: Any) -> None:
         self.event(kind, **fields)

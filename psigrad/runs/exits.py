@@ -23,14 +23,15 @@ def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[No
     own, before = os.getpid(), {name: getattr(os, name) for name in _WAYS}
 
     def guarded(name: str) -> Callable[..., NoReturn]:
-        def leave(*given: Any) -> NoReturn:
+        def leave(*given: Any, **named: Any) -> NoReturn:
             if os.getpid() != own:
-                before[name](*given)
+                before[name](*given, **named)
             reason = f"os.{name} was called before the run was finished: an environment or a callback of yours ends the process."
             with contextlib.suppress(Exception):  # a full disk must not keep the process
                 print(f"psigrad: {reason}", file=sys.stderr, flush=True)
                 tell(reason)
-            before["_exit"]((given[0] if name == "_exit" else 0) or 1)
+            status = [*given, *named.values()][0] if name == "_exit" else 1
+            before["_exit"](status or 1)
             raise AssertionError
 
         return leave

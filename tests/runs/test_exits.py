@@ -61,6 +61,7 @@ def status_of(work):
 
 WAYS = {
     "os._exit(0)": lambda: os._exit(0),
+    "os._exit(status=0)": lambda: os._exit(status=0),
     "os.execv": lambda: os.execv("/bin/true", ["true"]),
     "os.execvp": lambda: os.execvp("true", ["true"]),
 }

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -17,11 +16,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from psigrad.processes.sandbox import cgroup, seccomp
 from psigrad.processes.sandbox.enclosure import BARE, USERS, command, memory_file, user_of
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, Tier
-from psigrad.processes.sandbox.pipes import exchange
+from psigrad.processes.sandbox.pipes import exchange, start
 
 DRIVER = Path(__file__).with_name("driver.py").read_text()
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
@@ -107,25 +107,10 @@ class Bubblewrap:
             python = [interpreter(), "-s", "-P", "-B", "-X", "utf8", "/driver.py", str(task), str(say)]
             joined = ["/bin/sh", "-c", _JOIN, "sh", *map(str, group.files), "--"]
             started = time.monotonic()
-            try:
-                process = subprocess.Popen(
-                    [*joined, *line, *rlimits(program, limits), *python],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=given,
-                    env=BARE,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                os.close(answers)
-                os.close(told)
-                raise SandboxError(f"The sandbox could not be started ({error}).") from error
-            finally:
-                for descriptor in given:
-                    os.close(descriptor)
-            output = exchange(process, answers, program, limits)
-            _wait_until_gone(told)
+            with os.fdopen(told, "rb") as born:
+                process = start([*joined, *line, *rlimits(program, limits), *python], given, answers, env=BARE)
+                output = exchange(process, answers, program, limits)
+                _wait_until_gone(born)
             seconds = time.monotonic() - started
             out_of_memory = group.out_of_memory()
         if not output.answers.startswith(b"started\n") and output.status == "exited" and not out_of_memory:
@@ -134,10 +119,9 @@ class Bubblewrap:
         return replace(found, status="memory") if out_of_memory else found
 
 
-def _wait_until_gone(told: int) -> None:
+def _wait_until_gone(born: BinaryIO) -> None:
     """Until the first process in the sandbox has ended, and with it all others: killing bwrap only sets that going."""
-    with os.fdopen(told, "rb") as stream:
-        text = stream.read()
+    text = born.read()
     if not text:
         return  # it never came so far
     stat = Path("/proc", str(json.loads(text)["child-pid"]), "stat")

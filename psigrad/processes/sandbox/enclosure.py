@@ -121,7 +121,8 @@ def _in_its_place(path: str) -> Iterator[str]:
 
 def special_files(folders: Sequence[str]) -> Iterator[str]:
     """Sockets, FIFOs and devices in these folders, but not in Python's: a read-only disk still lets one write to them."""
-    left = [folder for folder in folders if os.path.isdir(folder) and not folder.startswith((sys.prefix, sys.base_prefix))]
+    own = (f"{sys.prefix}/", f"{sys.base_prefix}/")
+    left = [folder for folder in folders if os.path.isdir(folder) and not f"{folder}/".startswith(own)]
     while left:
         try:
             entries = list(os.scandir(left.pop()))

@@ -8,9 +8,11 @@ import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, Status, decode_value, decode_values
+from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, Status, decode_value, decode_values
 
 _PIECE = 1 << 16
 # Answers are tagged JSON of what programs print in other cases, and a little longer.
@@ -33,6 +35,21 @@ class Output:
         out, err = self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace")
         late = self.status == "exited" and code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
         return ProgramOutcome("timeout" if late else self.status, code, out, err, values, seconds)
+
+
+def start(line: Sequence[str], given: Sequence[int], answers: int, **where: Any) -> subprocess.Popen[bytes]:
+    """A process with pipes in a session of its own, which has the descriptors `given`; they are closed here, and `answers` where
+    it does not start. Raises `SandboxError` then.
+    """
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=given, start_new_session=True, **where)
+    except OSError as error:
+        os.close(answers)
+        raise SandboxError(f"The program could not be started ({error}).") from error
+    finally:
+        for descriptor in given:
+            os.close(descriptor)
 
 
 def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, limits: Limits) -> Output:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,8 +12,8 @@ from collections.abc import Sequence
 
 from psigrad.processes.sandbox.bubblewrap import DRIVER, rlimits, task_of
 from psigrad.processes.sandbox.enclosure import memory_file
-from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
-from psigrad.processes.sandbox.pipes import exchange
+from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome
+from psigrad.processes.sandbox.pipes import exchange, start
 
 
 class Unsafe:
@@ -31,23 +30,9 @@ class Unsafe:
         bounds = [part for part in rlimits(program, limits) if not part.startswith("--nproc")]
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="psigrad-code-") as folder:
-            try:
-                process = subprocess.Popen(
-                    [*bounds, sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", DRIVER, str(task), str(say)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=[task, say],
-                    start_new_session=True,
-                    cwd=folder,
-                    env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-                )
-            except OSError as error:
-                os.close(answers)
-                raise SandboxError(f"The program could not be started ({error}).") from error
-            finally:
-                os.close(task)
-                os.close(say)
+            variables = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+            python = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", DRIVER, str(task), str(say)]
+            process = start([*bounds, *python], [task, say], answers, cwd=folder, env=variables)
             output = exchange(process, answers, program, limits)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -72,9 +72,8 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
             tenth = max(1, len(values) // 10)
             ends = [sum(part) / tenth for part in (values[:tenth], values[-tenth:])]
             said = [f"{name} of training {_short(ends[0])} → {_short(ends[1])}"]
-            return (
-                ("Evaluated once", "plain", [*once, *said]) if once else ("Not evaluated", "plain", [*said, "no held-out rows"])
-            )
+            word = "Evaluated once" if once else "Not evaluated"
+            return word, "plain", [*once, *said] if once else [*said, "no held-out rows"]
     return ("Evaluated once", "plain", once) if once else ("Nothing to judge yet", "plain", [])
 
 
@@ -92,11 +91,8 @@ def _change(
     if any(map(math.isnan, halves)):
         return "Trained", "plain", said
     if rows < LEAST_ROWS:
-        return (
-            "Too few to judge",
-            "plain",
-            [*said, f"of {show_number(int(rows))} held-out rows, and a verdict takes {LEAST_ROWS}"],
-        )
+        few = f"of {show_number(int(rows))} held-out rows, and a verdict takes {LEAST_ROWS}"
+        return "Too few to judge", "plain", [*said, few]
     if not any(halves):
         return "No verdict", "plain", [*said, "within each evaluation all rows have the same figure"]
     # one without a width, as of ties alone, is as uncertain as the other: a coin's would have one
