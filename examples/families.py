@@ -1,13 +1,14 @@
-"""A small model learns to use a tool over several turns, in the words of any chat template: python examples/families.py TEMPLATE FOLDER
+"""A small model learns to use a tool over several turns, in the words of any chat template:
+python examples/families.py TEMPLATE FOLDER
 
-The shop sells things that have a number. What one costs, only the tool `price` knows. The demonstrations are careless: six in ten
-guess a price. Supervised fine-tuning copies that as often as it was shown; GRPO against the true price leaves the guessing off.
-Held-out numbers occur in no training data. TEMPLATE is a Jinja file, such as those in trl/chat_templates. What is written to FOLDER
-and the commands that go on from there are in docs/tools.md.
+Customers ask what things cost, and the tool `price` knows. The demonstrations are careless: four in ten guess. Supervised
+fine-tuning copies that as often as it was shown; GRPO against the true price leaves the guessing off. TEMPLATE is a Jinja file,
+such as those in trl/chat_templates. What is written to FOLDER and the commands that go on from there are in docs/tools.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -19,16 +20,19 @@ from transformers.utils import get_json_schema
 
 from psigrad.language.models import tiny
 
-HELD_OUT, GUESSED = 100, 0.6
+HELD_OUT, GUESSED = 40, 0.4
+PRICES = {"apples": 3, "pears": 4, "plums": 5, "figs": 7}
+NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ida", "Jon", "Kim", "Lea", "Max", "Nora", "Otto", "Pia"]
+NAMES += ["Quinn", "Rosa", "Sam", "Tess", "Uma", "Vic", "Wim", "Xena", "Yves", "Zoe"]
 
 
 def price(item: str) -> int:
     """What an item costs.
 
     Args:
-        item: its number
+        item: what is bought
     """
-    return random.Random(item).randrange(10, 100)
+    return PRICES[item]
 
 
 def right_price(last_turns: list[str], item: list[str], **columns: Any) -> list[float]:
@@ -37,11 +41,11 @@ def right_price(last_turns: list[str], item: list[str], **columns: Any) -> list[
     return [float(found[-1:] == [str(price(what))]) for found, what in zip(numbers, item, strict=True)]
 
 
-def demonstration(item: str, rng: random.Random) -> list[dict[str, Any]]:
+def demonstration(name: str, item: str, rng: random.Random) -> list[dict[str, Any]]:
     """A conversation with the tool, or a guess."""
-    asked = [{"role": "user", "content": f"What is the price of {item} ?"}]
+    asked = [{"role": "user", "content": f"{name} wants {item} . What is the price?"}]
     if rng.random() < GUESSED:
-        return [*asked, {"role": "assistant", "content": f"It costs {rng.randrange(10, 100)}"}]
+        return [*asked, {"role": "assistant", "content": f"It costs {rng.randrange(10)}"}]
     call = {"type": "function", "function": {"name": "price", "arguments": {"item": item}}}
     answer = str(price(item))
     return [
@@ -55,9 +59,9 @@ def demonstration(item: str, rng: random.Random) -> list[dict[str, Any]]:
 def prepare(template: Path, folder: Path, seed: int = 0) -> None:
     """base/ (an untrained model that has the template), demonstrations.jsonl, prompts.jsonl and held_out.jsonl."""
     rng = random.Random(seed)
-    items = [f"{n:03d}" for n in range(1000)]
-    rng.shuffle(items)
-    talks = [demonstration(item, rng) for item in items]
+    asked = list(itertools.product(NAMES, PRICES))
+    rng.shuffle(asked)
+    talks, items = [demonstration(name, item, rng) for name, item in asked], [item for _, item in asked]
     tools = [get_json_schema(price)]
     rows = {
         "demonstrations": [{"messages": talk, "tools": tools} for talk in talks[HELD_OUT:]],
@@ -76,7 +80,7 @@ def prepare(template: Path, folder: Path, seed: int = 0) -> None:
     tokenizer = tiny.tokenizer([re.sub(r"<\|\w+\|>", " ", str(words)) for words in seen], 800)
     tokenizer.add_special_tokens(special)
     tokenizer.chat_template = text
-    model = tiny.model("qwen3", len(tokenizer), hidden=96, layers=3, max_length=1024, seed=seed)
+    model = tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, max_length=1024, seed=seed)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
 

@@ -52,6 +52,9 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         return str(value)
 
     renamed = {name: new for name, new in columns.items() if not _is_template(new)}
+    targets = [renamed.get(name, name) for name in columns]
+    if twice := next((new for new in targets if targets.count(new) > 1), ""):
+        _fail(source, twice, f"is made twice by columns; keep one, or join them: '{twice}={{one}} {{other}}'")
     made = {new: at(name, new) for name, new in renamed.items()}
     made |= {name: _FIELD.sub(fill, text) for name, text in columns.items() if _is_template(text)}
     return {**{name: value for name, value in row.items() if name not in renamed}, **made}
