@@ -165,7 +165,7 @@ def check(arguments: list[str]) -> int:
     from psigrad.preflight import check, first_rows
     from psigrad.records.report import terminal
 
-    rows, as_json = first_rows.rendered(config), "--json" in arguments
+    rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
     if not as_json:
         terminal.print_lines(lines(rows))
     checks = check.run(config)

@@ -15,7 +15,7 @@ from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 from psigrad.language.recipes.conversation import offer_tools
 
 
-def rendered(config: OnlineConfig) -> list[Rendered]:
+def read_first_rows(config: OnlineConfig) -> list[Rendered]:
     """The first rows of the dataset in its own form, with the tools; nothing without one. What was recognised goes to stderr.
 
     Raises `UserError` where the tokenizer, the dataset or a tool cannot be read.

@@ -321,7 +321,7 @@ def test_the_rows_that_are_shown_offer_the_tools(models, tmp_path):
     model.tokenizer.save_pretrained(tmp_path / "chat")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "say a"}]}))
     shown = [
-        "".join(piece.text for piece in first_rows.rendered(made)[0].pieces)
+        "".join(piece.text for piece in first_rows.read_first_rows(made)[0].pieces)
         for made in (
             replace(config(tmp_path / "chat", tools=tools), data=Data(dataset=str(tmp_path / "rows.jsonl")))
             for tools in ((), (price_of_an_item,))

@@ -124,7 +124,7 @@ def rows_of(raw: object, form: str, source: str) -> list[Row]:
     ]
 
 
-def fitting(raw: object) -> str:
+def find_form(raw: object) -> str:
     """The form that a row as read fits, one with more columns before one with fewer; empty where it fits none."""
     for form in FORMS:
         with contextlib.suppress(RowError):
@@ -138,16 +138,6 @@ def role_of(message: Mapping[str, Any]) -> str:
     if "role" in message or "from" not in message:
         return str(message.get("role") or "")
     return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
-
-
-def text_of_content(content: Any) -> Any:
-    """The text of content in parts, where all of them are text; any other content as it is."""
-    if not isinstance(content, list) or not content:
-        return content
-    texts: list[Any] = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part for part in content
-    ]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 def name_columns(raw: Mapping[str, Any]) -> str:
@@ -369,8 +359,11 @@ class _Check:
                 if not math.isfinite(number):
                     self.fail(path, f"is {float(number)}; numbers must be finite (use null for a missing one)")
         self.tools(columns.get("tools"))
-        if not isinstance(columns.get("chat_template_kwargs") or {}, Mapping):
-            self.fail("chat_template_kwargs", f"is {_kind(columns['chat_template_kwargs'])}; it must be an object")
+        kwargs = columns.get("chat_template_kwargs") or {}
+        if not isinstance(kwargs, Mapping):
+            self.fail("chat_template_kwargs", f"is {_kind(kwargs)}; it must be an object")
+        if kwargs.get("tools") is not None:
+            self.fail("chat_template_kwargs.tools", "would not be read; give tools in a column of that name")
 
     def tools(self, value: object) -> None:
         try:
@@ -379,6 +372,9 @@ class _Check:
             self.fail("tools", f"is a string that is not JSON ({error}); it must be a list of tool schemas")
         if value is not None and not isinstance(value, list):
             self.fail("tools", f"is {_kind(value)}; it must be a list of tool schemas")
+        for i, tool in enumerate(value or ()):
+            if not isinstance(tool, Mapping):
+                self.fail(f"tools[{i}]", f"is {_kind(tool)}; a tool is an object, its JSON schema")
 
 
 def _depth(value: object) -> int:

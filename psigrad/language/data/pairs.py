@@ -123,6 +123,6 @@ def drop_long(rows: Sequence[T], tokens: Callable[[T], int], max_length: int) ->
     return kept, len(rows) - len(kept)
 
 
-def longest(made: Pair) -> int:
-    """Tokens of the longer text of a pair."""
-    return len(made.prompt) + max(len(made.chosen.ids), len(made.rejected.ids))
+def longest(made: Pair | Steps) -> int:
+    """Tokens of the longer text of a pair, or of a solution."""
+    return made.tokens if isinstance(made, Steps) else len(made.prompt) + max(len(made.chosen.ids), len(made.rejected.ids))

@@ -10,11 +10,13 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from psigrad.errors import nearest
-from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns, role_of, show, text_of_content
+from psigrad.errors import UserError, nearest
+from psigrad.language.data.chat.dialect import specials_of
+from psigrad.language.data.chat.messages import Message, join_parts
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns, role_of, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,9 +54,8 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         return str(value)
 
     renamed = {name: new for name, new in columns.items() if not _is_template(new)}
-    targets = [renamed.get(name, name) for name in columns]
-    if twice := next((new for new in targets if targets.count(new) > 1), ""):
-        _fail(source, twice, f"is made twice by columns; keep one, or join them: '{twice}={{one}} {{other}}'")
+    if len(twice := [name for name, new in renamed.items() if list(columns.values()).count(new) > 1]) > 1:
+        raise UserError(f"The columns {', '.join(twice)} are all renamed {columns[twice[0]]}; rename one of them.")
     made = {new: at(name, new) for name, new in renamed.items()}
     made |= {name: _FIELD.sub(fill, text) for name, text in columns.items() if _is_template(text)}
     return {**{name: value for name, value in row.items() if name not in renamed}, **made}
@@ -134,7 +135,7 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
     if not isinstance(prompt, str) or not lists or len(lists) < len(names):
         return ""
     lead = _common_lead(lists)
-    users = [_said(turn) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
+    users = [_said(turn, source) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
     if users and prompt.strip() not in users:
         _fail(source, "prompt", f"is text and {names[0]} does not hold it as a user's turn; leave the column out, or mend it")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
@@ -154,7 +155,7 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
         first = row[place][0]
         if role_of(first) not in ("system", "developer"):
             row[place] = [_turn("system", text), *row[place]]
-        elif _said(first) != text.strip():
+        elif _said(first, source) != text.strip():
             _fail(source, name, f"and the first turn of {place} are two system turns that differ; keep one of them")
     return f"{name} is the system turn" if lists or (places == ["prompt"] and isinstance(row["prompt"], str)) else ""
 
@@ -176,8 +177,7 @@ def for_model(
     """The rows as this model reads them (`as_turns`), part by part. `tell` hears which way plain prompts go. Without a tokenizer
     it is a server's model, which is taken for one with a template.
     """
-    words = _special_words(tokenizer)
-    made = [[as_turns(tokenizer, row, plain_prompts, words) for row in part] for part in parts]
+    made = [[as_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
     sent = [isinstance(row.prompt, list) for row in rows if row.plain_prompt is not None or isinstance(row.prompt, str)]
     begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for row in rows)
@@ -193,18 +193,16 @@ def for_model(
     return made
 
 
-def as_turns(
-    tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False, words: Sequence[str] | None = None
-) -> Row:
+def as_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """The row with its plain prompt as one user turn, and its plain answers as the assistant's, where the tokenizer has a chat
-    template. A prompt with special tokens in it (`words`) has been rendered already and stays as it is. Without a template the
-    text of a system column goes before the prompt.
+    template. A prompt with special tokens in it has been rendered already and stays as it is. Without a template the text of a
+    system column goes before the prompt. A row that was read so stays as it is.
     """
-    if not isinstance(row.prompt, str):
+    if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row
     _, system = system_of(row.columns)
-    plain = plain_prompts or not _has_template(tokenizer)
-    if plain or any(word in row.prompt for word in (_special_words(tokenizer) if words is None else words)):
+    was_rendered = tokenizer is not None and specials_of(tokenizer).pattern.search(row.prompt)
+    if plain_prompts or not _has_template(tokenizer) or was_rendered:
         return replace(row, prompt=f"{system}\n\n{row.prompt}", plain_prompt=row.prompt) if system else row
     asked = _turn("user", row.prompt.rstrip("\n") or row.prompt)
     turns = [*([_turn("system", system)] if system else []), asked]
@@ -216,10 +214,6 @@ def _has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
     return tokenizer is None or bool(tokenizer.chat_template)
 
 
-def _special_words(tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    return [] if tokenizer is None else [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-
-
 def _answer(answer: str | list[Message] | None) -> list[Message] | None:
     return [_turn("assistant", answer)] if isinstance(answer, str) else answer
 
@@ -228,8 +222,9 @@ def _turn(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _said(turn: Mapping[str, Any]) -> str:
-    return str(text_of_content(turn.get("content", turn.get("value")))).strip()
+def _said(turn: Mapping[str, Any], source: str) -> str:
+    content = turn.get("content", turn.get("value"))
+    return str(join_parts(content, "content", partial(_fail, source)) if isinstance(content, list) else content).strip()
 
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:

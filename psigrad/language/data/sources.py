@@ -18,7 +18,7 @@ from psigrad.config import Data
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, nearest
 from psigrad.language.data import posted_forms, tasks
-from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, fitting, rows_of, show
+from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, find_form, rows_of, show
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.row_files import READERS, Raw, Records, first_line, read_file
 from psigrad.seeds import permutation
@@ -132,7 +132,7 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         except RowError as error:
             bad.append(error.bad)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
-                fits, hint = fitting(value), posted_forms.usual_names(value)
+                fits, hint = find_form(value), posted_forms.usual_names(value)
     if bad and (bad_rows == "stop" or not rows):
         raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits, hint))
     if not rows:
@@ -140,14 +140,14 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
     return LoadedRows(rows, bad, dict(recognised))
 
 
-def _summary(name: str, form: str, total: int, bad: list[BadRow], fitting: str, hint: str) -> str:
+def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hint: str) -> str:
     if len(bad) == total and len({(row.column, row.reason) for row in bad}) == 1:
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
     cure = "mend them, or set bad_rows=skip to leave them out"
     if len(bad) == total:
-        cure = f"none is left for the form {form}; " + (f"they fit the form {fitting} (docs/data.md)" if fitting else "mend them")
+        cure = f"none is left for the form {form}; " + (f"they fit the form {fits} (docs/data.md)" if fits else "mend them")
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
 
 
@@ -325,8 +325,7 @@ def read_rows(
     Of several datasets each gives its share of both. `tell` hears what was recognised, left out and held out.
     """
     shares = parse_mixture(data.dataset)
-    parts = [_read_one(data, form, share.dataset, data.split) for share in shares]
-    _tell_of(parts, tell)
+    parts = _read_each(data, form, shares, data.split, tell)
     total = sum(len(part.rows) for part in parts)
     wanted = eval_prompts
     if wanted is None:
@@ -348,8 +347,7 @@ def read_rows(
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, tell: Tell | None = None) -> LoadedRows:
     """The rows of one dataset, or of several one after the other; a missing name is refused."""
-    parts = [_read_one(data, form, share.dataset, split) for share in parse_mixture(dataset)]
-    _tell_of(parts, tell)
+    parts = _read_each(data, form, parse_mixture(dataset), split, tell)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
@@ -363,14 +361,16 @@ def form_of(data: Data) -> str:
     return ""
 
 
-def _tell_of(parts: Sequence[LoadedRows], tell: Tell | None) -> None:
-    """Say what form other than ours the rows have, and how many were left out."""
+def _read_each(data: Data, form: str, shares: Sequence[Share], split: str, tell: Tell | None) -> list[LoadedRows]:
+    """The rows of each dataset. `tell` hears what form other than ours they have, and how many were left out."""
+    parts = [_read_one(data, form, share.dataset, split) for share in shares]
     if tell is None:
-        return
+        return parts
     for what, count in sum((Counter(part.recognised) for part in parts), Counter[str]()).items():
         tell("rows_recognised", f"In {count} rows {what}.", what=what, count=count)
     if bad := [row for part in parts for row in part.skipped]:
         tell("rows_skipped", f"{len(bad)} malformed rows are left out; the first is {bad[0]}.", count=len(bad))
+    return parts
 
 
 def _read_one(data: Data, form: str, dataset: Any, split: str) -> LoadedRows:

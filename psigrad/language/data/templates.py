@@ -203,9 +203,8 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
     else:
         prompt, ids = prompt_ids(tokenizer, row), encode_after(tokenizer, str(row.prompt), completion)
     # text that was rendered before has its end of turn, with a line break behind it that nobody samples
-    special = _Specials(tokenizer)
-    end = special.trim(ids, 0, len(ids))
-    if not end or ids[end - 1] not in special.ids:
+    end = _trim(tokenizer, ids, 0, len(ids))
+    if not end or ids[end - 1] not in dialect.specials_of(tokenizer).ids:
         ids, end = [*ids, tokenizer.eos_token_id], len(ids) + 1
     return prompt + ids, [False] * len(prompt) + [True] * end + [False] * (len(ids) - end)
 
@@ -222,46 +221,43 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, row: Row, context: Context
             ids += new
             before, at = piece or before, cut
     mask = [False] * len(ids)
-    special, stops = _Specials(tokenizer), stop_token_ids(tokenizer, row)
+    stops = stop_token_ids(tokenizer, row)
     for turn, (first, last) in enumerate(runs, 1):
-        last = _end_of_turn(special, row, ids, first, last, turn, stops)
+        last = _end_of_turn(tokenizer, row, ids, first, last, turn, stops)
         mask[first:last] = [True] * (last - first)
     return ids, mask
 
 
-class _Specials:
-    """Which tokens of a tokenizer are special, and which are nothing but white space."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.ids = dialect.specials_of(tokenizer).ids
-
-    def blank(self, token: int) -> bool:
-        """Whether it is white space."""
-        return token not in self.ids and not str(self.tokenizer.decode([token])).strip()
-
-    def trim(self, ids: list[int], first: int, last: int) -> int:
-        """`last` less the white space before it."""
-        while last > first and self.blank(ids[last - 1]):
-            last -= 1
-        return last
+def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a token is white space."""
+    return token not in dialect.specials_of(tokenizer).ids and not str(tokenizer.decode([token])).strip()
 
 
-def _end_of_turn(special: _Specials, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]) -> int:
+def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: int) -> int:
+    """`last` less the white space before it."""
+    while last > first and _is_blank(tokenizer, ids[last - 1]):
+        last -= 1
+    return last
+
+
+def _end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
+) -> int:
     """One past the special token that ends a turn: in the span, or just behind it if a template leaves it out (trl#5988). What a
     template writes behind it at the very end (Phi-3: the EOS) nobody samples.
     """
-    inner = outer = special.trim(ids, first, last)
-    while inner > first and ids[inner - 1] in special.ids and ids[inner - 1] not in stops:
-        inner = special.trim(ids, first, inner - 1)
+    special = dialect.specials_of(tokenizer).ids
+    inner = outer = _trim(tokenizer, ids, first, last)
+    while inner > first and ids[inner - 1] in special and ids[inner - 1] not in stops:
+        inner = _trim(tokenizer, ids, first, inner - 1)
     if inner > first and ids[inner - 1] in stops:
         return inner
-    if outer > first and ids[outer - 1] in special.ids:
+    if outer > first and ids[outer - 1] in special:
         return outer
     outer = last
-    while outer < len(ids) and special.blank(ids[outer]):
+    while outer < len(ids) and _is_blank(tokenizer, ids[outer]):
         outer += 1
-    if outer < len(ids) and ids[outer] in special.ids:
+    if outer < len(ids) and ids[outer] in special:
         return outer + 1
     raise refuse(
         row,

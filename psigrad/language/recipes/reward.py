@@ -58,16 +58,13 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
 def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:
     """The rows as tokens; those above max_length are left out and counted."""
     limit = token_limit(config, model)
+    encode: Any = partial(pairs.encode_pair, model.tokenizer, whole=False)
     if config.process:
-        solutions, left = pairs.drop_long(
-            [pairs.encode_steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, limit
-        )
-        check_row_count(config, limit, len(solutions), left, journal)
-        return ProcessRewardTask(model, solutions)
-    made, left = pairs.drop_long(
-        encode_rows(rows, partial(pairs.encode_pair, model.tokenizer, whole=False), config.data, journal), pairs.longest, limit
-    )
+        encode = partial(pairs.encode_steps, model.tokenizer, separator=config.step_separator)
+    made, left = pairs.drop_long(encode_rows(rows, encode, config.data, journal), pairs.longest, limit)
     check_row_count(config, limit, len(made), left, journal)
+    if config.process:
+        return ProcessRewardTask(model, made)
     return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
 
 

@@ -80,11 +80,12 @@ def encode_rows(rows: Sequence[R], encode: Callable[[R], T], data: Data, journal
 
 
 def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], journal: Journal) -> None:
-    """Say once what the chat template has no words for and is said otherwise."""
-    for row in rows[:1]:
+    """Say once what the chat template has no words for and is said otherwise, of the first row with such among a hundred."""
+    for row in rows[:100]:
         if notes := said_otherwise(tokenizer, row):
             text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
             journal.tell("said_otherwise", text, what=notes)
+            return
 
 
 def add_teacher_prompts(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import examples
+from psigrad.language.data.templates import Example, examples
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.recipes.finish import train_on_rows
@@ -47,7 +48,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             journal.tell("turns_apart", said, rows=len(found), texts=len(texts))
         if cut := sum(e.truncated for e in texts):
             journal.tell("rows_cut", f"{cut} of {len(texts)} rows are cut at {limit} tokens.", at=limit, count=cut)
-        learned = [own for texts in found if (own := [text for text in texts if any(text.mask)])]
+        learned = _with_targets(found)
         if not learned:
             raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
         if empty := len(found) - len(learned):
@@ -61,9 +62,13 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, learned)
-        apart = encode_rows(held_out_rows, encode, config.data) if held_out_rows else []
-        judged = [own for texts in apart if (own := [text for text in texts if any(text.mask)])]
+        judged = _with_targets(encode_rows(held_out_rows, encode, config.data))
         held_out = SFTTask(model, judged) if judged else None
         return train_on_rows(
             config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
         )
+
+
+def _with_targets(rows: Sequence[Sequence[Example]]) -> list[list[Example]]:
+    """Of each row the texts with something to learn; rows without one are left out."""
+    return [own for texts in rows if (own := [text for text in texts if any(text.mask)])]

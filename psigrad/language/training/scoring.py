@@ -13,6 +13,7 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.language.data.batches import pack_by_tokens
+from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
@@ -68,36 +69,29 @@ class ModelScorer:
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
             talks = bool(self.model.tokenizer.chat_template) and not self.model.plain_prompts
-            prompt, completion = (_user(prompt), completion) if talks else (prompt, transcript_of(completion))
+            turn: Message = {"role": "user", "content": prompt}
+            prompt, completion = ([turn], completion) if talks else (prompt, transcript_of(completion))
         columns = {name: values[i] for name, values in samples.columns.items() if values[i] is not None}
-        row, words = Row("a completion", prompt, completion, columns=columns), list(self._special.values())
-        return as_turns(self.model.tokenizer, row, self.model.plain_prompts, words)
+        return as_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
         """A prompt with its completion: the policy's tokens with the end that answers have in the reward model's training, since
         a template may write more than the token at which sampling stops, and a completion that was cut has no end. Or the row as
         it is written, where the policy's tokens are others, or the template would begin the answer otherwise.
         """
-        plain = isinstance(row.prompt, str)
-        if plain not in self._ends:
-            self._ends[plain] = answer_end(self.model.tokenizer, plain) if self.same_tokens and own else None
-        end = self._ends[plain]
+        end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
             return [], judged_ids(self.model, row)
         if not end:
             return own
         prompt, ids = own[0], list(own[1])
-        other = int(bool(ids) and ids[-1] in self._special)  # of a sampler that stops elsewhere
+        other = int(bool(ids) and ids[-1] in specials_of(self.model.tokenizer).ids)  # of a sampler that stops elsewhere
         written = next((k for k in range(len(end), 0, -1) if ids[-k:] == end[:k]), other)
         return prompt, [*ids[: len(ids) - written], *end]
 
     @cached_property
     def _ends(self) -> dict[bool, list[int] | None]:
-        return {}
-
-    @cached_property
-    def _special(self) -> dict[int, str]:
-        return {i: str(token) for i, token in self.model.tokenizer.added_tokens_decoder.items() if token.special}
+        return {plain: answer_end(self.model.tokenizer, plain) for plain in (True, False)}
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
@@ -121,10 +115,6 @@ class ModelScorer:
         if not math.isfinite(value):
             return Unscored(f"the reward model {self.name} gave {value}")
         return Scored(value, {self.name: value})
-
-
-def _user(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
 
 
 def judged_ids(model: ScalarModel, row: Row) -> Ids:

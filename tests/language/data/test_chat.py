@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +22,7 @@ from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import load
 from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading.chat_settings import settle_chat
+from psigrad.language.recipes.row_limits import tell_translations
 
 Build = Callable[..., PreTrainedTokenizerFast]
 USER, BOT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}
@@ -155,6 +158,43 @@ def test_content_parts_of_text_are_one_text(plain_chatml: PreTrainedTokenizerFas
     assert sft(parts, BOT).messages == sft(USER, BOT).messages
 
 
+def test_a_part_that_names_no_type_is_text(plain_chatml: PreTrainedTokenizerFast) -> None:
+    assert texts(plain_chatml, sft(USER, {**BOT, "content": [{"text": "the "}, {"text": "cat", "type": None}]})) == [
+        "the cat<|im_end|>"
+    ]
+    with pytest.raises(RowError, match=r"messages\[0\].content\[0\]' has no text"):
+        sft({**USER, "content": [{"image_url": "a.png"}]}, BOT)
+
+
+def test_a_call_without_words_leaves_no_word_in_a_template_of_parts(build: Build) -> None:
+    content = "(m['content'] or '')"
+    tokenizer = build(
+        SHOWS_CALLS.replace(content, "''").replace("}}{% if m", "}}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% if m")
+    )
+    (text,) = texts(tokenizer, sft(USER, call({"city": "Rome"})))
+    assert text == '[{"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}]<|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("columns", "message", "said"),
+    [
+        ({"tools": ["f"]}, BOT, r"'tools\[0\]' is a string; a tool is an object"),
+        ({"tools": '[{}, "f"]'}, BOT, r"'tools\[1\]' is a string; a tool is an object"),
+        (
+            {"chat_template_kwargs": {"tools": [{}]}},
+            BOT,
+            "'chat_template_kwargs.tools' would not be read; give tools in a column",
+        ),
+        ({}, {**BOT, "reasoning": {"effort": "low"}}, r"'messages\[1\].reasoning' is \{'effort': 'low'\}; .* must be a string"),
+        ({}, call([]), r"'messages\[1\].tool_calls\[0\].function.arguments' is \[\]; it must be an object"),
+        ({}, call(0), r"'messages\[1\].tool_calls\[0\].function.arguments' is 0; it must be an object"),
+    ],
+)
+def test_what_would_be_lost_or_break_a_template_is_refused_by_place(columns: Any, message: Any, said: str) -> None:
+    with pytest.raises(RowError, match=said):
+        sft(USER, message, **columns)
+
+
 def test_a_system_prompt_without_a_place_stands_before_the_users_turn(build: Build) -> None:
     strict = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
     tokenizer = build(strict)
@@ -264,3 +304,23 @@ def test_an_answer_begun_in_the_prompt_is_trained_from_there_on(plain_chatml: Pr
     prompt = prompt_ids(plain_chatml, row)
     assert built.ids[: len(prompt)] == prompt and built.mask.index(True) == len(prompt)
     assert texts(plain_chatml, row) == ["cat<|im_end|>"]
+
+
+@pytest.mark.parametrize("more", [{"reasoning_content": "two"}, {"tool_calls": call({})["tool_calls"]}])
+def test_an_answer_begun_with_more_than_words_is_refused(more: Any, plain_chatml: PreTrainedTokenizerFast) -> None:
+    """Only words can be continued: a thought or a call beside them would be nowhere in the prompt."""
+    begun = {"prompt": [USER, {**BOT, **more}]}
+    with pytest.raises(
+        RowError, match=rf"my.jsonl:7: column 'prompt\[1\].{next(iter(more))}' is in a turn that the answer goes on"
+    ):
+        prompt_ids(plain_chatml, validate(begun, "prompt-only", "my.jsonl:7"))
+    with pytest.raises(RowError, match=r"prompt\[1\]"):
+        example(plain_chatml, validate(begun | {"completion": [BOT]}, "prompt-completion", "my.jsonl:7"))
+
+
+def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTokenizerFast) -> None:
+    told: list[Any] = []
+    journal: Any = SimpleNamespace(tell=lambda kind, text, **more: told.append(text))
+    thought = sft(USER, {**BOT, "thinking": "two"})
+    tell_translations(plain_chatml, [sft(USER, BOT), replace(thought, source="my.jsonl:8"), thought], journal)
+    assert len(told) == 1 and "some of my.jsonl:8: thoughts stand in <think> tags" in told[0]

@@ -54,6 +54,19 @@ def test_what_is_beyond_openais_api_is_sent_when_it_was_asked_for():
     assert seen[0]["tools"] == [{"type": "function"}] and seen[0]["path"] == "/v1/chat/completions"
 
 
+def test_calls_and_tools_are_sent_in_openais_form():
+    """Arguments are JSON text there, a message has no weight, and a tool none of the nulls that Parquet adds."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 2}}}
+    turns = [{"role": "user", "content": "f?"}, {"role": "assistant", "weight": 0, "tool_calls": [call]}]
+    answer = {"role": "tool", "tool_call_id": "1", "content": "4"}
+    row = Row("a chat", prompt=[*turns, answer], columns={"tools": [{"type": "function", "strict": None}]})
+    with standing_in(lambda n, body: chat("x")) as (url, seen):
+        asked(url, (row,))
+    sent = {**call, "function": {"name": "f", "arguments": '{"x": 2}'}}
+    assert seen[0]["messages"] == [turns[0], {"role": "assistant", "content": None, "tool_calls": [sent]}, answer]
+    assert seen[0]["tools"] == [{"type": "function"}]
+
+
 @pytest.mark.parametrize(
     ("refusal", "left_out", "has"),
     [
@@ -179,7 +192,7 @@ def test_the_command_line_takes_a_server_and_says_what_it_cannot(tmp_path, capsy
     with standing_in(counts) as (url, _):
         assert main(["eval", "--server", url, "--dataset", sums(tmp_path), "--reward", "exact", "--eval-temperature", "0"]) == 0
     assert "exact/mean" in capsys.readouterr().out
-    for more, said in ((["--environment", "guess"], "need a model here"), (["--eval-kl"], "does not tell")):
+    for more, said in ((["--environment", "guess"], "need a model here"), (["--eval-kl"], "There is no flag --eval-kl")):
         given = ["eval", "--server", "http://127.0.0.1:9", "--dataset", sums(tmp_path), "--reward", "exact", *more]
         assert main(given) != 0 and said in capsys.readouterr().err
     assert not EvalConfig().server and Model().path == ""

@@ -189,7 +189,7 @@ def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[li
     if before:
         spoken.append({"role": "user", "content": before.rstrip("\n")})
     if dialect.parts:
-        spoken = [{**said, "content": [{"type": "text", "text": said.get("content", "")}]} for said in spoken]
+        spoken = [{**said, "content": [{"type": "text", "text": said.get("content") or ""}]} for said in spoken]
     return spoken, tools
 
 

@@ -29,12 +29,14 @@ def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
     """
     read: Message = without_nulls(message)
     if isinstance(read.get("content"), list):
-        read["content"] = _joined(read["content"], f"{where}.content", fail)
+        read["content"] = join_parts(read["content"], f"{where}.content", fail)
     for name in (name for name in WEIGHTS if name in read):
         if read[name] not in (0, 1):
             fail(f"{where}.{name}", f"is {read[name]!r}; a turn is trained (1 or true) or not (0 or false)")
         if read[name] and read.get("role") != "assistant":
             fail(f"{where}.{name}", f"is {read[name]!r} in the turn of another role; only the assistant's turns are trained")
+    for name in (name for name in REASONING if not isinstance(read.get(name, ""), str)):
+        fail(f"{where}.{name}", f"is {read[name]!r}; what was thought must be a string")
     calls = read.get("tool_calls")
     if calls == []:
         del read["tool_calls"]
@@ -64,12 +66,12 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
                 fail(f"{column}[{i}].tool_call_id", f"is {own!r} where the answer to {made!r} is expected; put answers in order")
 
 
-def _joined(parts: list[Any], where: str, fail: Fail) -> str:
-    """The text of content parts."""
+def join_parts(parts: list[Any], where: str, fail: Fail) -> str:
+    """The text of content parts. A part that names no type is text if it has one."""
     texts = []
     for i, part in enumerate(parts):
-        kind = "text" if isinstance(part, str) else part.get("type", "?") if isinstance(part, Mapping) else type(part).__name__
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        part = {"text": part} if isinstance(part, str) else part
+        kind, text = (part.get("type") or "text", part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
         if kind != "text":
             fail(f"{where}[{i}]", f"is of type {kind!r}; psigrad trains on text, so leave out images, sound and video")
         if not isinstance(text, str):
@@ -86,7 +88,7 @@ def _call(call: object, where: str, fail: Fail) -> Message:
         function = {key: made.pop(key) for key in ("name", "arguments") if key in made}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         fail(f"{where}.function", "must be an object with the 'name' of a function and its 'arguments'")
-    arguments = function.get("arguments") or {}
+    arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

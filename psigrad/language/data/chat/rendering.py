@@ -59,12 +59,16 @@ def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]:
     """What the template is given besides the messages: the run's arguments, the row's over them, and its tools."""
-    tools = row.columns.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
     settled: Settled = getattr(tokenizer, _SETTLED, Settled())
-    # Parquet fills absent keys of an object with null; a list of no tools makes Llama's template write its tool preamble.
-    own = without_nulls(row.columns.get("chat_template_kwargs") or {})
-    return {**settled.kwargs, **own, "tools": without_nulls(tools) or None}
+    return {**settled.kwargs, **without_nulls(row.columns.get("chat_template_kwargs") or {}), "tools": tools_of(row)}
+
+
+def tools_of(row: Row) -> list[Any] | None:
+    """The tools of a row, a list or JSON text of one, without the nulls with which Parquet fills objects; None where there are
+    none, since a list of no tools makes Llama's template write its tool preamble.
+    """
+    tools = row.columns.get("tools")
+    return without_nulls(json.loads(tools) if isinstance(tools, str) else tools) or None
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping[str, Any]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, THINK, USER, call_of, dialect_of, speak, specials_of
@@ -16,6 +17,7 @@ from psigrad.language.data.dataset_rows import Row, show
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
@@ -49,25 +51,29 @@ class Talk:
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """The text of the messages. Raises `RowError` where the template cannot say them."""
-        try:
-            spoken, tools = speak(messages, self.arguments["tools"], self.dialect)
-            return render(self.tokenizer, {**self.arguments, "tools": tools}, spoken, generation_prompt=generation_prompt)
-        except Exception as error:  # a template is a program: it can raise anything
-            raise refusal(self.row, error) from error
+        return self._run(partial(render, generation_prompt=generation_prompt), messages)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """What is sampled from: the generation prompt, and behind it a turn of the assistant that the messages end with."""
-        begun = messages[-1] if messages[-1]["role"] == "assistant" else None
-        text = self.render(messages[:-1] if begun else messages, generation_prompt=True)
-        return text + str(begun["content"]) if begun else text
+        """What is sampled from: the generation prompt, and behind it the words of an assistant's turn that the messages end with.
+        Raises `RowError` where it has more than words.
+        """
+        *before, last = messages
+        if last["role"] != "assistant":
+            return self.render(messages, generation_prompt=True)
+        for name in last.keys() - {"role", "content", *WEIGHTS}:
+            why = "is in a turn that the answer goes on with, of which the content alone is read; write it there, or leave it out"
+            raise refuse(self.row, f"prompt[{len(before)}].{name}", why)
+        return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span]:
         """The spans of the template's generation blocks."""
+        return self._run(generation_blocks, messages)
+
+    def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
         try:
             spoken, tools = speak(messages, self.arguments["tools"], self.dialect)
-            found: list[Span] = generation_blocks(self.tokenizer, {**self.arguments, "tools": tools}, spoken)
-            return found
-        except Exception as error:
+            return template(self.tokenizer, {**self.arguments, "tools": tools}, spoken)
+        except Exception as error:  # a template is a program: it can raise anything
             raise refusal(self.row, error) from error
 
     def closing(self, message: Message) -> str:

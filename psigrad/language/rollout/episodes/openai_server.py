@@ -17,6 +17,8 @@ from typing import Any
 
 from psigrad.endpoint import NoAnswerError, ask, pause
 from psigrad.errors import UserError, nearest
+from psigrad.language.data.chat.dialect import Dialect, speak
+from psigrad.language.data.chat.rendering import tools_of
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.rollout.types import Completion, FinishReason, SamplingParams
 
@@ -115,9 +117,8 @@ class ServedModel:
         if isinstance(row.prompt, str):
             body |= {"prompt": row.prompt, "logprobs": 1}
         else:
-            tools = row.columns.get("tools")
-            tools = json.loads(tools) if isinstance(tools, str) else tools
-            body |= {"messages": row.prompt, "logprobs": True, **({"tools": tools} if tools else {})}
+            messages, tools = speak(row.prompt or (), tools_of(row), Dialect(calls="text"))
+            body |= {"messages": messages, "logprobs": True, **({"tools": tools} if tools else {})}
         # a small one: some servers keep 32 bits of it
         body |= {"top_p": params.top_p, "seed": seed % 2**31}
         beyond = {"top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids)}
