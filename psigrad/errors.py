@@ -28,6 +28,8 @@ def kind_of(value: object) -> str:
 
 def reason_of(error: BaseException) -> str:
     """The first line of another library's error, for a sentence of ours. Its advice about remote code becomes our setting."""
+    while isinstance(error, BaseExceptionGroup):  # its own text counts what happened and does not say it
+        error = error.exceptions[0]
     text = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):
         return "its weights are a pickle of more than tensors, which is not executed, or are damaged; convert them to safetensors"

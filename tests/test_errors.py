@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from psigrad.errors import kind_of
+from psigrad.errors import kind_of, reason_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,3 +25,8 @@ def test_no_message_puts_an_article_before_the_name_of_a_type():
     sources = [path for package in ("psigrad", "psigrad_studio") for path in (ROOT / package).rglob("*.py")]
     assert len(sources) > 100
     assert [str(path) for path in sources if wrong.search(path.read_text())] == []
+
+
+def test_the_reason_of_a_group_is_what_happened_in_it():
+    inner = ExceptionGroup("unhandled errors in a TaskGroup (1 sub-exception)", [ConnectionError("Connection closed")])
+    assert reason_of(ExceptionGroup("outer (1 sub-exception)", [inner])) == "Connection closed"

@@ -12,12 +12,13 @@ from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, read_dataset
 from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
+from psigrad.language.recipes.conversation import offer_tools
 
 
 def read_first_rows(config: OnlineConfig) -> list[Rendered]:
-    """The first rows of the dataset in its own form; nothing without a dataset. What was recognised goes to stderr.
+    """The first rows of the dataset in its own form, with the tools; nothing without one. What was recognised goes to stderr.
 
-    Raises `UserError` where the tokenizer or the dataset cannot be read.
+    Raises `UserError` where the tokenizer, the dataset or a tool cannot be read.
     """
     if not config.data.dataset:
         return []
@@ -25,7 +26,7 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
     settle_chat(tokenizer, config.model)
     rows = read_dataset(config.data, form, config.data.dataset, config.data.split, _say).rows
     (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, _say)
-    return rendered_rows.first_rows(tokenizer, rows)
+    return rendered_rows.first_rows(tokenizer, offer_tools(config, rows[: rendered_rows.SHOWN]))
 
 
 def _say(kind: str, text: str, **fields: Any) -> None:

@@ -21,7 +21,7 @@ from psigrad.language.models import language_model, tiny
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.objective import PolicyGradient
-from psigrad.preflight import check
+from psigrad.preflight import check, first_rows
 
 NAMES = [
     "data",
@@ -313,6 +313,30 @@ def test_one_call_is_played_through_the_chat_template(models, tmp_path):
         assert fault != template
         subject.model.tokenizer.chat_template = fault
         assert check.check_tools(subject).verdict == "failed"
+
+
+def test_the_rows_that_are_shown_offer_the_tools(models, tmp_path):
+    model = language_model.load(str(models["qwen3"]))
+    model.tokenizer.chat_template = CHATML
+    model.tokenizer.save_pretrained(tmp_path / "chat")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "say a"}]}))
+    shown = [
+        "".join(piece.text for piece in first_rows.read_first_rows(made)[0].pieces)
+        for made in (
+            replace(config(tmp_path / "chat", tools=tools), data=Data(dataset=str(tmp_path / "rows.jsonl")))
+            for tools in ((), (price_of_an_item,))
+        )
+    ]
+    assert ["price_of_an_item" in text for text in shown] == [False, True]
+
+
+def price_of_an_item(item: str) -> int:
+    """What it costs.
+
+    Args:
+        item: what is bought
+    """
+    return len(item)
 
 
 def test_the_command_prints_a_table_or_json_and_its_status_tells(models, tmp_path, capsys, monkeypatch):

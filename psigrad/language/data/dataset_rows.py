@@ -320,6 +320,8 @@ class _Check:
         if "role" not in message and "from" in message and "value" in message:
             rest = {key: value for key, value in message.items() if key not in ("from", "value")}
             message = {"role": role_of(message), "content": message["value"], **rest}
+            if message["role"] == "function_call":  # LLaMA-Factory's: the value is a call, or a list of calls
+                message = {"role": "assistant", "content": "", **rest, "tool_calls": self.calls(message["content"], where)}
         if (depth := _depth(message)) > MAX_DEPTH:
             self.fail(where, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
         turn = read_message(message, where, self.fail)
@@ -337,6 +339,15 @@ class _Check:
         if not content and role in ("user", "assistant") and not calls:
             self.fail(f"{where}.content", "is an empty string")
         return turn
+
+    def calls(self, value: object, where: str) -> list[Any]:
+        try:
+            read = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(
+                f"{where}.value", f"is a function_call that is not JSON ({error}); it must be {{'name': …, 'arguments': …}}"
+            )
+        return read if isinstance(read, list) else [read]
 
     def columns(self, columns: Mapping[str, Any], *, for_rewards: bool) -> None:
         for name, value in columns.items():

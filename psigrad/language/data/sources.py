@@ -122,17 +122,17 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         if isinstance(record, BadRow):
             bad.append(record)
             continue
-        value = record.value
+        value, found = record.value, list[str]()
         try:
             if isinstance(value, Mapping):
                 value = posted_forms.map_columns(value, columns, record.source) if columns else value
                 value, found = posted_forms.translate(value, form, record.source)
-                recognised.update(found)
             rows += rows_of(value, form, record.source)
+            recognised.update(found)
         except RowError as error:
             bad.append(error.bad)
-            if len(bad) == 1 and isinstance(value, Mapping):
-                fits, hint = find_form(value), "" if columns else posted_forms.usual_names(value)
+            if len(bad) == 1 and isinstance(value, Mapping) and not columns:
+                fits, hint = find_form(value), posted_forms.usual_names(value)
     if bad and (bad_rows == "stop" or not rows):
         raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits, hint))
     if not rows:

@@ -257,6 +257,23 @@ def test_the_beginning_of_an_answer_is_continued(template: str, request: pytest.
     assert tokenizer.decode([i for i, trained in zip(built.ids, built.mask, strict=True) if trained]) == " sat<|im_end|>"
 
 
+def test_calls_and_answers_in_sharegpts_words_are_a_tools() -> None:
+    call = '{"name": "price", "arguments": {"item": "figs"}}'
+    talk = [human("figs?"), {"from": "function_call", "value": call}, {"from": "observation", "value": "7"}, gpt("7")]
+    (row,) = from_rows([{"conversations": talk}], "sft").rows
+    assert row.messages is not None and [turn["role"] for turn in row.messages] == ["user", "assistant", "tool", "assistant"]
+    assert row.messages[1]["tool_calls"][0]["function"] == {"name": "price", "arguments": {"item": "figs"}}
+    with pytest.raises(UserError, match="function_call that is not JSON"):
+        from_rows([{"conversations": [human("figs?"), {"from": "function_call", "value": "price(figs)"}]}], "sft")
+
+
+def test_only_rows_that_are_read_are_counted_as_recognised() -> None:
+    bad = [{"from": "narrator", "value": "Once"}, gpt("one")]
+    assert from_rows([{"conversations": TALK}, {"conversations": bad}], "sft", bad_rows="skip").recognised == {
+        "conversations are messages": 1
+    }
+
+
 def test_two_columns_cannot_have_one_name() -> None:
     with pytest.raises(UserError, match="The columns a, b are all renamed prompt; rename one of them"):
         from_rows([{"a": "1", "b": "2"}], "prompt-only", columns={"a": "prompt", "b": "prompt"})
