@@ -26,6 +26,12 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
+def name_reason(error: BaseException) -> str:
+    """The error's class and its first line: "KeyError: 'x'"."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def reason_of(error: BaseException) -> str:
     """The first line of another library's error, for a sentence of ours. Its advice about remote code becomes our setting."""
     while isinstance(error, BaseExceptionGroup):  # its own text counts what happened and does not say it

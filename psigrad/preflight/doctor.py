@@ -26,6 +26,7 @@ EXTRAS = {
     "cluster": "ray",
     "control": "Box2D",
     "lm-eval": "lm_eval",
+    "mcp": "mcp",
     "postgres": "psycopg",
     "studio": "fastapi",
     "tensorboard": "tensorboard",

@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from psigrad import __version__
 from psigrad.config.sections import Hub
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError, name_reason, reason_of
 from psigrad.records.report import card
 
 # Files of a model that was pushed before, which a loader would read beside those of this one.
@@ -152,4 +152,4 @@ def _why(error: Exception, repository: str) -> str:
     clients = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     if isinstance(error, ConnectionError | TimeoutError) or clients & {"httpx", "httpx2"}:
         return f"the hub at {_api().endpoint} cannot be reached ({reason_of(error).rstrip('.')})"
-    return f"{type(error).__name__}: {reason_of(error).rstrip('.')}"
+    return name_reason(error).rstrip(".")

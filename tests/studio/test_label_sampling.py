@@ -82,7 +82,7 @@ def test_the_command_is_one_that_psigrad_sample_takes(tmp_path):
     assert command[1:4] == ["-m", "psigrad", "sample"]
     config = flags.parse(SampleConfig, "sample", [*command[4:], "--dataset", "x", "--output", "y"])
     assert (config.model.path, config.evaluation.num_generations_eval, config.run.seed) == (str(tmp_path), 3, 4)
-    assert (config.sampling.temperature, config.sampling.max_completion_length) == (0.5, 9)
+    assert (config.evaluation.eval_temperature, config.sampling.max_completion_length) == (0.5, 9)
 
 
 def test_only_administrators_of_the_studio_sample_and_only_what_is_listed(tmp_path):

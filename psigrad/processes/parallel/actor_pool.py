@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError, name_reason, reason_of
 
 # Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
 PATIENCE, TIMES = 60.0, 5.0
@@ -192,7 +192,7 @@ class ActorPool:
         if isinstance(error.cause, UserError):
             return UserError(str(error.cause))
         trace = str(error)  # the traceback of the worker
-        text = f"{self._a} failed on the cluster ({type(error.cause).__name__}: {reason_of(error.cause)}{_place(trace)})."
+        text = f"{self._a} failed on the cluster ({name_reason(error.cause)}{_place(trace)})."
         self._tell("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=trace[-8000:])
         return UserError(text)
 

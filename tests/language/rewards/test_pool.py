@@ -300,7 +300,7 @@ def test_no_time_limit_at_all_is_possible(pool_of, zoo, score):
     assert score(pool_of(zoo("act"), timeout=float("inf")), ["ok"])[0].value == 1.0
 
 
-def test_math_that_blows_up_is_ended_by_the_pool(pool_of, score):
+def test_math_that_would_blow_up_is_not_computed(pool_of, score):
     pool = pool_of(resolve("math"), timeout=60.0)
     score(pool, ["4"], answer=["4"])  # the worker has imported sympy after this
     for timeout in (1.0, 10.0):
@@ -308,4 +308,4 @@ def test_math_that_blows_up_is_ended_by_the_pool(pool_of, score):
         results = score(pool, ["$4$", "$" + "9^{" * 4 + "9" + "}" * 4 + "$"], size=1, answer=["4", "3"])
         if not late(results[0]):
             break
-    assert results == [Scored(1.0, {"math": 1.0}), Unscored(f"math: time-out after {timeout:g} s")]
+    assert results == [Scored(1.0, {"math": 1.0}), Scored(0.0, {"math": 0.0})]

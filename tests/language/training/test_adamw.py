@@ -200,6 +200,7 @@ def half_steps(optimizer, weights, *, rate: float = 1e-2, scale: float = 1.0) ->
     norms = []
     for seed in range(3):
         draw = torch.Generator().manual_seed(seed)
+        optimizer.clear()
         for p in weights.values():
             p.grad = (torch.randn(p.shape, generator=draw) * scale).bfloat16()
         if seed == 1:
