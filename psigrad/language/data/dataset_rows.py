@@ -321,7 +321,7 @@ class _Check:
             rest = {key: value for key, value in message.items() if key not in ("from", "value")}
             message = {"role": role_of(message), "content": message["value"], **rest}
             if message["role"] == "function_call":  # LLaMA-Factory's: the value is a call, or a list of calls
-                message = {"role": "assistant", "content": "", **rest, "tool_calls": self.calls(message["content"], where)}
+                message = {"role": "assistant", "content": "", **rest, "tool_calls": self._calls(message["content"], where)}
         if (depth := _depth(message)) > MAX_DEPTH:
             self.fail(where, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
         turn = read_message(message, where, self.fail)
@@ -340,7 +340,7 @@ class _Check:
             self.fail(f"{where}.content", "is an empty string")
         return turn
 
-    def calls(self, value: object, where: str) -> list[Any]:
+    def _calls(self, value: object, where: str) -> list[Any]:
         try:
             read = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:

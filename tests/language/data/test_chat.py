@@ -266,7 +266,7 @@ def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_pat
         (Model(chat_template_kwargs="[1]"), "an object"),
         (
             Model(chat_template_kwargs='{"mesages": []}'),
-            "'mesages', does not read.*did you mean 'messages'",
+            "'mesages'.*does not read.*did you mean 'messages'",
         ),
         (Model(chat_template_path=str(tmp_path / "broken.jinja")), r"no Jinja \(line 2"),
     ):
