@@ -31,12 +31,18 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
         tokenizer.eos_token = settings.eos_token
     if settings.chat_template_path:
         tokenizer.chat_template = _read_template(settings.chat_template_path)
-    began = json.loads((checkpoint / MANIFEST).read_text()).get("date") if checkpoint is not None else None
+    began = _first_day(checkpoint) if checkpoint is not None else None
     rows = int(network.config.get_text_config().vocab_size) if network is not None else 0
     today = date.fromisoformat(began) if began else date.today()
     kwargs = template_kwargs(settings.chat_template_kwargs)
     _check_template(tokenizer, kwargs)
     settle(tokenizer, kwargs, today, rows)
+
+
+def _first_day(checkpoint: Path) -> str | None:
+    """The date that a checkpoint has, given as a whole or as a part of one: the folder of its reference or critic."""
+    whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
+    return None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
