@@ -42,7 +42,8 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
 def _first_day(checkpoint: Path) -> str | None:
     """The date that a checkpoint has, given as a whole or as a part of one: the folder of its reference or critic."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
-    return None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
+    day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
+    return day
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
