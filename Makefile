@@ -17,7 +17,7 @@ help:
 	@echo "make test       install, then lint, type-check, build the documentation and run the test suite (meant: at most 10 minutes on two cores)"
 	@echo "make quick      lint, and the tests of objective, tabular, config and surface: for the loop of a developer"
 	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
-	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds (CI runs it too)"
+	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
