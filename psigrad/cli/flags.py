@@ -266,6 +266,12 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
             several = get_origin(setting.type) is tuple or SEVERAL in setting.marks
             many = {"nargs": "+", "action": "extend"} if several else {}
             group.add_argument(*names, dest=name, metavar=_NUMBERS.get(setting.type, leaf.upper()), help=text, **many)
+    for name, instead in unread_of(cls).items():  # what is never on here may be switched off
+        section, _, leaf = name.rpartition(".")
+        if not instead and getattr(getattr(cls(), section), leaf) is True:
+            parser.add_argument(
+                flag_of(name).replace("--", "--no-", 1), dest=name, action="store_false", default=None, help=argparse.SUPPRESS
+            )
 
 
 def _choices(hint: Any, default: Any) -> str:

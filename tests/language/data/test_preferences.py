@@ -34,7 +34,10 @@ def test_rankings_have_the_smallest_number_first():
 
 
 def test_a_pair_becomes_two_labelled_answers():
-    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"name": "t"}]}, {"prompt": "q", "chosen": "c", "rejected": "d"}]
+    rows = [
+        {"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"name": "t"}]},
+        {"prompt": "q", "chosen": "c", "rejected": "d"},
+    ]
     apart = preferences.split_pairs([{**r, "margin": 2.0} for r in rows])
     assert [r["label"] for r in apart] == [True, False, True, False] and all("margin" not in r for r in apart)
     assert [r["completion"] for r in apart] == ["a", "b", "c", "d"] and apart[0]["tools"] == [{"name": "t"}]

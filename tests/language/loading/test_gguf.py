@@ -58,7 +58,7 @@ def test_grpo_sample_and_eval_take_the_file_and_compute_the_same(made, tmp_path,
     train, held_out = sums.prepare(tmp_path)
     said, learnt = [], []
     for name, model in zip(("folder", "file"), made, strict=True):
-        common = ["--model", str(model), "--max-completion-length", "6"]
+        common = ["--model", str(model), "--max-completion-length", "6", "--no-progress"]
         answers = tmp_path / f"{name}.jsonl"
         asked = ["--dataset", str(held_out), "--eval-prompts", "4"]
         assert cli.main(["sample", *common, *asked, "--num-generations-eval", "1", "--output", str(answers)]) == 0
