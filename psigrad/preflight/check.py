@@ -215,7 +215,7 @@ def check_data(subject: Subject) -> Finding:
     """data."""
     room = subject.model.max_length - subject.config.sampling.max_completion_length
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
-    note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; there is room for {room}" if bad else ""
+    note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; there is room for {max(0, room)}" if bad else ""
     what = f"prompts of {len(subject.dataset)} that are empty or too long"
     return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)
 

@@ -162,7 +162,7 @@ def report(attempts: Sequence[Attempt]) -> str:
     unscored = {one.source: one.reason for one in attempts if one.reward is None}
     if unscored:
         source, reason = next(iter(unscored.items()))
-        lines.append(f"{len(unscored)} rows have answers that stayed unscored, such as {source}: {reason}")
+        lines.append(f"Rows with answers that stayed unscored: {len(unscored)}, such as {source}: {reason}")
     holes = sum(one.misjudged and not one.right for one in attempts)
     missed, rows = sum(one.misjudged and one.right for one in attempts), len({one.source for one in attempts})
     lines.append(f"{holes} wrong answers are rewarded, {missed} right ones are not, of {len(attempts)} on {rows} rows.")
