@@ -91,7 +91,7 @@ def _settings_of(cls: Any) -> dict[str, Setting]:
 
 def unread_of(cls: Any) -> dict[str, str]:
     """The settings of its sections that a class is not read for, each with the one that stands for it here, or nothing. They are
-    no settings of its command: its help leaves them out, and they are refused.
+    no settings of its command: its help leaves them out, and they are refused, unless what is never on there is switched off.
     """
     return _unread_of(cls)
 
