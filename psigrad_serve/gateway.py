@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -31,7 +30,6 @@ from psigrad_serve.text_completions import TextCompletions
 T = TypeVar("T")
 LARGEST = 32 << 20
 """Bytes of a body."""
-_LOG = logging.getLogger("psigrad_serve")
 
 
 class Api(Protocol):
@@ -178,7 +176,7 @@ def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    """Whose traceback uvicorn prints."""
     return ApiError("The server failed at this; its terminal says why.", status=500).response(request.url.path, request.state.id)
 
 
