@@ -9,6 +9,7 @@ import torch
 from tinker import types
 
 from psigrad.language.models import tiny
+from psigrad.language.models.packing import Groups
 from psigrad_serve.serving import running
 from psigrad_serve.tinker_api import TinkerServer
 
@@ -64,32 +65,32 @@ def test_supervised_steps_lower_the_loss_and_a_state_resumes_bitwise(server, ser
     assert all(map(torch.equal, weights(server, training), weights(server, again)))
 
 
-def test_rl_steps_on_what_was_sampled_raise_its_reward(service):
+def test_rl_steps_on_what_was_sampled_raise_its_expected_reward(server, service):
     training = service.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+    model = server[0].models[training.model_id].model
 
-    def sampled(seed):
+    def expected():
+        """The probability of a reward, over all tokens."""
+        with torch.no_grad():
+            return float(model.evaluate(Groups([IDS[:3]], [[(token,) for token in range(140)]])).logp.exp().sum())
+
+    begin = expected()
+    for seed in range(10):
         sampler = training.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=4, seed=seed)
-        return sampler.sample(prompt=types.ModelInput.from_ints(IDS[:3]), num_samples=32, sampling_params=params).result()
-
-    def reward(sequence):
-        return sum(token < 140 for token in sequence.tokens) / len(sequence.tokens)
-
-    begin = sum(map(reward, sampled(0).sequences))
-    for step in range(10):
-        found = sampled(step).sequences
-        mean = sum(map(reward, found)) / len(found)
+        asked = types.SamplingParams(max_tokens=1, seed=seed)
+        found = sampler.sample(types.ModelInput.from_ints(IDS[:3]), num_samples=96, sampling_params=asked).result().sequences
+        rewards = [float(one.tokens[0] < 140) for one in found]
         data = []
-        for one in found:
-            whole, before = [*IDS[:3], *one.tokens], [0.0] * 2
-            numbers = {"logprobs": [*before, *one.logprobs], "advantages": before + [reward(one) - mean] * len(one.tokens)}
-            inputs = {"target_tokens": whole[1:], **numbers}
-            data.append(types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs))
+        for one, reward in zip(found, rewards, strict=True):
+            advantage = reward - sum(rewards) / len(rewards)
+            numbers = {"logprobs": [0.0, 0.0, *one.logprobs], "advantages": [0.0, 0.0, advantage]}
+            inputs = {"target_tokens": [*IDS[1:3], *one.tokens], **numbers}
+            data.append(types.Datum(model_input=types.ModelInput.from_ints(IDS[:3]), loss_fn_inputs=inputs))
         done = training.forward_backward(data, "importance_sampling")
         training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         own = done.result().loss_fn_outputs[0]["logprobs"].tolist()
         assert own[2:] == pytest.approx(list(found[0].logprobs), abs=1e-4), "on-policy means ratio 1"
-    assert sum(map(reward, sampled(0).sequences)) > begin + 6
+    assert expected() > begin + 0.05
 
 
 def test_a_retried_call_is_applied_once(server, training):
