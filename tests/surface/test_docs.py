@@ -65,7 +65,7 @@ def test_the_page_of_a_preset_names_each_of_its_parts(name):
     page, preset = (ROOT / "docs" / "methods" / f"{name}.md").read_text(), resolve(name)
     for part in (preset.psi, preset.ratio, preset.surrogate, preset.aggregate, preset.kl, *preset.keep):
         called = part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
-        assert part is None or f"`{called}" in page or f"| {called} |" in page
+        assert part is None or f"`{called}" in page
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -216,7 +216,8 @@ def test_links_that_leave_the_documents_are_words_and_a_path():
 
 
 def test_every_public_module_of_the_api_pages_is_there():
-    modules = [re.search(r"automodule:: (\S+)", p.read_text()) for p in (ROOT / "docs" / "api").glob("*.md") if p.stem != "index"]
-    assert len(modules) == 8
-    for found in modules:
-        assert importlib.util.find_spec(found[1])
+    pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md") if page.stem != "index"]
+    assert len(pages) == 9
+    for page in pages:
+        modules = re.findall(r"automodule:: (\S+)", page)
+        assert modules and all(map(importlib.util.find_spec, modules))
