@@ -23,6 +23,7 @@ sys.path.insert(0, str(DOCS.parent))  # the psigrad beside these pages, whatever
 
 sys.path.append(str(DOCS / "make"))
 import live_grid  # noqa: E402
+import llms  # noqa: E402
 import typeset  # noqa: E402
 
 import psigrad  # noqa: E402
@@ -52,6 +53,7 @@ html_theme = "pydata_sphinx_theme"
 templates_path = ["site"]
 html_static_path = ["site"]
 html_css_files = ["site.css"]
+html_search_scorer = "site/scorer.js"
 html_sidebars = {"**": ["contents.html"]}
 html_title = "psigrad"
 html_show_sourcelink = False
@@ -206,6 +208,7 @@ def setup(app: Sphinx) -> None:
     def finished(app: Sphinx, error: Exception | None) -> None:
         if error is None and app.builder.format == "html":
             live_grid.build(Path(app.outdir) / "grid")
+            llms.write(Path(app.outdir))
 
     app.connect("source-read", source_read)
     app.connect("build-finished", finished)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -30,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 
 def script(name):
     spec = importlib.util.spec_from_file_location(name, (ROOT / "docs" / "make" / f"{name}.py").resolve())
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[f"docs_make_{name}"] = importlib.util.module_from_spec(spec)
+    module.__name__ = f"docs_make_{name}"  # its dataclasses look it up
     spec.loader.exec_module(module)
     return module
 
@@ -58,6 +61,27 @@ def test_the_examples_of_rewards_are_what_the_rewards_give():
     maker.COMPARED["exact"][2].append(("42", "42"))
     with pytest.raises(AssertionError, match="exact"):
         maker.compared("exact")
+
+
+def test_every_alert_has_its_section_and_says_what_to_do():
+    maker = script("alerts")
+    page = (ROOT / "docs" / "warnings.md").read_text()
+    assert page == maker.page(), "run: python docs/make/alerts.py"
+    for rule in maker.RULES:
+        assert f"\n## {rule.title}\n" in page and rule.remedy.endswith(".") and f"**What to do.** {rule.remedy}" in page
+
+
+def test_the_page_of_faults_shows_what_the_runs_gave():
+    maker = script("debugging")
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    assert page == maker.page(), "run: python docs/make/debugging.py page"
+    curves = {name: run["curves"] for name, run in json.loads(maker.CURVES.read_text()).items()}
+    assert list(curves) == [fault.name for fault in maker.FAULTS] and len(curves) == 11
+    held_out = {name: figures["eval/exact/mean"][1] for name, figures in curves.items()}
+    assert held_out["healthy"][-1] > held_out["healthy"][0] + 0.2
+    for name in set(curves) - {"healthy"}:  # none of the spoilt runs learns as the healthy one does
+        assert held_out[name][-1] < held_out["healthy"][-1] - 0.1, name
+        assert (ROOT / "docs" / "images" / "debugging" / f"{name}.png").exists()
 
 
 @pytest.mark.parametrize("name", PRESETS)
