@@ -66,9 +66,9 @@ def misread(completions: list[str], task: list[str], **columns: Any) -> list[flo
 
 FAULTS = (
     Fault("healthy", "A run that learns", {}, "entropy", "entropy, nats",
-        "The reward rises, the held-out metric rises with it, the entropy falls slowly.", "", ""),
-    Fault("rate_high", "The learning rate is too high", {"learning_rate": 2e-2}, "grad_norm", "gradient norm",
-        "The reward falls within a few steps and does not come back. The gradient's norm leaps; the entropy jumps or is gone.",
+        "The reward rises, the held-out metric with it, the entropy falls slowly. Most groups are dead in the end: they are solved.", "", ""),
+    Fault("rate_high", "The learning rate is too high", {"learning_rate": 2e-2}, "completions/mean_length", "length, tokens",
+        "The reward falls to 0 within a few steps and does not come back. Completions run to the limit, and all groups are dead.",
         "One update moves the policy so far that what was sampled says nothing about it any more.",
         "Divide `learning_rate` by 10 and look at the first 20 steps. Full fine-tuning of real models wants 1e-6 to 1e-5, LoRA ten times that."),
     Fault("rate_low", "The learning rate is too low", {"learning_rate": 1e-6}, "entropy", "entropy, nats",
@@ -88,15 +88,15 @@ FAULTS = (
         "What is cut cannot be judged right, however well it began.",
         "Raise `max_completion_length` until less than a twentieth is cut. `psigrad check` shows how long answers of the data are."),
     Fault("cold", "The temperature is too low", {"temperature": 0.2}, "frac_reward_zero_std", "share of dead groups",
-        "The training reward looks better than the held-out one and most groups are dead: their members are the same text.",
+        "The training reward looks better than the held-out metric, and most groups are dead: their members are the same text.",
         "Without differences there is nothing to learn from. What is learnt holds for the cold distribution.",
         "Train at temperature 1. For evaluation there is `eval_temperature`."),
     Fault("leash", "The KL penalty holds the policy fast", {"algorithm": "grpo", "beta": 20.0}, "kl", "KL, nats per token",
-        "The KL stays near 0 and the reward near its first value, at a learning rate at which it should rise.",
+        "The KL stays small and the reward near its first value, at a learning rate at which it should rise.",
         "The penalty outweighs the reward as soon as the policy moves.",
         "Lower `beta`, or leave it out: verifiable rewards need none."),
     Fault("noise", "The reward is noise", {"reward": coin}, "reward_std", "reward spread",
-        "The spread within groups is as large as it can be, the reward climbs slowly by its own lights and the held-out metric falls.",
+        "The reward stays where it was, the spread within groups grows, and the held-out metric falls to nothing.",
         "The reward does not measure what is wanted: a judge that guesses, labels in the wrong order, a random tie-break.",
         "Score the same rows twice, and rows whose answer you know: `psigrad score --attack`."),
     Fault("hacked", "The reward is exploited", {"reward": letters}, "completions/mean_length", "length, tokens",
@@ -104,7 +104,7 @@ FAULTS = (
         "What is rewarded and what is wanted differ, and the policy found where.",
         "Evaluate by a `metric` that is not the reward; that is how it shows here. Mend the reward; a KL penalty only slows the way there."),
     Fault("few_prompts", "Too few prompts", {"rows": 16}, "eval/exact/mean", "held-out accuracy",
-        "The training reward reaches 1, the held-out metric stops far below and then falls.",
+        "The training reward reaches 1 sooner than in the healthy run, and the held-out metric stops below it.",
         "The policy has learnt the answers of the few prompts, not the task.",
         "More prompts; fewer epochs; look at the held-out metric, and keep the best checkpoint by it."),
 )  # fmt: skip
@@ -119,6 +119,8 @@ def run_all(demo: str, runs: str) -> None:
     found = {}
     for fault in FAULTS:
         settings = {**COMMON, **fault.settings}
+        # beside each spoilt run stands the healthy one
+        shown = dict.fromkeys(other.figure for other in FAULTS) if fault.name == "healthy" else [fault.figure]
         model = Path(demo) / ("base" if settings.pop("model", "") == "base" else "sft/model")
         rows = [json.loads(line) for line in (Path(demo) / "data" / "prompts.jsonl").read_text().splitlines()]
         folder = Path(runs) / fault.name
@@ -134,7 +136,7 @@ def run_all(demo: str, runs: str) -> None:
             **settings,
         )
         found[fault.name] = {
-            "curves": {key: curve(folder, key) for key in ("reward", "eval/exact/mean", fault.figure)},
+            "curves": {key: curve(folder, key) for key in ("reward", "eval/exact/mean", *shown)},
             "alerts": sorted({alert.rule for alert in alerts(load(folder))}),
         }
         CURVES.write_text(json.dumps(found, indent=1) + "\n")

@@ -12,7 +12,7 @@ LINK = re.compile(r"- \[([^\]]+)\]\(([^)\s]+)\)(.*)")
 def write(out: Path) -> None:
     """Write both files into the folder of the site: the list of pages, and the guides in full."""
     index = (DOCS / "index.md").read_text()
-    title = "# psigrad\n\n> Reinforcement learning from a grid world to the post-training of language models: a Python library and program."
+    title = "# psigrad\n\n> A Python library: reinforcement learning from a grid world to the post-training of language models."
     sections = []
     for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
