@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def script(name):
-    spec = importlib.util.spec_from_file_location(name, (ROOT / "docs" / "make" / f"{name}.py").resolve())
-    module = sys.modules[f"docs_make_{name}"] = importlib.util.module_from_spec(spec)
-    module.__name__ = f"docs_make_{name}"  # its dataclasses look it up
+    called = f"docs_make_{name}"  # its dataclasses look the module up by this name
+    spec = importlib.util.spec_from_file_location(called, (ROOT / "docs" / "make" / f"{name}.py").resolve())
+    module = sys.modules[called] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
