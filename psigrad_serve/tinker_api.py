@@ -138,11 +138,14 @@ class TinkerServer:
         return {"type": "session_heartbeat"}
 
     async def _do_create_session(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"type": "create_session", "session_id": secrets.token_hex(8)}
+        told = "psigrad adapts every linear layer but the head: train_unembed changes nothing."
+        return {"type": "create_session", "session_id": secrets.token_hex(8), "info_message": told}
 
     async def _do_create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model_id, lora = f"{body['session_id']}:train:{body['model_seq_id']}", body.get("lora_config") or {}
         self._check_base(body["base_model"])
+        if not (lora.get("train_mlp", True) and lora.get("train_attn", True)):
+            raise ApiError("An adapter here is of every linear layer; leave train_mlp and train_attn as they are.")
         rank, seed = int(lora.get("rank") or 32), lora.get("seed")
 
         def make() -> dict[str, Any]:

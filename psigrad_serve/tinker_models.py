@@ -140,7 +140,7 @@ class TinkerModel:
                 own = [row[: len(datum.targets)] for row, datum in zip(logp, part, strict=True)]
                 summed = torch.stack([LOSSES[loss](row, datum, how) for row, datum in zip(own, part, strict=True)]).sum()
             if backward:
-                summed.backward()  # type: ignore[no-untyped-call]
+                summed.backward()
             found += [row.detach().float().cpu() for row in own]
             total += float(summed.detach())
         return found, total
