@@ -13,7 +13,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, rows_for
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
-from psigrad.language.recipes.online_settings import check, check_following, correct, method, tell_unused
+from psigrad.language.recipes.online_settings import check, check_following, correct, method
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for, judgeable_rows
@@ -39,7 +39,6 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
         if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
             return done
-        tell_unused(config, algorithm, journal)
         checkpoint = session.newest_checkpoint(journal)
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)

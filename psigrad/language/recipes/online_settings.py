@@ -35,8 +35,9 @@ def correct(
     algorithm: PolicyGradient | OnlinePreference, config: OnlineConfig, sampler: Sampler, model: LanguageModel, journal: Journal
 ) -> PolicyGradient | OnlinePreference:
     """The algorithm, with truncated importance weights where the sampler's log-probs are not exactly the trainer's and the
-    settings say nothing about the correction slot.
+    settings say nothing about the correction slot. What the algorithm makes no use of is told.
     """
+    _tell_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (
         isinstance(config.algorithm, Mapping) and "correction" in config.algorithm
     )
@@ -86,7 +87,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         )
 
 
-def tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
+def _tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
     """Say which settings away from their defaults this algorithm gives no effect (`idle` knows those that others give none)."""
     needs = {}
     if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
