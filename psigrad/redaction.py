@@ -54,10 +54,8 @@ def values() -> list[bytes]:
     held = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
     shown = [value for value in sorted(held, key=len, reverse=True) if not (os.sep in value and os.path.exists(value))]
     # lines are written both ways
-    forms = (
-        json.dumps(value, ensure_ascii=plain)[1:-1].encode(errors="surrogateescape") for value in shown for plain in (True, False)
-    )
-    return list(dict.fromkeys(forms))
+    forms = [json.dumps(value, ensure_ascii=plain)[1:-1] for value in shown for plain in (True, False)]
+    return [form.encode(errors="surrogateescape") for form in dict.fromkeys(forms)]
 
 
 def without(lines: bytes, secret: list[bytes]) -> bytes:

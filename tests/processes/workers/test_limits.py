@@ -25,9 +25,9 @@ def scored(function, texts=("a", "b"), **settings):
 def alive_with(mark):
     """Processes whose command line has this word."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and mark in process.info["cmdline"]:
-            found.append(process.pid)
+    for one in psutil.process_iter(["cmdline"]):
+        if one.info["cmdline"] and mark in one.info["cmdline"]:
+            found.append(one.pid)
     return found
 
 
