@@ -96,6 +96,9 @@ def alone(tmp_path, monkeypatch):
 def command(name, job, folder, *more):
     """The command line of a run on the tiny job."""
     _, rows, given, _ = RUNS.get(name) or RUNS["grpo"]
+    if "--reward" in more:  # in place of the usual one: several add up
+        at = given.index("--reward")
+        given = [*given[:at], *given[at + 2 :]]
     words = [name, "--model", str(job / "base"), "--dataset", str(job / f"{rows}.jsonl"), *given, *more]
     if name == "sample":
         return [*words, "--output", str(folder / "rows.jsonl")]
@@ -179,9 +182,11 @@ BESIDES = {
     **dict.fromkeys(("critic_shared", "critic_learning_rate", "critic_warmup_steps"), CRITIC),
     **{f"model.lora_{leaf}": LORA for leaf in ("alpha", "dropout", "target_modules", "modules_to_save", "save")},
     "model.use_rslora": f"{LORA} --lora-alpha 8", "model.use_dora": LORA, "ref_model_mixup_alpha": "--ref-model-sync-steps 1",
-    **{f"server_{leaf}": NO_SERVER for leaf in ("timeout", "attempts")},
+    "server_attempts": NO_SERVER,
     **dict.fromkeys(("max_turns", "max_turn_length", "max_observation_length"), TALK),
     "bradley_terry": "--keep pairs",
+    # so many draws that rounding decides one of them
+    **{(name, "model.dtype"): "--max-completion-length 48 --num-generations-eval 24" for name in ("eval", "sample")},
 }  # fmt: skip
 # What the tiny job cannot show, and the test that shows it.
 ELSEWHERE = {
@@ -212,6 +217,8 @@ ELSEWHERE = {
     "critic": "language/training/test_critic.py::test_a_critic_starts_from_the_reward_model_that_was_trained",
     "environment": "language/rollout/test_episodes.py::test_environments_are_named_or_refused",
     "tools": "language/rollout/test_episodes.py::test_tools_are_called_by_type_and_their_mistakes_are_answers",
+    "server_timeout": "language/rollout/test_openai_server.py::"
+    "test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too",
     "server_key_variable": "language/rollout/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
     **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
     "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
@@ -263,7 +270,7 @@ def without_effect(name, job, folder, capsys, settings, besides):
     """Those of the settings that change nothing one can see, each tried alone."""
     bases, same = {}, []
     for i, (setting, about) in enumerate(settings):
-        more = (*besides, *BESIDES.get(setting, "").split())
+        more = (*besides, *BESIDES.get((name, setting), BESIDES.get(setting, "")).split())
         if more not in bases:
             bases[more] = seen(name, job, folder / f"base{len(bases)}", capsys, *more)
         words = [word.replace("{rows}", str(job / f"{RUNS[name][1]}.jsonl")) for word in another(name, setting, about)]
