@@ -66,8 +66,13 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
     with torch.no_grad():
         logits = model.as_transformers()(torch.tensor([[5, 6, 7, 8]])).logits[0, 1:3]
     own = (logits / 0.5).log_softmax(-1)[torch.arange(2), torch.tensor([7, 8])].expand(2, 2)
-    found = add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, Tally(world=ALONE), None)
+    tally = Tally(world=ALONE)
+    found = add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
+    assert tally.compares is not again, "where the sampler's stand, the first step holds them against the trainer's"
     torch.testing.assert_close(found.logp_old, own if again else torch.zeros(2, 2), rtol=0, atol=2e-5)
+    settings.model = Model(lora_dropout=0.5)  # then they differ by what is dropped, which is no fault
+    add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
+    assert not tally.compares
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])
