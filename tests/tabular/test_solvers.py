@@ -279,7 +279,7 @@ def test_every_sweep_is_yielded_and_none_changes_afterwards():
 
 
 def test_the_bounds_of_evaluation_sweeps_are_those_of_the_last_change():
-    """One state that pays 1 for ever, γ = ½: V = 0, 1, 1.5, 1.75 … of 2. A change of c leaves c to gain, so the bound is exact."""
+    """One state that pays 1 for ever, γ = ½: V = 1, 1.5, 1.75 … of 2. After a change of c there is c to gain, exactly."""
     mdp = MDP(np.ones((1, 1, 1)), np.ones((1, 1)), 0.5)
     sweeps = tabular.modified_policy_iteration(mdp, sweeps=1)
     for kind, value in (("back up", 1.0), ("evaluate", 1.5), ("back up", 1.75), ("evaluate", 1.875)):
