@@ -1,0 +1,339 @@
+"""A step of an online run once more, from its checkpoint and its rows; and what other methods would have done with its samples.
+
+Completions are drawn again by the weights and seeds that drew them and held against the rows; rewards are the rows' own. So all
+that follows is the run's to the bit, where the machine is: metrics, gradient, advantages. Nothing is written to the run's files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psigrad.config import OnlineConfig, Placement
+from psigrad.config.load import from_dict
+from psigrad.errors import UserError
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups
+from psigrad.language.recipes.online import open_job
+from psigrad.language.recipes.online_settings import correct, method
+from psigrad.language.recipes.scorers import RewardSetup
+from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State, apply_changes
+from psigrad.language.training.online.collect import scored_groups
+from psigrad.language.training.online.online_rl import learn, step
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.what_if import Watch, WatchedOptimizer, remember
+from psigrad.language.training.update import learning_rate
+from psigrad.objective import PolicyGradient
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.records import checkpoint
+from psigrad.records.pins import PINS, check_format
+from psigrad.records.read import kind_of
+from psigrad.records.row_lines import read_lines, read_steps
+from psigrad.records.rows import parse_row
+from psigrad.records.run_folder import NullRunFolder, to_line
+from psigrad.runs.journal import Journal
+from psigrad.runs.machine import prepare_torch
+
+Row = dict[str, Any]
+_TOLD = ("allowed", "versions_changed", "ranks_changed")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of a replay."""
+
+    run: str
+    step: int
+    begun: int
+    """Steps that the checkpoint it began from had behind it; 0: the model that training started from."""
+    differences: list[str]
+    """What is not as it is recorded, the most telling first."""
+    notes: list[str]
+    """How this machine or these files are not the run's."""
+    methods: dict[str, dict[str, Any]]
+    """Figures by method, the run's own first."""
+    groups: list[Row]
+    """The groups that the methods treat most differently, token by token."""
+    seconds: dict[str, float]
+    """Wall-clock of the step's update then and now, and of what each method's took."""
+
+
+class _Folder(NullRunFolder):
+    """The run's folder, to read; what would be written is kept here."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, finished=False)
+        self.figures: Row = {}
+        self.completions: list[Row] = []
+        self.phases: Row = {}
+        self.notes: list[str] = []
+
+    def metrics(self, row: Mapping[str, Any]) -> None:
+        self.figures = json.loads(to_line(row))
+
+    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.completions = [json.loads(to_line(row)) for row in rows]
+
+    def timings(self, row: Mapping[str, Any]) -> None:
+        self.phases = dict(row)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if kind in _TOLD:
+            said = "; ".join(f"{name} {value}" for name, value in fields.items())
+            self.notes.append(f"{kind.replace('_', ' ')}: {said}")
+
+
+@dataclass
+class _Recorded:
+    """The rows of the run, by the seed of each completion, which no other has; to be a job's `recorded`."""
+
+    rows: dict[int, Row]
+    model: LanguageModel
+    temperature: float
+    weights: Mapping[str, float]
+    differences: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    found: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
+
+    def __call__(self, drawn: list[Trajectory]) -> list[Trajectory]:
+        """The completions with the rows' tokens and rewards. One without a row, as of a step that the run has not made, gets 0."""
+        made = [self._of(one) for one in drawn]
+        for one in made:
+            self.found[self.rows.get(one.completion.seed, {}).get("step", -1)].append(one)
+        return made
+
+    def _of(self, drawn: Trajectory) -> Trajectory:
+        row = self.rows.get(drawn.completion.seed)
+        if row is None:
+            return replace(drawn, reward=0.0, status="scored")
+        said, ids = self.differences[row["step"]], tuple(row["completion_ids"])
+        if ids != (own := drawn.completion.ids):
+            at = next((i for i, (a, b) in enumerate(zip(ids, own, strict=False)) if a != b), min(len(ids), len(own)))
+            recorded, again = (str(x[at]) if at < len(x) else "no more" for x in (ids, own))
+            said.append(f"{_name(row)}: token {at} is {recorded} in its row, and {again} as the weights and the seed draw it")
+            drawn = replace(drawn, completion=replace(drawn.completion, ids=ids, **self._log_probs(drawn.prompt_ids, ids)))
+        steps = tuple((int(place), float(reward)) for place, reward in row.get("step_rewards", ()))
+        parts, reward = row.get("parts") or {}, row["reward"]
+        worth = [self.weights.get(name, 1.0) * float(part) for name, part in parts.items() if part is not None and name != "environment"]
+        whole = math.fsum((*worth, *(r for _, r in steps)))
+        if parts and reward is not None and not math.isclose(whole, reward, rel_tol=1e-5, abs_tol=1e-6):
+            said.append(f"{_name(row)}: its reward is {reward:g} in its row, and {whole:g} by the parts beside it")
+        return replace(drawn, reward=reward, status=row["status"], reason=row["reason"], parts=parts, step_rewards=steps)
+
+    @torch.no_grad()
+    def _log_probs(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> Row:
+        found = self.model.evaluate(Groups([prompt], [[ids]]), temperature=self.temperature).logp[0].tolist() if ids else ()
+        return {"logprobs": tuple(found), "sampling_logprobs": tuple(found)}
+
+
+def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 8) -> Replay:
+    """Recompute step `number` (from 1) of the online run in `folder`, from the nearest checkpoint before it.
+
+    `methods` are algorithms as settings name them: each is shown the same completions under the same weights. Raises `UserError`
+    for a folder that is no online run, a step that it has not, and a method that cannot be.
+    """
+    path = Path(folder)
+    recorded = _metrics(path)
+    if number not in recorded:
+        has = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no step"
+        raise UserError(f"{path} has no step {number}: its metrics.jsonl has {has}.")
+    newest = checkpoint.latest(path / "checkpoints", number - 1)
+    config = _settings(path, number)
+    others = {_label(spec): spec for spec in methods}
+    algorithms = {name: _other(config, spec) for name, spec in others.items()}
+    rows = {r["seed"]: r for r in read_steps(path / "rollouts.jsonl") if r.get("kind") == "train" and r["step"] > newest.step}
+    own = folder_kept = _Folder(path)
+    prepare_torch(config.run, recompute=config.model.gradient_checkpointing)
+    setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
+    reads_reference = any(one.needs_reference for one in algorithms.values())
+    with open_job(config, Journal(own), newest.path, setup, scores=False, reference=reads_reference) as (job, begun):
+        rewards = _Recorded(rows, job.model, job.params.temperature, job.reward_weights)
+        job = replace(job, recorded=rewards)
+        check_critics(job, algorithms)
+        state, differences = begun.state, [*newest.ignored]
+        for now in range(newest.step + 1, number):
+            state, _ = step(apply_changes(job, state.changes), _with_changes(path, state))
+            differences += _compare(rewards, folder_kept, rows, recorded.get(now, {}), now)
+        state = _with_changes(path, state)
+        job = apply_changes(job, state.changes)
+        put_back = remember(job) if algorithms else None
+        watch = Watch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
+        still = replace(job.config, ref_model_sync_steps=0)  # it would move the reference that the others are to read
+        step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state)  # type: ignore[arg-type]
+        watch.metrics = folder_kept.figures
+        differences += _compare(rewards, folder_kept, rows, recorded[number], number)
+        seconds = {"update then": _then(path, number), "update now": float(folder_kept.phases.get("time/update", 0.0))}
+        watches = {f"{_label(job.config.algorithm)} (the run's)": watch}
+        for name, algorithm in algorithms.items():
+            assert put_back is not None
+            put_back()
+            clock = job.journal.clock()
+            with clock(name):
+                watches[name] = _try(job, algorithm, replace(config, algorithm=others[name]), state, rewards.found[number])
+            seconds[name] = clock.phases[name]
+        figures = {name: one.figures(watch) for name, one in watches.items()}
+        shown = _groups(watches, rewards.found[number], rows, job.model.tokenizer, most_groups) if algorithms else []
+    return Replay(str(path), number, newest.step, differences, folder_kept.notes, figures, shown, seconds)
+
+
+def check_critics(job: Online, algorithms: Mapping[str, Any]) -> None:
+    """Raises `UserError` for a method that reads a critic which the run has not trained."""
+    for name, one in algorithms.items():
+        if one.needs_critic and not job.algorithm.needs_critic:
+            raise UserError(
+                f"{name} reads a critic and this run has trained none, so its advantages would be made up; name a method without "
+                "one, such as rloo, or replay a run of ppo."
+            )
+
+
+def _try(job: Online, algorithm: PolicyGradient, config: OnlineConfig, state: State, found: list[Trajectory]) -> Watch:
+    """What a method does with the step's completions. Where a step is one optimiser step, no weight has to move for it."""
+    made = correct(algorithm, config, job.sampler, job.model, job.journal)
+    assert isinstance(made, PolicyGradient)
+    watch = Watch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
+    groups = list(scored_groups(found, job.config.num_generations, made.min_group_size))
+    if not groups:
+        return watch
+    known = made.initial_state()
+    before = replace(state, algorithm={**known, **{k: v for k, v in state.algorithm.items() if k in known}})
+    critic = job.critic if made.needs_critic else None
+    job = replace(job, algorithm=made, optimizer=watch.optimizer, token_figures=watch.watch_tokens, critic=critic)  # type: ignore[arg-type]
+    watch.metrics = learn(job, groups, before, learning_rate(job.config.optim, state.step, job.total_steps)).metrics
+    return watch
+
+
+def _settings(path: Path, number: int) -> OnlineConfig:
+    """The settings that the step was made under: those of the first checkpoint from it on, or else of the end."""
+    found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
+    if found is None or kind_of(found) != "online":
+        raise UserError(f"{path} is no run of online RL: its config.json says {kind_of(found) if found else 'nothing'}; a replay "
+                        "draws completions again.")  # fmt: skip
+    check_format(path, found)
+    for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
+        if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):
+            found = manifest.get("settings") or found
+            break
+    config = from_dict(OnlineConfig, found, str(path / "config.json"))
+    return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement(), optim=replace(config.optim, rehearse=False))
+
+
+def _other(config: OnlineConfig, spec: Any) -> PolicyGradient:
+    found = method(replace(config, algorithm=spec))
+    if isinstance(found, OnlinePreference):
+        raise UserError(f"{found.name} compares pairs and has no ratio and no advantage of a token; name a policy gradient.")
+    return found
+
+
+def _label(spec: Any) -> str:
+    return spec if isinstance(spec, str) else " ".join(f"{k}={json.dumps(v)}" if k != "preset" else str(v) for k, v in dict(spec).items())
+
+
+def _metrics(path: Path) -> dict[int, Row]:
+    """The rows of metrics.jsonl by step, without held-out figures."""
+    found: dict[int, Row] = {}
+    for row in read_steps(path / "metrics.jsonl"):
+        if "learning_rate" in row:
+            found[row["step"]] = row
+    return found
+
+
+def _then(path: Path, number: int) -> float:
+    found = [row.get("time/update") for row in read_steps(path / "timings.jsonl") if row["step"] == number]
+    return float(found[-1] or 0.0) if found else 0.0
+
+
+def _with_changes(path: Path, state: State) -> State:
+    """The state with the settings that callbacks had changed by then, as the run's events tell."""
+    events = (event for line in read_lines(path / "events.jsonl") if (event := parse_row(line)) and event.get("kind") == "changed")
+    changes = {name: now for e in events if e.get("step", 0) <= state.step for name, (_, now) in e.get("changes", {}).items()}
+    return replace(state, changes={**state.changes, **changes})
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"step {row['step']}, row {row['row']}, completion {row['k']}"
+
+
+def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: Row, number: int) -> list[str]:
+    """What the run's files say of a step otherwise than the replay."""
+    lines = list(found.differences[number])
+    again = {row["seed"]: row for row in now.completions}
+    for seed, row in rows.items():
+        if row["step"] != number:
+            continue
+        if seed not in again:
+            lines.append(f"{_name(row)}: nothing is drawn with its seed")
+            continue
+        for key in row.keys() - {"reason", "completion_ids"}:
+            if row[key] != again[seed].get(key):
+                lines.append(f"{_name(row)}: {key} is {_brief(row[key])} in its row, and {_brief(again[seed].get(key))} again")
+    lines += [f"{_name(row)}: it has no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
+    names = [name for name in recorded if recorded[name] != now.figures.get(name)]
+    return lines + [f"step {number}: {name} is {recorded[name]!r} in metrics.jsonl, and {now.figures.get(name)!r} again" for name in names]
+
+
+def _brief(value: Any) -> str:
+    return text if len(text := json.dumps(value)) < 60 else f"{text[:57]}…"
+
+
+def _groups(
+    watches: Mapping[str, Watch], found: Sequence[Trajectory], rows: Mapping[int, Row], tokenizer: Any, most: int
+) -> list[Row]:
+    """The completions of each group with every method's figures per token; those whose weights differ most come first."""
+    tables: dict[str, dict[int, dict[str, list[float]]]] = {}
+    for name, watch in watches.items():
+        if watch.tokens is not None:
+            columns = watch.columns()
+            tables[name] = {
+                t.completion.seed: {key: x[n, : len(t.completion.ids)].tolist() for key, x in columns.items()}
+                for n, t in enumerate(watch.trajectories())
+            }
+    groups: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
+    drawn = 0
+    for t in found:
+        drawn += t.k == 0
+        groups[t.row, drawn].append(t)
+
+    def spread(group: Sequence[Trajectory]) -> float:
+        weights = [[table.get(t.completion.seed, {}).get("weight", []) for t in group] for table in tables.values()]
+        flat = [[0.0 if math.isnan(x) else x for one in column for x in one or [0.0]] for column in weights]
+        return max((abs(a - b) for other in flat[1:] for a, b in zip(flat[0], other, strict=False)), default=0.0)
+
+    ordered = sorted(groups.values(), key=spread, reverse=True)[:most]
+    return [
+        {
+            "row": group[0].row,
+            "prompt": rows.get(group[0].completion.seed, {}).get("prompt", ""),
+            "completions": [
+                {
+                    "k": t.k,
+                    "reward": t.reward,
+                    "tokens": [str(tokenizer.decode([i])) for i in t.completion.ids],
+                    "methods": {name: table[t.completion.seed] for name, table in tables.items() if t.completion.seed in table},
+                }
+                for t in group
+            ],
+        }
+        for group in ordered
+    ]
+
+
+def lines_of(found: Replay) -> Iterator[str]:
+    """What the terminal says of it, but for the table."""
+    back = found.step - found.begun
+    origin = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
+    yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"
+    yield from found.notes
+    if not found.differences:
+        yield "Its metrics, its gradient and its rows are the recorded ones, bit for bit."
+        return
+    yield f"{len(found.differences)} differences from what is recorded:"
+    yield from (f"  {line}" for line in found.differences[:12])
+    if len(found.differences) > 12:
+        yield f"  and {len(found.differences) - 12} more"
