@@ -21,6 +21,31 @@ def report(arguments: list[str]) -> int:
     return 0
 
 
+_REPLAY = "psigrad replay RUN --step N [--method NAME|MAPPING ...] [--output FILE]"
+
+
+def replay(arguments: list[str]) -> int:
+    """Recompute a step of a run; exit status 1 where it is not the recorded one."""
+    if flags.asks_for_help(arguments):
+        print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest checkpoint before it and the run's rows, and say")
+        print("what is not as it is recorded. With --method also what other methods would have done with the same completions:")
+        print("dapo, rloo, …, or a variant such as '{preset: grpo, kl: null}'. The page with every token goes to RUN/replays/.")
+        return 0
+    names, listed, rest = flags.parse_lists(arguments, "--step", "--method", "--output")
+    if len(names) != 1 or rest or len(listed["--step"]) != 1 or len(listed["--output"]) > 1:
+        raise UserError(f"replay takes one run folder and one step; the usage is {_REPLAY}.")
+    from psigrad.config.nested import read_value
+    from psigrad.language.recipes import replay
+    from psigrad.records.report import replay_page, terminal
+
+    number, methods = flags.whole_number("--step", listed["--step"][0]), [read_value(text) for text in listed["--method"]]
+    found = replay.replay(names[0], number, methods)
+    print("\n".join(replay.lines_of(found)))
+    terminal.print_columns(found.methods)
+    print(f"page: {replay_page.write(found, ''.join(listed['--output']))}")
+    return 1 if found.differences else 0
+
+
 def push(arguments: list[str]) -> int:
     """Upload a finished run's model."""
     usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"

@@ -133,43 +133,41 @@ class _Recorded:
         return {"logprobs": tuple(found), "sampling_logprobs": tuple(found)}
 
 
-def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 8) -> Replay:
+def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 4) -> Replay:
     """Recompute step `number` (from 1) of the online run in `folder`, from the nearest checkpoint before it.
 
     `methods` are algorithms as settings name them: each is shown the same completions under the same weights. Raises `UserError`
     for a folder that is no online run, a step that it has not, and a method that cannot be.
     """
     path = Path(folder)
-    recorded = _metrics(path)
+    config, recorded = _settings(path, number), _metrics(path)
     if number not in recorded:
         has = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no step"
         raise UserError(f"{path} has no step {number}: its metrics.jsonl has {has}.")
     newest = checkpoint.latest(path / "checkpoints", number - 1)
-    config = _settings(path, number)
     others = {_label(spec): spec for spec in methods}
-    algorithms = {name: _other(config, spec) for name, spec in others.items()}
+    algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
     rows = {r["seed"]: r for r in read_steps(path / "rollouts.jsonl") if r.get("kind") == "train" and r["step"] > newest.step}
-    own = folder_kept = _Folder(path)
+    own = _Folder(path)
     prepare_torch(config.run, recompute=config.model.gradient_checkpointing)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
     reads_reference = any(one.needs_reference for one in algorithms.values())
     with open_job(config, Journal(own), newest.path, setup, scores=False, reference=reads_reference) as (job, begun):
         rewards = _Recorded(rows, job.model, job.params.temperature, job.reward_weights)
         job = replace(job, recorded=rewards)
-        check_critics(job, algorithms)
         state, differences = begun.state, [*newest.ignored]
         for now in range(newest.step + 1, number):
             state, _ = step(apply_changes(job, state.changes), _with_changes(path, state))
-            differences += _compare(rewards, folder_kept, rows, recorded.get(now, {}), now)
+            differences += _compare(rewards, own, rows, recorded.get(now, {}), now)
         state = _with_changes(path, state)
         job = apply_changes(job, state.changes)
         put_back = remember(job) if algorithms else None
         watch = Watch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
         still = replace(job.config, ref_model_sync_steps=0)  # it would move the reference that the others are to read
         step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state)  # type: ignore[arg-type]
-        watch.metrics = folder_kept.figures
-        differences += _compare(rewards, folder_kept, rows, recorded[number], number)
-        seconds = {"update then": _then(path, number), "update now": float(folder_kept.phases.get("time/update", 0.0))}
+        watch.metrics = own.figures
+        differences += _compare(rewards, own, rows, recorded[number], number)
+        seconds = {"update then": _then(path, number), "update now": float(own.phases.get("time/update", 0.0))}
         watches = {f"{_label(job.config.algorithm)} (the run's)": watch}
         for name, algorithm in algorithms.items():
             assert put_back is not None
@@ -179,18 +177,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
                 watches[name] = _try(job, algorithm, replace(config, algorithm=others[name]), state, rewards.found[number])
             seconds[name] = clock.phases[name]
         figures = {name: one.figures(watch) for name, one in watches.items()}
-        shown = _groups(watches, rewards.found[number], rows, job.model.tokenizer, most_groups) if algorithms else []
-    return Replay(str(path), number, newest.step, differences, folder_kept.notes, figures, shown, seconds)
-
-
-def check_critics(job: Online, algorithms: Mapping[str, Any]) -> None:
-    """Raises `UserError` for a method that reads a critic which the run has not trained."""
-    for name, one in algorithms.items():
-        if one.needs_critic and not job.algorithm.needs_critic:
-            raise UserError(
-                f"{name} reads a critic and this run has trained none, so its advantages would be made up; name a method without "
-                "one, such as rloo, or replay a run of ppo."
-            )
+        shown = _groups(watches, rewards.found[number], rows, job.model.tokenizer, most_groups)
+    return Replay(str(path), number, newest.step, differences, own.notes, figures, shown, seconds)
 
 
 def _try(job: Online, algorithm: PolicyGradient, config: OnlineConfig, state: State, found: list[Trajectory]) -> Watch:
@@ -224,10 +212,15 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement(), optim=replace(config.optim, rehearse=False))
 
 
-def _other(config: OnlineConfig, spec: Any) -> PolicyGradient:
+def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:
     found = method(replace(config, algorithm=spec))
     if isinstance(found, OnlinePreference):
-        raise UserError(f"{found.name} compares pairs and has no ratio and no advantage of a token; name a policy gradient.")
+        raise UserError(f"{name} compares pairs and has no ratio and no advantage of a token; name a policy gradient.")
+    if found.needs_critic and not method(config).needs_critic:
+        raise UserError(
+            f"{name} reads a critic and this run has trained none, so its advantages would be made up; name a method without "
+            "one, such as rloo, or replay a run of ppo."
+        )
     return found
 
 
@@ -245,8 +238,8 @@ def _metrics(path: Path) -> dict[int, Row]:
 
 
 def _then(path: Path, number: int) -> float:
-    found = [row.get("time/update") for row in read_steps(path / "timings.jsonl") if row["step"] == number]
-    return float(found[-1] or 0.0) if found else 0.0
+    rows = [row for row in read_steps(path / "timings.jsonl") if row["step"] == number and "time/update" in row]
+    return float(rows[-1]["time/update"]) if rows else math.nan
 
 
 def _with_changes(path: Path, state: State) -> State:

@@ -115,7 +115,7 @@ class Watch:
         columns, prepared = self.columns(), self.tokens.prepared
         for name in ("advantage", "ratio"):
             values = columns[name][~columns[name].isnan()]
-            for kind, of in (("least", torch.min), ("mean", torch.mean), ("greatest", torch.max)):
+            for kind, of in (("least", torch.min), ("greatest", torch.max)):
                 found[f"{kind} {name}"] = float(of(values)) if len(values) else math.nan
         seen = ~columns["weight"].isnan()
         return found | {
