@@ -13,19 +13,23 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.records.read import show_number
 from psigrad.records.report.html import Cell, Table, render, save
+from psigrad.records.run_folder import to_line
 
 LEVELS = 4
 FOLDER = "replays"
 
 
 def write(replay: Any, output: str = "") -> Path:
-    """The page of a `Replay`, by default among the run's `replays/`. Raises `UserError` where it cannot be written."""
+    """The page of a `Replay`, by default among the run's `replays/`, and beside it what it shows as JSON, for the studio. Raises
+    `UserError` where they cannot be written.
+    """
     others = "".join(f"-{re.sub(r'[^a-z0-9]+', '_', name)}" for name in list(replay.methods)[1:])
     target = Path(output) if output else Path(replay.run) / FOLDER / f"step-{replay.step:08d}{others[:80]}.html"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The page cannot be written to {target}: {error.strerror}; name another file as --output.") from error
+    save(to_line(vars(replay)).decode(), target.with_suffix(".json"))
     return save(page(replay), target)
 
 
