@@ -12,6 +12,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.rewards.code import Code
+from psigrad.language.rewards.instructions import IFEval
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
@@ -220,6 +221,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "soft_overlong": SoftOverlong(),
     "code": Code(),
     "rubric": Rubric(),
+    "ifeval": IFEval(),
     "verl": Verl(),
     "verifiers": Verifiers(),
 }
