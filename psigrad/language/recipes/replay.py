@@ -121,7 +121,11 @@ class _Recorded:
             drawn = replace(drawn, completion=replace(drawn.completion, ids=ids, **self._log_probs(drawn.prompt_ids, ids)))
         steps = tuple((int(place), float(reward)) for place, reward in row.get("step_rewards", ()))
         parts, reward = row.get("parts") or {}, row["reward"]
-        worth = [self.weights.get(name, 1.0) * float(part) for name, part in parts.items() if part is not None and name != "environment"]
+        worth = [
+            self.weights.get(name, 1.0) * float(part)
+            for name, part in parts.items()
+            if part is not None and name != "environment"
+        ]
         whole = math.fsum((*worth, *(r for _, r in steps)))
         if parts and reward is not None and not math.isclose(whole, reward, rel_tol=1e-5, abs_tol=1e-6):
             said.append(f"{_name(row)}: its reward is {reward:g} in its row, and {whole:g} by the parts beside it")
@@ -209,7 +213,12 @@ def _settings(path: Path, number: int) -> OnlineConfig:
             found = manifest.get("settings") or found
             break
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
-    return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement(), optim=replace(config.optim, rehearse=False))
+    return replace(
+        config,
+        run=replace(config.run, allow=PINS, callbacks=()),
+        placement=Placement(),
+        optim=replace(config.optim, rehearse=False),
+    )
 
 
 def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:
@@ -225,7 +234,11 @@ def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:
 
 
 def _label(spec: Any) -> str:
-    return spec if isinstance(spec, str) else " ".join(f"{k}={json.dumps(v)}" if k != "preset" else str(v) for k, v in dict(spec).items())
+    return (
+        spec
+        if isinstance(spec, str)
+        else " ".join(f"{k}={json.dumps(v)}" if k != "preset" else str(v) for k, v in dict(spec).items())
+    )
 
 
 def _metrics(path: Path) -> dict[int, Row]:
@@ -244,7 +257,9 @@ def _then(path: Path, number: int) -> float:
 
 def _with_changes(path: Path, state: State) -> State:
     """The state with the settings that callbacks had changed by then, as the run's events tell."""
-    events = (event for line in read_lines(path / "events.jsonl") if (event := parse_row(line)) and event.get("kind") == "changed")
+    events = (
+        event for line in read_lines(path / "events.jsonl") if (event := parse_row(line)) and event.get("kind") == "changed"
+    )
     changes = {name: now for e in events if e.get("step", 0) <= state.step for name, (_, now) in e.get("changes", {}).items()}
     return replace(state, changes={**state.changes, **changes})
 
@@ -268,7 +283,9 @@ def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: 
                 lines.append(f"{_name(row)}: {key} is {_brief(row[key])} in its row, and {_brief(again[seed].get(key))} again")
     lines += [f"{_name(row)}: it has no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
     names = [name for name in recorded if recorded[name] != now.figures.get(name)]
-    return lines + [f"step {number}: {name} is {recorded[name]!r} in metrics.jsonl, and {now.figures.get(name)!r} again" for name in names]
+    return lines + [
+        f"step {number}: {name} is {recorded[name]!r} in metrics.jsonl, and {now.figures.get(name)!r} again" for name in names
+    ]
 
 
 def _brief(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
+from psigrad.language.rewards.choice import Choice
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.instructions import IFEval
 from psigrad.language.rewards.math_answers import Math
@@ -212,6 +213,7 @@ def _import_wrapped(kind: str, function: str) -> Callable[..., Any]:
 
 NAMES: dict[str, Callable[..., Any]] = {
     "exact": exact,
+    "choice": Choice(),
     "numeric": Numeric(),
     "math": math,
     "format": Format(),

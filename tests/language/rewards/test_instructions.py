@@ -83,7 +83,9 @@ def test_several_instructions_and_their_share():
     assert IFEval(share=True)(texts, **row) == [1.0, 0.5, 0.0]
     assert IFEval()([" "], instruction_id_list=[["punctuation:no_comma"]], kwargs=[[{}]]) == [0.0], "no answer follows nothing"
     assert IFEval()(["a"], instruction_id_list=[None], kwargs=[None]) == [None]
-    assert IFEval()([[{"role": "assistant", "content": "a, b"}]], instruction_id_list=[["punctuation:no_comma"]], kwargs=[[{}]]) == [0.0]
+    assert IFEval()(
+        [[{"role": "assistant", "content": "a, b"}]], instruction_id_list=[["punctuation:no_comma"]], kwargs=[[{}]]
+    ) == [0.0]
 
 
 def test_loosened_forms():

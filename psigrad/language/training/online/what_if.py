@@ -163,4 +163,3 @@ def remember(run: Online) -> Callable[[], None]:
             load_tensors(one, tensors)
 
     return restore
-
