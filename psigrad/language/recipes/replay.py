@@ -103,7 +103,7 @@ class _Recorded:
     found: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
 
     def __call__(self, drawn: list[Trajectory]) -> list[Trajectory]:
-        """The completions with the rows' tokens and rewards. One without a row, as of a step that the run has not made, gets 0."""
+        """The completions with the rows' tokens and rewards. One without a row, of a step that the run has not made, gets 0."""
         made = [self._of(one) for one in drawn]
         for one in made:
             self.found[self.rows.get(one.completion.seed, {}).get("step", -1)].append(one)
@@ -121,11 +121,8 @@ class _Recorded:
             drawn = replace(drawn, completion=replace(drawn.completion, ids=ids, **self._log_probs(drawn.prompt_ids, ids)))
         steps = tuple((int(place), float(reward)) for place, reward in row.get("step_rewards", ()))
         parts, reward = row.get("parts") or {}, row["reward"]
-        worth = [
-            self.weights.get(name, 1.0) * float(part)
-            for name, part in parts.items()
-            if part is not None and name != "environment"
-        ]
+        own = {name: part for name, part in parts.items() if part is not None and name != "environment"}
+        worth = [self.weights.get(name, 1.0) * float(part) for name, part in own.items()]
         whole = math.fsum((*worth, *(r for _, r in steps)))
         if parts and reward is not None and not math.isclose(whole, reward, rel_tol=1e-5, abs_tol=1e-6):
             said.append(f"{_name(row)}: its reward is {reward:g} in its row, and {whole:g} by the parts beside it")
@@ -213,12 +210,7 @@ def _settings(path: Path, number: int) -> OnlineConfig:
             found = manifest.get("settings") or found
             break
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
-    return replace(
-        config,
-        run=replace(config.run, allow=PINS, callbacks=()),
-        placement=Placement(),
-        optim=replace(config.optim, rehearse=False),
-    )
+    return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
 
 
 def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:
@@ -234,11 +226,9 @@ def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:
 
 
 def _label(spec: Any) -> str:
-    return (
-        spec
-        if isinstance(spec, str)
-        else " ".join(f"{k}={json.dumps(v)}" if k != "preset" else str(v) for k, v in dict(spec).items())
-    )
+    if isinstance(spec, str):
+        return spec
+    return " ".join(str(value) if name == "preset" else f"{name}={json.dumps(value)}" for name, value in dict(spec).items())
 
 
 def _metrics(path: Path) -> dict[int, Row]:
@@ -257,11 +247,9 @@ def _then(path: Path, number: int) -> float:
 
 def _with_changes(path: Path, state: State) -> State:
     """The state with the settings that callbacks had changed by then, as the run's events tell."""
-    events = (
-        event for line in read_lines(path / "events.jsonl") if (event := parse_row(line)) and event.get("kind") == "changed"
-    )
-    changes = {name: now for e in events if e.get("step", 0) <= state.step for name, (_, now) in e.get("changes", {}).items()}
-    return replace(state, changes={**state.changes, **changes})
+    events = [row for line in read_lines(path / "events.jsonl") if (row := parse_row(line)) and row.get("kind") == "changed"]
+    then = [event["changes"] for event in events if event.get("step", 0) <= state.step]
+    return replace(state, changes={**state.changes, **{name: now for made in then for name, (_, now) in made.items()}})
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -282,10 +270,8 @@ def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: 
             if row[key] != again[seed].get(key):
                 lines.append(f"{_name(row)}: {key} is {_brief(row[key])} in its row, and {_brief(again[seed].get(key))} again")
     lines += [f"{_name(row)}: it has no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
-    names = [name for name in recorded if recorded[name] != now.figures.get(name)]
-    return lines + [
-        f"step {number}: {name} is {recorded[name]!r} in metrics.jsonl, and {now.figures.get(name)!r} again" for name in names
-    ]
+    figures = [(name, value, now.figures.get(name)) for name, value in recorded.items()]
+    return lines + [f"step {number}: {n} is {a!r} in metrics.jsonl, and {b!r} again" for n, a, b in figures if a != b]
 
 
 def _brief(value: Any) -> str:

@@ -1,5 +1,5 @@
-"""IFEval: instructions that a program can verify, of the 25 kinds of Zhou et al. 2023, "Instruction-Following Evaluation for Large
-Language Models", arXiv:2311.07911.
+"""IFEval: the 25 kinds of instructions that a program can verify (Zhou et al. 2023, "Instruction-Following Evaluation for Large
+Language Models", arXiv:2311.07911).
 
 A row has the published columns: `instruction_id_list`, and `kwargs` with one mapping of parameters for each of them.
 """
@@ -19,9 +19,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.language.rewards.outcomes import text_of
 
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_ABBREVIATION = re.compile(
-    r"(?:\b(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|no|inc|ltd|co|e\.g|i\.e|a\.m|p\.m|u\.s)|\b[a-z])\.$", re.IGNORECASE
-)
+_ABBREVIATION = re.compile(r"\b(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|inc|ltd|co|e\.g|i\.e|a\.m|p\.m|u\.s|[a-z])\.$", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?=\s|$)|[。！？]+")
 
 
@@ -46,9 +44,9 @@ class IFEval:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises `UserError` for instructions that cannot be verified."""
-        for kind, given in _instructions(row.get("instruction_id_list"), row.get("kwargs")):
-            if "language" in kind or kind.startswith("change_case:english"):
-                _language_of("")
+        kinds = {kind for kind, _ in _instructions(row.get("instruction_id_list"), row.get("kwargs"))}
+        if kinds & {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}:
+            _identify()
 
     def _one(self, text: str, ids: Any, kwargs: Any) -> float | None:
         asked = _instructions(ids, kwargs)

@@ -1,4 +1,4 @@
-"""Rows of the shape of GSM8K, MATH and MMLU: the prompts letter by letter, the comparison by hand, and what stands beside a score."""
+"""Rows of the shape of GSM8K, MATH and MMLU: prompts letter by letter, comparisons by hand, and what stands beside a score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step is recomputed to the bit from the run's folder, whatever is planted there is named, and other methods see the same samples."""
+"""A step is recomputed to the bit from the run's folder; what is planted there is named; other methods see the same samples."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Gradient = dict[str, Tensor]
 
 
 class WatchedOptimizer:
-    """An optimiser whose gradients are added up over the optimiser steps of a collection. Unless it `applies`, no weight moves."""
+    """An optimiser whose gradients are added up over a collection's optimiser steps. Unless it `applies`, no weight moves."""
 
     def __init__(self, inner: Optimizer, applies: bool) -> None:
         self.inner, self.applies, self.nonfinite = inner, applies, inner.nonfinite
@@ -84,12 +84,12 @@ class Watch:
         return self.tokens
 
     def columns(self) -> dict[str, Tensor]:
-        """[N, T] advantage, ratio, clipped (1 or 0) and weight of each token, at the last pass over it; NaN where none was made."""
+        """[N, T] advantage, ratio, clipped (1 or 0) and weight of each token at the last pass over it; NaN where there was none."""
         assert self.tokens is not None and isinstance(self.algorithm, PolicyGradient)
         batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()
         mask, logp = batch.mask.cpu(), self.tokens.logp
         moved = self.algorithm.ratio(logp, logp if self.single_pass else batch.logp_old.cpu(), mask)
-        hits = [hit for hit in clip_fractions(self.algorithm.surrogate, moved, advantage).values()]
+        hits = list(clip_fractions(self.algorithm.surrogate, moved, advantage).values())
         clipped = torch.stack(hits).any(0) if hits else torch.zeros_like(mask)
         seen = mask & ~logp.isnan()
         made = {"advantage": advantage, "ratio": exp_ratio(moved), "clipped": clipped.float(), "weight": self.tokens.weight}
