@@ -84,7 +84,7 @@ class Watch:
         return self.tokens
 
     def columns(self) -> dict[str, Tensor]:
-        """[N, T] advantage, ratio, clipped (1 or 0) and weight of each token at the last pass over it; NaN where there was none."""
+        """[N, T] advantage, ratio, clipped (1 or 0) and weight of each token at its last pass; NaN where there was none."""
         assert self.tokens is not None and isinstance(self.algorithm, PolicyGradient)
         batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()
         mask, logp = batch.mask.cpu(), self.tokens.logp
