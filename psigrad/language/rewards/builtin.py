@@ -17,6 +17,7 @@ from psigrad.language.rewards.instructions import IFEval
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
+from psigrad.language.rewards.ranking import Ranking
 from psigrad.language.rewards.reward_worker import finish
 from psigrad.language.rewards.rubric import Rubric
 
@@ -223,6 +224,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "soft_overlong": SoftOverlong(),
     "code": Code(),
     "rubric": Rubric(),
+    "ranking": Ranking(),
     "ifeval": IFEval(),
     "verl": Verl(),
     "verifiers": Verifiers(),
