@@ -86,6 +86,7 @@ def _parameters(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(kind: str, name: str, value: Any) -> Any:
     """A parameter of the type that its name tells."""
+    read: Callable[[Any], Any]
     if name.startswith(("num_", "nth_")) or name.endswith("frequency"):
         ok, expected, read = isinstance(value, int | float) and value == int(value) >= 0, "a whole number", int
     elif name.endswith("relation"):
