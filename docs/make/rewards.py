@@ -97,7 +97,7 @@ COMPARED = {
         ],
     ),
     "choice": (
-        "The letter that the completion chooses: its first line where that is a letter, else the last one in a `\\boxed{…}` or behind "
+        "The letter that the completion chooses: its first line if that is a letter, else the last one in a `\\boxed{…}` or behind "
         "“answer is”, else the one that it begins with. The answer is a letter, or the number of a choice from 0.",
         [
             ("B", "B"),
@@ -190,7 +190,7 @@ def section() -> str:
 
 
 def instructions() -> list[str]:
-    """The kinds of instructions. Raises where one says anything else than is expected; those of languages need another package."""
+    """The kinds of instructions. Raises where one says anything else than is expected; languages need another package."""
     assert set(INSTRUCTIONS) == set(KINDS)
     lines = ["\n**`ifeval`.** The kinds of instructions. Those without examples tell the language by py3langid.\n"]
     lines += ["| instruction | parameters | followed | not followed |", "|---|---|---|---|"]

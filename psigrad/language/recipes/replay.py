@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Replay:
     groups: list[Row]
     """The groups that the methods treat most differently, token by token."""
     seconds: dict[str, float]
-    """Wall-clock of the step's update then and now, and of what each method's took."""
+    """Wall-clock of the run's update, and of each method's here."""
 
 
 class _Folder(NullRunFolder):
@@ -73,7 +73,6 @@ class _Folder(NullRunFolder):
         super().__init__(path, finished=False)
         self.figures: Row = {}
         self.completions: list[Row] = []
-        self.phases: Row = {}
         self.notes: list[str] = []
 
     def metrics(self, row: Mapping[str, Any]) -> None:
@@ -82,13 +81,9 @@ class _Folder(NullRunFolder):
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.completions = [json.loads(to_line(row)) for row in rows]
 
-    def timings(self, row: Mapping[str, Any]) -> None:
-        self.phases = dict(row)
-
     def event(self, kind: str, **fields: Any) -> None:
         if kind in _TOLD:
-            said = "; ".join(f"{name} {value}" for name, value in fields.items())
-            self.notes.append(f"{kind.replace('_', ' ')}: {said}")
+            self.notes.append(f"{kind.replace('_', ' ')}: {'; '.join(f'{name} {value}' for name, value in fields.items())}")
 
 
 @dataclass
@@ -114,9 +109,9 @@ class _Recorded:
         if row is None:
             return replace(drawn, reward=0.0, status="scored")
         said, ids = self.differences[row["step"]], tuple(row["completion_ids"])
-        if ids != (own := drawn.completion.ids):
-            at = next((i for i, (a, b) in enumerate(zip(ids, own, strict=False)) if a != b), min(len(ids), len(own)))
-            recorded, again = (str(x[at]) if at < len(x) else "no more" for x in (ids, own))
+        if ids != (now := drawn.completion.ids):
+            at = next((i for i, (a, b) in enumerate(zip(ids, now, strict=False)) if a != b), min(len(ids), len(now)))
+            recorded, again = (str(x[at]) if at < len(x) else "no more" for x in (ids, now))
             said.append(f"{_name(row)}: token {at} is {recorded} in its row, and {again} as the weights and the seed draw it")
             drawn = replace(drawn, completion=replace(drawn.completion, ids=ids, **self._log_probs(drawn.prompt_ids, ids)))
         steps = tuple((int(place), float(reward)) for place, reward in row.get("step_rewards", ()))
@@ -148,7 +143,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     newest = checkpoint.latest(path / "checkpoints", number - 1)
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
-    rows = {r["seed"]: r for r in read_steps(path / "rollouts.jsonl") if r.get("kind") == "train" and r["step"] > newest.step}
+    trained = (r for r in read_steps(path / "rollouts.jsonl") if r.get("kind") == "train" and r["step"] > newest.step)
+    rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
     own = _Folder(path)
     prepare_torch(config.run, recompute=config.model.gradient_checkpointing)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
@@ -158,7 +154,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         job = replace(job, recorded=rewards)
         state, differences = begun.state, [*newest.ignored]
         for now in range(newest.step + 1, number):
-            state, _ = step(apply_changes(job, state.changes), _with_changes(path, state))
+            state = _with_changes(path, state)
+            state, _ = step(apply_changes(job, state.changes), state)
             differences += _compare(rewards, own, rows, recorded.get(now, {}), now)
         state = _with_changes(path, state)
         job = apply_changes(job, state.changes)
@@ -168,7 +165,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state)  # type: ignore[arg-type]
         watch.metrics = own.figures
         differences += _compare(rewards, own, rows, recorded[number], number)
-        seconds = {"update then": _then(path, number), "update now": float(own.phases.get("time/update", 0.0))}
+        timed = [row for row in read_steps(path / "timings.jsonl") if row["step"] == number and "time/update" in row]
+        seconds = {"the run's update": timed[-1]["time/update"] if timed else math.nan}
         watches = {f"{_label(job.config.algorithm)} (the run's)": watch}
         for name, algorithm in algorithms.items():
             assert put_back is not None
@@ -178,7 +176,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
                 watches[name] = _try(job, algorithm, replace(config, algorithm=others[name]), state, rewards.found[number])
             seconds[name] = clock.phases[name]
         figures = {name: one.figures(watch) for name, one in watches.items()}
-        shown = _groups(watches, rewards.found[number], rows, job.model.tokenizer, most_groups)
+        groups = scored_groups(rewards.found[number], config.num_generations, 1)
+        shown = _groups(watches, groups, rows, job.model.tokenizer)[:most_groups]
     return Replay(str(path), number, newest.step, differences, own.notes, figures, shown, seconds)
 
 
@@ -233,16 +232,7 @@ def _label(spec: Any) -> str:
 
 def _metrics(path: Path) -> dict[int, Row]:
     """The rows of metrics.jsonl by step, without held-out figures."""
-    found: dict[int, Row] = {}
-    for row in read_steps(path / "metrics.jsonl"):
-        if "learning_rate" in row:
-            found[row["step"]] = row
-    return found
-
-
-def _then(path: Path, number: int) -> float:
-    rows = [row for row in read_steps(path / "timings.jsonl") if row["step"] == number and "time/update" in row]
-    return float(rows[-1]["time/update"]) if rows else math.nan
+    return {row["step"]: row for row in read_steps(path / "metrics.jsonl") if "learning_rate" in row}
 
 
 def _with_changes(path: Path, state: State) -> State:
@@ -266,9 +256,8 @@ def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: 
         if seed not in again:
             lines.append(f"{_name(row)}: nothing is drawn with its seed")
             continue
-        for key in row.keys() - {"reason", "completion_ids"}:
-            if row[key] != again[seed].get(key):
-                lines.append(f"{_name(row)}: {key} is {_brief(row[key])} in its row, and {_brief(again[seed].get(key))} again")
+        pairs = [(key, value, again[seed].get(key)) for key, value in row.items() if key not in ("reason", "completion_ids")]
+        lines += [f"{_name(row)}: {key} is {_brief(a)} in its row, and {_brief(b)} again" for key, a, b in pairs if a != b]
     lines += [f"{_name(row)}: it has no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
     figures = [(name, value, now.figures.get(name)) for name, value in recorded.items()]
     return lines + [f"step {number}: {n} is {a!r} in metrics.jsonl, and {b!r} again" for n, a, b in figures if a != b]
@@ -279,45 +268,27 @@ def _brief(value: Any) -> str:
 
 
 def _groups(
-    watches: Mapping[str, Watch], found: Sequence[Trajectory], rows: Mapping[int, Row], tokenizer: Any, most: int
+    watches: Mapping[str, Watch], groups: Iterable[list[Trajectory]], rows: Mapping[int, Row], tokenizer: Any
 ) -> list[Row]:
     """The completions of each group with every method's figures per token; those whose weights differ most come first."""
-    tables: dict[str, dict[int, dict[str, list[float]]]] = {}
+    tables: dict[int, dict[str, dict[str, list[float]]]] = defaultdict(dict)
     for name, watch in watches.items():
-        if watch.tokens is not None:
-            columns = watch.columns()
-            tables[name] = {
-                t.completion.seed: {key: x[n, : len(t.completion.ids)].tolist() for key, x in columns.items()}
-                for n, t in enumerate(watch.trajectories())
-            }
-    groups: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
-    drawn = 0
-    for t in found:
-        drawn += t.k == 0
-        groups[t.row, drawn].append(t)
+        columns = watch.columns()
+        for n, t in enumerate(watch.trajectories()):
+            tables[t.completion.seed][name] = {key: x[n, : len(t.completion.ids)].tolist() for key, x in columns.items()}
 
     def spread(group: Sequence[Trajectory]) -> float:
-        weights = [[table.get(t.completion.seed, {}).get("weight", []) for t in group] for table in tables.values()]
-        flat = [[0.0 if math.isnan(x) else x for one in column for x in one or [0.0]] for column in weights]
-        return max((abs(a - b) for other in flat[1:] for a, b in zip(flat[0], other, strict=False)), default=0.0)
+        weights = [[own["weight"] for own in tables[t.completion.seed].values()] for t in group]
+        pairs = [pair for first, *rest in filter(None, weights) for other in rest for pair in zip(first, other, strict=True)]
+        return max((abs(a - b) for a, b in pairs if not math.isnan(a + b)), default=0.0)
 
-    ordered = sorted(groups.values(), key=spread, reverse=True)[:most]
-    return [
-        {
-            "row": group[0].row,
-            "prompt": rows.get(group[0].completion.seed, {}).get("prompt", ""),
-            "completions": [
-                {
-                    "k": t.k,
-                    "reward": t.reward,
-                    "tokens": [str(tokenizer.decode([i])) for i in t.completion.ids],
-                    "methods": {name: table[t.completion.seed] for name, table in tables.items() if t.completion.seed in table},
-                }
-                for t in group
-            ],
-        }
-        for group in ordered
-    ]
+    def shown(t: Trajectory) -> Row:
+        tokens = [str(tokenizer.decode([i])) for i in t.completion.ids]
+        return {"k": t.k, "reward": t.reward, "tokens": tokens, "methods": tables[t.completion.seed]}
+
+    ordered = sorted(groups, key=spread, reverse=True)
+    prompts = [rows.get(group[0].completion.seed, {}).get("prompt", "") for group in ordered]
+    return [{"row": g[0].row, "prompt": p, "completions": list(map(shown, g))} for g, p in zip(ordered, prompts, strict=True)]
 
 
 def lines_of(found: Replay) -> Iterator[str]:

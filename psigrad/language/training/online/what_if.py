@@ -85,7 +85,8 @@ class Watch:
 
     def columns(self) -> dict[str, Tensor]:
         """[N, T] advantage, ratio, clipped (1 or 0) and weight of each token at its last pass; NaN where there was none."""
-        assert self.tokens is not None and isinstance(self.algorithm, PolicyGradient)
+        if self.tokens is None or not isinstance(self.algorithm, PolicyGradient):
+            return {}
         batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()
         mask, logp = batch.mask.cpu(), self.tokens.logp
         moved = self.algorithm.ratio(logp, logp if self.single_pass else batch.logp_old.cpu(), mask)
