@@ -97,8 +97,8 @@ COMPARED = {
         ],
     ),
     "choice": (
-        "The letter that the completion chooses: its first line if that is a letter, else the last one in a `\\boxed{…}` or behind "
-        "“answer is”, else the one that it begins with. The answer is a letter, or the number of a choice from 0.",
+        "The letter that the completion chooses: its first line if that is a letter, else the last one in a `\\boxed{…}` or "
+        "behind “answer is”, else the one that it begins with. The answer is a letter, or the number of a choice from 0.",
         [
             ("B", "B"),
             ("1", " (b)"),

@@ -49,7 +49,7 @@ GROUPS = {
         "tasks": Command("names of the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
         "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", language.lm_eval),
-        "judge-report": Command("how a judge compares with people's votes, and with itself", language.judge_report),
+        "judge-report": Command("how a judge compares with people's votes, and with itself", run_folders.judge_report),
         "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", language.plan),
         "bench": Command("training steps of a model, timed by phase; in a source checkout beside TRL", language.bench),
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),

@@ -211,39 +211,6 @@ def evaluate(arguments: list[str]) -> int:
     return 0
 
 
-_JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
-
-
-def judge_report(arguments: list[str]) -> int:
-    """Print how a judge compares with people's votes and with itself."""
-    if flags.asks_for_help(arguments):
-        print(f"{_JUDGE_REPORT}\n\nHow a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself")
-        print("(order, length, its own model's texts). VOTES is a file that the labelling desk exports, or its database with")
-        print("--project NAME. Each pair is shown to the judge in both orders, as by the reward ranking.\n")
-    names, listed, rest = flags.parse_lists(arguments, "--criteria")
-    texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
-    usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
-    given = flags.plain("judge-report VOTES", rest, usual)
-    if len(names) != 1:
-        raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
-    from psigrad.config.nested import read_value
-    from psigrad.language.rewards.ranking import Ranking
-    from psigrad.records.report import terminal
-    from psigrad_studio import judge_report as command
-
-    criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}
-    where = {name: given[name] for name in ("model", "base_url", "api_key_variable", "cache")}
-    judge = Ranking(criteria=criteria, **where)
-    judge.check()
-    votes = command.votes_of(names[0], given["project"])
-    found = command.report(judge, votes, most=given["max_pairs"], own=given["self_model"])
-    terminal.print_summary(found.rows)
-    print("\n".join(command.lines_of(found)))
-    if given["output"]:
-        Path(given["output"]).write_text(json.dumps(asdict(found), indent=1) + "\n")
-    return 0
-
-
 def lm_eval(arguments: list[str]) -> int:
     """Print what lm-eval's tasks say of a model, and of the one that it is compared with."""
     config = flags.parse(LmEvalConfig, "lm-eval", arguments)

@@ -1,6 +1,10 @@
-"""Commands on run folders: draw their report, upload their model, look at them in the studio."""
+"""Commands on run folders, and on the votes of people: replay, report, upload, the studio."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
 
 from psigrad.cli import flags
 from psigrad.errors import UserError
@@ -62,6 +66,39 @@ def push(arguments: list[str]) -> int:
     from psigrad.runs import hub
 
     print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))
+    return 0
+
+
+_JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
+
+
+def judge_report(arguments: list[str]) -> int:
+    """Print how a judge compares with people's votes and with itself."""
+    if flags.asks_for_help(arguments):
+        print(f"{_JUDGE_REPORT}\n\nHow a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself")
+        print("(order, length, its own model's texts). VOTES is a file that the labelling desk exports, or its database with")
+        print("--project NAME. Each pair is shown to the judge in both orders, as by the reward ranking.\n")
+    names, listed, rest = flags.parse_lists(arguments, "--criteria")
+    texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
+    usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
+    given = flags.plain("judge-report VOTES", rest, usual)
+    if len(names) != 1:
+        raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
+    from psigrad.config.nested import read_value
+    from psigrad.language.rewards.group_ranking import Ranking
+    from psigrad.records.report import terminal
+    from psigrad_studio import judge_report as command
+
+    criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}
+    where = {name: given[name] for name in ("model", "base_url", "api_key_variable", "cache")}
+    judge = Ranking(criteria=criteria, **where)
+    judge.check()
+    votes = command.votes_of(names[0], given["project"])
+    found = command.report(judge, votes, most=given["max_pairs"], own=given["self_model"])
+    terminal.print_summary(found.rows)
+    print("\n".join(command.lines_of(found)))
+    if given["output"]:
+        Path(given["output"]).write_text(json.dumps(asdict(found), indent=1) + "\n")
     return 0
 
 

@@ -11,7 +11,7 @@ from stand_in_server import chat, standing_in
 
 from psigrad.cli import main
 from psigrad.errors import UserError
-from psigrad.language.rewards.ranking import Ranking
+from psigrad.language.rewards.group_ranking import Ranking
 from psigrad_studio.judge_report import read_votes, report, votes_of
 
 

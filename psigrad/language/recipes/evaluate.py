@@ -25,7 +25,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
-from psigrad.language.rewards.choice import BenchmarkReward, Choice
+from psigrad.language.rewards.letter_choice import BenchmarkReward, Choice
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.resolve import name_of
 from psigrad.language.rewards.reward_pool import explain_unscored

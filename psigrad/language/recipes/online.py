@@ -61,7 +61,7 @@ def open_job(
     """The parts of a run that begins, or goes on from a checkpoint, and where it begins. `setup` is the reward and the held-out
     metric; without `scores` nothing is scored or evaluated. `reference`: load one, whether the algorithm reads it or not.
     """
-    algorithm, (rewards, metric) = method(config), setup
+    algorithm, (rewards, metric), evaluator = method(config), setup, None
     with contextlib.ExitStack() as stack:
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
@@ -72,11 +72,10 @@ def open_job(
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
         own_reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal)) if scores else None
-        evaluator = None
         if evaluates:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
-            judged = metric or rewards
-            evaluator = evaluator_for(config, model, judged, judge, held_out, own_reference, episodes, world=journal.world)
+            by = metric or rewards
+            evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), journal)
         prompts = row_limits.add_teacher_prompts(prompts, config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
@@ -87,9 +86,8 @@ def open_job(
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if own_reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(own_reference, "reference"))
-        fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held_out))
-        pins = collect_pins(config, model.tokenizer, rows, held_out, setup)
-        begun = begin(config, journal, learners, pins, checkpoint, fresh, counted)
+        fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, rows, held_out, setup)
+        begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
         job = Online(
             config=config,
             algorithm=algorithm,

@@ -29,7 +29,7 @@ from psigrad.language.training.learners import State, apply_changes
 from psigrad.language.training.online.collect import scored_groups
 from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.online.what_if import Watch, WatchedOptimizer, remember
+from psigrad.language.training.online.what_if import MethodWatch, WatchedOptimizer, remember
 from psigrad.language.training.update import learning_rate
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.online_preference import OnlinePreference
@@ -160,7 +160,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         state = _with_changes(path, state)
         job = apply_changes(job, state.changes)
         put_back = remember(job) if algorithms else None
-        watch = Watch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
+        watch = MethodWatch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
         still = replace(job.config, ref_model_sync_steps=0)  # it would move the reference that the others are to read
         step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state)  # type: ignore[arg-type]
         watch.metrics = own.figures
@@ -181,11 +181,11 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     return Replay(str(path), number, newest.step, differences, own.notes, figures, shown, seconds)
 
 
-def _try(job: Online, algorithm: PolicyGradient, config: OnlineConfig, state: State, found: list[Trajectory]) -> Watch:
+def _try(job: Online, algorithm: PolicyGradient, config: OnlineConfig, state: State, found: list[Trajectory]) -> MethodWatch:
     """What a method does with the step's completions. Where a step is one optimiser step, no weight has to move for it."""
     made = correct(algorithm, config, job.sampler, job.model, job.journal)
     assert isinstance(made, PolicyGradient)
-    watch = Watch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
+    watch = MethodWatch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
     groups = list(scored_groups(found, job.config.num_generations, made.min_group_size))
     if not groups:
         return watch
@@ -268,7 +268,7 @@ def _brief(value: Any) -> str:
 
 
 def _groups(
-    watches: Mapping[str, Watch], groups: Iterable[list[Trajectory]], rows: Mapping[int, Row], tokenizer: Any
+    watches: Mapping[str, MethodWatch], groups: Iterable[list[Trajectory]], rows: Mapping[int, Row], tokenizer: Any
 ) -> list[Row]:
     """The completions of each group with every method's figures per token; those whose weights differ most come first."""
     tables: dict[int, dict[str, dict[str, list[float]]]] = defaultdict(dict)

@@ -11,13 +11,13 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.language.rewards.choice import Choice
 from psigrad.language.rewards.code import Code
+from psigrad.language.rewards.group_ranking import Ranking
 from psigrad.language.rewards.instructions import IFEval
+from psigrad.language.rewards.letter_choice import Choice
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
-from psigrad.language.rewards.ranking import Ranking
 from psigrad.language.rewards.reward_worker import finish
 from psigrad.language.rewards.rubric import Rubric
 

@@ -11,7 +11,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.benchmarks import as_prompts
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models import tiny
-from psigrad.language.rewards.choice import BenchmarkReward, Choice, chosen
+from psigrad.language.rewards.letter_choice import BenchmarkReward, Choice, chosen
 from psigrad.language.rewards.math_answers import Math
 
 GSM = [

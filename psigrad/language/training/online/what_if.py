@@ -69,7 +69,7 @@ class WatchedTokens(TokenFigures):
 
 
 @dataclass
-class Watch:
+class MethodWatch:
     """What a method did with a collection. The fields are filled as it learns; those per token stay empty for losses on pairs."""
 
     algorithm: Any
@@ -100,7 +100,7 @@ class Watch:
         """Those of the rows of `columns`."""
         return [] if self.tokens is None else list(self.tokens.prepared.batch.inputs)
 
-    def figures(self, own: Watch) -> dict[str, Any]:
+    def figures(self, own: MethodWatch) -> dict[str, Any]:
         """What stands in a column of the table, beside the run's `own`."""
         norm = self.metrics.get("grad_norm", 0.0)
         most = self.optimizer.optim.max_grad_norm
@@ -128,7 +128,7 @@ class Watch:
             "tokens pushed the other way": self._opposed(own),
         }
 
-    def _opposed(self, own: Watch) -> int:
+    def _opposed(self, own: MethodWatch) -> int:
         if own.tokens is None or self.tokens is None:
             return 0
         mine, theirs = (
