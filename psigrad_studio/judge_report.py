@@ -21,7 +21,7 @@ from scipy import optimize
 
 from psigrad.errors import UserError
 from psigrad.intervals import LEAST_ROWS, wilson
-from psigrad.language.rewards.group_ranking import Ranking, Ranks
+from psigrad.language.rewards.group_ranking import GroupRanking, Ranks
 from psigrad.language.rewards.outcomes import Unscored, transcript_of
 from psigrad_studio.labels import database, export, people, projects
 from psigrad_studio.labels.agreement import cohen_kappa, percent_agreement
@@ -76,8 +76,8 @@ def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[st
     """(first text, second text, vote, their models) of each pair in a row."""
     if row.get("chosen") is not None:
         lineage = row.get("lineage") or {}
-        models = (_model_of(lineage.get("chosen")), _model_of(lineage.get("rejected")))
-        yield transcript_of(row["chosen"]), transcript_of(row["rejected"]), 1, models
+        wrote = (_model_of(lineage.get("chosen")), _model_of(lineage.get("rejected")))
+        yield transcript_of(row["chosen"]), transcript_of(row["rejected"]), 1, wrote
         return
     completions = row.get("completions") or []
     if not row.get("stands", True) or row.get("action", "vote") != "vote":
@@ -123,7 +123,7 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
     return list(export.dump(db, person, found[project]))
 
 
-def report(judge: Ranking, rows: Iterable[Mapping[str, Any]], *, most: int = 0, own: str = "") -> JudgeReport:
+def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int = 0, own: str = "") -> JudgeReport:
     """Compare a judge with people's votes, and with itself. `own` is the model whose texts are the judge's own."""
     left_out: Counter[str] = Counter()
     units = read_votes(rows, left_out)
@@ -171,7 +171,7 @@ def _kappa(name: str, a: Sequence[int], b: Sequence[int]) -> dict[str, Any]:
     return row | {"low": max(-1.0, kappa - reach), "high": min(1.0, kappa + reach)}
 
 
-def _beside_people(judge: Ranking, judged: Judged) -> Iterator[dict[str, Any]]:
+def _beside_people(judge: GroupRanking, judged: Judged) -> Iterator[dict[str, Any]]:
     several = [unit.votes for unit, _ in judged if len(unit.votes) > 1]
     if several:
         table = np.full((max(map(len, several)), len(several)), np.nan)
@@ -193,7 +193,7 @@ def _beside_people(judge: Ranking, judged: Judged) -> Iterator[dict[str, Any]]:
         yield _kappa(f"kappa, {name}", people_say, judge_says)
 
 
-def _beside_itself(judge: Ranking, judged: Judged, own: str) -> Iterator[dict[str, Any]]:
+def _beside_itself(judge: GroupRanking, judged: Judged, own: str) -> Iterator[dict[str, Any]]:
     if judge.swap:
         turns = [[_sign(_difference([one], judge.criteria)) for one in ranks] for _, ranks in judged]
         yield _row("the same in both orders", sum(first == second for first, second in turns), len(turns), "pairs")
@@ -209,7 +209,7 @@ def _beside_itself(judge: Ranking, judged: Judged, own: str) -> Iterator[dict[st
                 yield _row(name, sum(s == v for s, v in verdicts), len(verdicts), "choices")
 
 
-def _slope(judge: Ranking, judged: Judged) -> float:
+def _slope(judge: GroupRanking, judged: Judged) -> float:
     """The b at which σ(b·difference) makes people's choices most likely, with one made-up vote each way at a difference of 1."""
     votes = [(_difference(r, judge.criteria), u.human) for u, r in judged if u.human]
     x = np.array([*(d * h for d, h in votes if h), 1.0, -1.0])

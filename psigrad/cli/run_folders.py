@@ -85,13 +85,13 @@ def judge_report(arguments: list[str]) -> int:
     if len(names) != 1:
         raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
     from psigrad.config.nested import read_value
-    from psigrad.language.rewards.group_ranking import Ranking
+    from psigrad.language.rewards.group_ranking import GroupRanking
     from psigrad.records.report import terminal
     from psigrad_studio import judge_report as command
 
     criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}
     where = {name: given[name] for name in ("model", "base_url", "api_key_variable", "cache")}
-    judge = Ranking(criteria=criteria, **where)
+    judge = GroupRanking(criteria=criteria, **where)
     judge.check()
     votes = command.votes_of(names[0], given["project"])
     found = command.report(judge, votes, most=given["max_pairs"], own=given["self_model"])

@@ -11,11 +11,11 @@ from stand_in_server import chat, standing_in
 
 from psigrad.cli import main
 from psigrad.errors import UserError
-from psigrad.language.rewards.group_ranking import Ranking
+from psigrad.language.rewards.group_ranking import GroupRanking
 from psigrad_studio.judge_report import read_votes, report, votes_of
 
 
-class Played(Ranking):
+class Played(GroupRanking):
     """A judge whose verdict on a pair stands in its texts: the one with "+" is better, and with "?" the one shown first."""
 
     def ask(self, question, read):

@@ -118,7 +118,7 @@ def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
         "few-shot": f"{config.num_fewshot} from {examples}" if config.num_fewshot else "none",
         "extraction": f"{comparison[config.benchmark]}{f', of what stands before {shape.stop!r}' if shape.stop else ''}"
         if shape and scored == [config.benchmark]
-        else " + ".join([*scored, *config.reward_model, evaluation.metric]).strip("+ "),
+        else " + ".join([*scored, *config.reward_model, str(evaluation.metric)]).strip("+ "),
         "decoding": f"temperature {evaluation.eval_temperature:g}{' (greedy)' * (evaluation.eval_temperature == 0)}, "
         f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}, at most {sampling.max_completion_length} "
         f"tokens, {evaluation.num_generations_eval} per prompt{f', best of {config.best_of}' * (config.best_of > 1)}, seed "

@@ -12,7 +12,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.group_ranking import Ranking
+from psigrad.language.rewards.group_ranking import GroupRanking
 from psigrad.language.rewards.instructions import IFEval
 from psigrad.language.rewards.letter_choice import Choice
 from psigrad.language.rewards.math_answers import Math
@@ -224,7 +224,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "soft_overlong": SoftOverlong(),
     "code": Code(),
     "rubric": Rubric(),
-    "ranking": Ranking(),
+    "ranking": GroupRanking(),
     "ifeval": IFEval(),
     "verl": Verl(),
     "verifiers": Verifiers(),

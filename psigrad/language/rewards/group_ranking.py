@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from psigrad.endpoint import NoAnswerError
 from psigrad.errors import UserError
@@ -31,7 +31,7 @@ Ranks = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Ranking(Judge):
+class GroupRanking(Judge):
     """How a completion stands among those of its prompt, from 0 (last) to 1 (first), as a language model ranks them, in one
     request for a group.
 
@@ -50,6 +50,7 @@ class Ranking(Judge):
     """Ask a second time with the answers in the opposite order, since judges prefer places."""
     slope: float = 0.0
     """What `psigrad judge-report` finds beside people's votes; 0: ranks as they are."""
+    reward: ClassVar[str] = "ranking"
 
     def __post_init__(self) -> None:
         super().__post_init__()

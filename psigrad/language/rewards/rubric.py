@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from psigrad.endpoint import NoAnswerError, ask, pause
 from psigrad.errors import UserError
@@ -67,17 +67,17 @@ class Judge:
     """Longest reply."""
     cache: str = ""
     """Folder that keeps replies by what was asked, so that nothing is asked twice; empty: none."""
+    reward: ClassVar[str] = "rubric"
+    """What the settings call it."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.concurrency < 1 or not self.seconds > 0:
             raise UserError(
-                f"{type(self).__name__.lower()}: there are attempts {self.attempts}, concurrency {self.concurrency} and seconds "
+                f"{self.reward}: there are attempts {self.attempts}, concurrency {self.concurrency} and seconds "
                 f"{self.seconds}; expected all above 0."
             )
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise UserError(
-                f"{type(self).__name__.lower()}: base_url is {self.base_url!r}; it must begin with http:// or https://."
-            )
+            raise UserError(f"{self.reward}: base_url is {self.base_url!r}; it must begin with http:// or https://.")
 
     def ask(self, question: str, read: Callable[[str], T]) -> T | Unscored:
         """What `read` makes of the endpoint's reply; it raises `NoAnswerError` for one that says nothing."""

@@ -12,7 +12,7 @@ from stand_in_server import chat, standing_in
 
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardPool, Samples, Scored, Unscored, resolve
-from psigrad.language.rewards.group_ranking import Ranking
+from psigrad.language.rewards.group_ranking import GroupRanking
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def by(key, *names):
 
 
 def ranking(url, **settings):
-    return Ranking(**{"model": "judge", "base_url": url, "concurrency": 1, **settings})
+    return GroupRanking(**{"model": "judge", "base_url": url, "concurrency": 1, **settings})
 
 
 def scores(judge, completions, prompts=None, **columns):
@@ -142,6 +142,6 @@ def test_in_a_pool_it_is_shown_whole_groups():
 )
 def test_settings_that_cannot_be_are_refused(settings, said):
     with pytest.raises(UserError, match=said):
-        Ranking(**settings)
+        GroupRanking(**settings)
     with pytest.raises(UserError, match="no judge was given"):
-        Ranking(model="judge").check()
+        GroupRanking(model="judge").check()

@@ -132,7 +132,8 @@ class MethodWatch:
         if own.tokens is None or self.tokens is None:
             return 0
         mine, theirs = (
-            {t.completion.seed: row for t, row in zip(one.trajectories(), one.tokens.weight, strict=True)} for one in (self, own)
+            {t.completion.seed: row for t, row in zip(seen.prepared.batch.inputs, seen.weight, strict=True)}
+            for seen in (self.tokens, own.tokens)
         )
         width = min(self.tokens.weight.shape[1], own.tokens.weight.shape[1])
         return sum(int((mine[seed][:width] * theirs[seed][:width] < 0).sum()) for seed in mine.keys() & theirs.keys())
