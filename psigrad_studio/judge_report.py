@@ -136,7 +136,7 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     left_out["no reply of the judge"] = len(reasons)
     judged = [(unit, ranks) for unit, ranks in zip(units, found, strict=True) if not isinstance(ranks, Unscored)]
     if not judged:
-        raise UserError(f"No pair was judged: {reasons[0] if reasons else 'there is none that people agree on'}.")
+        raise UserError(f"No pair was judged: {reasons[0].rstrip('.') if reasons else 'there is none that people agree on'}.")
     made = [*_beside_people(judge, judged), *_beside_itself(judge, judged, own or judge.model)]
     return JudgeReport(made, _slope(judge, judged), {k: v for k, v in left_out.items() if v}, len(judged))
 

@@ -66,7 +66,7 @@ class Judge:
     max_tokens: int = 512
     """Longest reply."""
     cache: str = ""
-    """Folder that keeps replies by what was asked, so that nothing is asked twice; empty: none."""
+    """Folder that keeps replies by what was asked of whom, so that nothing is asked twice; empty: none."""
     reward: ClassVar[str] = "rubric"
     """What the settings call it."""
 
@@ -81,7 +81,7 @@ class Judge:
 
     def ask(self, question: str, read: Callable[[str], T]) -> T | Unscored:
         """What `read` makes of the endpoint's reply; it raises `NoAnswerError` for one that says nothing."""
-        kept = Path(self.cache) / _digest(self.model, question, str(self.max_tokens)) if self.cache else None
+        kept = Path(self.cache) / _digest(self.base_url, self.model, question, str(self.max_tokens)) if self.cache else None
         if kept is not None and kept.is_file():
             return read(kept.read_text(encoding="utf-8"))
         why = ""
