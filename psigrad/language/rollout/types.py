@@ -251,6 +251,8 @@ class Trajectory:
     """What the reference reads in place of the prompt; empty: the prompt."""
     branches: tuple[Branch, ...] = ()
     """Where a session of an agent left what it had asked before; empty: everything stands behind the prompt."""
+    answer: str | None = None
+    """The last answer of such a session, which is what rewards are shown behind a prompt that is text; None: `text`."""
 
     @property
     def contexts(self) -> list[Context]:
