@@ -16,9 +16,9 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
 from psigrad.language.recipes.placement import open_actors
+from psigrad.language.rollout.agents.agent_gateway import open_gateway
 from psigrad.language.rollout.agents.agent_worker import Command
 from psigrad.language.rollout.agents.agents import AgentPool, Agents
-from psigrad.language.rollout.agents.gateway import open_gateway
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
@@ -36,7 +36,9 @@ OWN_ROWS = 2000
 
 
 @contextlib.contextmanager
-def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Episodes | Agents | None]:
+def episodes_for(
+    config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None
+) -> Iterator[Episodes | Agents | None]:
     """How episodes, or sessions of agents, are played; None where a completion is all there is.
 
     psigrad's own games run in this process, a user's environments and tools in workers that can be killed, and all of them on a

@@ -104,8 +104,8 @@ def check_agent(agent: Callable[..., Any]) -> None:
     if isinstance(agent, Command):
         return
     for name, parameter in inspect.signature(agent).parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if required and (name not in GIVEN or parameter.kind is parameter.POSITIONAL_ONLY):
+        optional = parameter.default is not parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not optional and (name not in GIVEN or parameter.kind is parameter.POSITIONAL_ONLY):
             shown = getattr(agent, "__name__", "the agent")
             raise UserError(f"The agent {shown} asks for {name!r}; an agent is given {', '.join(GIVEN)}, by these names.")
 
@@ -138,11 +138,15 @@ def _play(agent: Callable[..., Any], place: Place) -> Any:
     if "client" in wanted:
         given["client"] = _client(awaits)
     made = agent(**given)
-    return asyncio.run(_wait(made)) if inspect.isawaitable(made) else made
+    return asyncio.run(_wait(made, given.get("client"))) if inspect.isawaitable(made) else made
 
 
-async def _wait(made: Any) -> Any:
-    return await made
+async def _wait(made: Any, client: Any) -> Any:
+    try:
+        return await made
+    finally:
+        if client is not None:
+            await client.close()
 
 
 def _client(awaits: bool) -> Any:
@@ -165,7 +169,7 @@ def _number(reward: Any) -> float | None:
     return number
 
 
-def decode(call: Any, content: Any) -> float | None | str:
+def decode(call: Any, content: Any) -> float | str | None:
     """A session's reward, or as text why it has none. Raises `ValueError` for what is no answer."""
     match content:
         case {"fault": str(reason)}:

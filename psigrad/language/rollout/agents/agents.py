@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from psigrad.language.data.dataset_rows import Row
@@ -66,7 +66,7 @@ class AgentPool:
             enclosure=enclosure,
         )
 
-    def run(self, places: Sequence[Place], ended: Callable[[int, float | None | str], None]) -> None:
+    def run(self, places: Sequence[Place], ended: Callable[[int, float | str | None], None]) -> None:
         """A session at each place; `ended(number, reward)` is called with each as it ends, or with why it has no reward."""
         waiting, left = deque(range(len(places))), len(places)
         while left:
@@ -112,7 +112,7 @@ class Agents:
         without end has none, and says why. Log-probs are those of a pass that does not depend on who asked when.
         """
         sessions = [
-            Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most)
+            Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most, model.max_length)
             for place, (index, ids, row) in enumerate(prompts)
             for k in range(num_generations)
         ]
@@ -121,7 +121,7 @@ class Agents:
         self.gateway.serve(sampler, model)
         self.gateway.sessions |= dict(zip(names, sessions, strict=True))
 
-        def ended(number: int, reward: float | None | str) -> None:
+        def ended(number: int, reward: float | str | None) -> None:
             session = sessions[number]
             session.over = True
             if isinstance(reward, str):

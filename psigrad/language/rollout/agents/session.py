@@ -35,6 +35,8 @@ class Session:
     tokenizer: Any
     most: int
     """Requests that are answered."""
+    max_length: int
+    """Tokens that a request and its answer may have."""
     over: bool = False
     fault: str = ""
     answers: list[tuple[Row, Message, str]] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Session:
         flat = self.tree.flat()
         base = Trajectory(self.index, self.k, self.tree.prompt_ids, Completion((), (), (), "stop", self.tree.seed), version)
         if flat is None:
-            return replace(base, reason=self.fault or "the agent asked the policy nothing", mask=(), answer="")
+            return replace(base, reason=self.fault or "the agent asked the policy nothing", turns=0, answer="")
         completion = Completion(
             ids=tuple(flat.ids),
             logprobs=tuple(flat.logprobs),

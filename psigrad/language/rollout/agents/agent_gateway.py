@@ -1,0 +1,113 @@
+"""The server of psigrad_serve beside a run, for its agents alone: it answers whoever knows the name of a session."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from psigrad.errors import UserError
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.agents.agents import Gateway
+from psigrad.language.rollout.agents.session import Session, SessionOver
+from psigrad.language.rollout.agents.token_tree import Asked
+from psigrad.language.rollout.engine.engine import SamplingEngine
+from psigrad.language.rollout.types import Completion, Sampler
+
+if TYPE_CHECKING:
+    from psigrad_serve.served import Call
+
+
+def open_gateway() -> Gateway:
+    """A server that answers once it knows a sampler. Raises `UserError` where what it is made of is not installed."""
+    try:
+        import psigrad_serve.serving  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"Agents ask the policy over HTTP, and that is not there ({error}): pip install 'psigrad[serve]'."
+        ) from error
+    return _Served()
+
+
+class _Served:
+    """See `Gateway`."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.address, self.tunnel = "", ""
+        self._under_way: dict[int, tuple[Call, Session, list[Asked]]] = {}
+        self._stack, self._sampler = contextlib.ExitStack(), None
+
+    def serve(self, sampler: Sampler, model: LanguageModel) -> None:
+        """See `Gateway`."""
+        from psigrad_serve.served import Served
+        from psigrad_serve.serving import running
+
+        if self._sampler is sampler:
+            return
+        self._stack.close()
+        self._sampler = sampler
+        engine = SamplingEngine(model, sampler=sampler)
+        self._stack.callback(engine.close)
+        # the name of a session is its key
+        self.address = self._stack.enter_context(running(Served(engine, recorder=self), token="")).url
+
+    def close(self) -> None:
+        """See `Gateway`."""
+        self._stack.close()
+
+    def prepare(self, session_id: str, call: Call) -> Call:
+        """The call as its session continues it, under the distribution that is trained."""
+        from psigrad_serve.api_errors import ApiError
+
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise ApiError("There is no such session; it may be over.", status=403, code="session_over")
+        try:
+            asked = [session.ask(call.row) for _ in range(call.n)]
+        except SessionOver as error:
+            raise ApiError(str(error), status=403, code="session_over") from None
+        except UserError as error:
+            raise ApiError(str(error), param="messages") from None
+        ids, own = asked[0].prompt_ids, session.params
+        room = session.max_length - len(ids)
+        if room < 1:
+            why = f"This model's maximum context length is {session.max_length} tokens and the conversation has {len(ids)}."
+            raise ApiError(why, param="messages", code="context_length_exceeded")
+        params = replace(
+            own,
+            max_tokens=min(own.max_tokens, call.params.max_tokens, room),
+            stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids))),
+        )
+        made = replace(call, prompt_ids=ids, params=params, seed=asked[0].seed)
+        self._under_way[id(made)] = made, session, asked
+        return made
+
+    def on_completion(
+        self, session_id: str, request: Call, prompt_ids: Any, completion_ids: Any, logprobs: Any, finish_reason: str
+    ) -> None:
+        """Enter it in its session's tree. What a client broke off is as good as any other: it has seen it."""
+        call, session, asked = self._under_way[id(request)]
+        own = asked.pop(0)
+        if not asked:
+            del self._under_way[id(request)]
+        made = Completion(completion_ids, logprobs, logprobs, "length" if finish_reason == "length" else "stop", own.seed)
+        reply, whole = _reply(session, call, completion_ids)
+        session.answer(own, call.row, made, reply, whole and finish_reason != "cancelled")
+
+
+def _reply(session: Session, call: Call, ids: Any) -> tuple[Message, bool]:
+    """An answer as the message that its client gets, and whether that has all of it."""
+    from psigrad_serve.writer import Writer
+
+    writer = Writer(session.tokenizer, call.stop, call.offered)
+    writer.take(ids)
+    writer.flush()
+    text = writer.news()
+    rest, calls = writer.end()
+    made: Message = {"role": "assistant", "content": text + rest}
+    if calls:
+        said = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in calls]
+        made["tool_calls"] = said
+    return made, not writer.stopped
