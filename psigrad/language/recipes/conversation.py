@@ -81,7 +81,7 @@ def _episodes(config: Played, playing: Playing) -> Episodes:
 def _agents(config: Played) -> Agents:
     """An agent in workers that can be killed, and the server that it asks. Every process that trains has its own."""
     agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
-    gateway = open_gateway()
+    gateway = open_gateway(tunnel=config.environment_sandbox)
     try:
         pool = AgentPool(
             agent or Command(config.agent_command),
@@ -89,7 +89,7 @@ def _agents(config: Played) -> Agents:
             workers=config.agent_workers,
             memory_gb=config.worker_memory_gb,
             variables=config.worker_env,
-            enclosure=enclosure_of_workers((*config.environment_files, gateway.tunnel)) if config.environment_sandbox else None,
+            enclosure=enclosure_of_workers((*config.environment_files, gateway.tunnel), sockets=True) if gateway.tunnel else None,
         )
     except BaseException:
         gateway.close()

@@ -64,6 +64,11 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."
         )
+    if config.asks and isinstance(algorithm, OnlinePreference):
+        raise UserError(
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the sessions of an agent ask prompts "
+            "of their own; choose a policy gradient, such as grpo."
+        )
     check_sampling(config.sampling)
     _check_reference(config, algorithm, needs_reward)
     _check_critic(config, algorithm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.agents.agents import Gateway
 from psigrad.language.rollout.agents.session import Session, SessionOver
 from psigrad.language.rollout.agents.token_tree import Asked
+from psigrad.language.rollout.agents.tunnel import opened
 from psigrad.language.rollout.engine.engine import SamplingEngine
 from psigrad.language.rollout.types import Completion, Sampler
 
@@ -19,25 +21,26 @@ if TYPE_CHECKING:
     from psigrad_serve.served import Call
 
 
-def open_gateway() -> Gateway:
-    """A server that answers once it knows a sampler. Raises `UserError` where what it is made of is not installed."""
+def open_gateway(tunnel: bool = False) -> Gateway:
+    """A server that answers once it knows a sampler; with `tunnel` through a socket in the file system too. Raises `UserError` where what it is made of is not installed."""
     try:
         import psigrad_serve.serving  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"Agents ask the policy over HTTP, and that is not there ({error}): pip install 'psigrad[serve]'."
         ) from error
-    return _Served()
+    return _Served(tunnel)
 
 
 class _Served:
     """See `Gateway`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tunnel: bool) -> None:
         self.sessions: dict[str, Session] = {}
-        self.address, self.tunnel = "", ""
+        self.address = ""
         self._under_way: dict[int, tuple[Call, Session, list[Asked]]] = {}
-        self._stack, self._sampler = contextlib.ExitStack(), None
+        self._stack, self._whole, self._sampler = contextlib.ExitStack(), contextlib.ExitStack(), None
+        self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
         """See `Gateway`."""
@@ -56,6 +59,11 @@ class _Served:
     def close(self) -> None:
         """See `Gateway`."""
         self._stack.close()
+        self._whole.close()
+
+    def _reach(self) -> socket.socket:
+        host, _, port = self.address.removeprefix("http://").partition(":")
+        return socket.create_connection((host, int(port)))
 
     def prepare(self, session_id: str, call: Call) -> Call:
         """The call as its session continues it, under the distribution that is trained."""

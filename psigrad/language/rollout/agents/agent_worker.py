@@ -11,10 +11,13 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import IO, Any
 
 from psigrad.errors import UserError
+from psigrad.language.rollout.agents.tunnel import through
 from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import reason_for
 from psigrad.processes.workers.shipping import Packed
@@ -103,6 +106,8 @@ def check_agent(agent: Callable[..., Any]) -> None:
     """Refuse a function that wants what an agent is not given."""
     if isinstance(agent, Command):
         return
+    if "client" in inspect.signature(agent).parameters and find_spec("openai") is None:
+        raise UserError("The agent asks for a client, and the package openai is not there: pip install openai.")
     for name, parameter in inspect.signature(agent).parameters.items():
         optional = parameter.default is not parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not optional and (name not in GIVEN or parameter.kind is parameter.POSITIONAL_ONLY):
@@ -124,8 +129,13 @@ def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
 
 
 def _play(agent: Callable[..., Any], place: Place) -> Any:
+    if place.tunnel:
+        path = place.base_url.partition("//")[2].partition("/")[2]
+        place = replace(place, base_url=f"http://127.0.0.1:{_port_of(place.tunnel)}/{path}", tunnel="")
+        for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):  # clients read them at once, and there is nobody to certify
+            os.environ.pop(name, None)
     root = place.base_url.removesuffix("/v1")
-    os.environ |= {"OPENAI_BASE_URL": place.base_url, "OPENAI_API_KEY": place.key, "OPENAI_API_BASE": place.base_url}
+    os.environ |= {"OPENAI_BASE_URL": place.base_url, "OPENAI_API_KEY": place.key}
     os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": place.key}
     for name in ("no_proxy", "NO_PROXY"):  # a proxy does not know this machine
         os.environ[name] = ",".join(dict.fromkeys(filter(None, (*os.environ.get(name, "").split(","), "127.0.0.1"))))
@@ -141,6 +151,12 @@ def _play(agent: Callable[..., Any], place: Place) -> Any:
     return asyncio.run(_wait(made, given.get("client"))) if inspect.isawaitable(made) else made
 
 
+@cache
+def _port_of(path: str) -> int:
+    """One port for all sessions of this process."""
+    return through(path)
+
+
 async def _wait(made: Any, client: Any) -> Any:
     try:
         return await made
@@ -150,10 +166,8 @@ async def _wait(made: Any, client: Any) -> Any:
 
 
 def _client(awaits: bool) -> Any:
-    try:
-        import openai
-    except ImportError as error:
-        raise RuntimeError("it asks for a client, and openai is not there: pip install openai") from error
+    import openai
+
     return openai.AsyncOpenAI() if awaits else openai.OpenAI()
 
 

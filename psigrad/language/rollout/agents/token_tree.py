@@ -3,6 +3,8 @@
 A request whose text goes on from an earlier request and its answer keeps their tokens, as they were read and sampled, and adds
 only what is new. Any other begins a branch: a sub-agent, a retry, a summary, a history that was edited or that the chat template
 rewrites. So every sampled token stands behind exactly what the policy read when it was sampled, and stands there once.
+
+A session is one trajectory, and its group are the sessions of its row: what it earned goes to every token that was sampled in it.
 """
 
 from __future__ import annotations
@@ -14,9 +16,6 @@ from typing import NamedTuple
 
 from psigrad import seeds
 from psigrad.language.rollout.types import Branch, Completion
-
-CREDIT = "the reward of a session goes to every token that the policy sampled in it, in whichever branch, once"
-"""The rule by which tokens earn what their session earned. A session is one trajectory: its group is the sessions of its row."""
 
 Encode = Callable[[str, str], Sequence[int]]
 """(text before, text) -> the tokens of the text behind the one before."""
