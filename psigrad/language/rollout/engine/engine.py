@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.engine.live_batch import Batch, LiveBatch, SamplerBatch
-from psigrad.language.rollout.engine.streams import Stream
+from psigrad.language.rollout.engine.live_batch import Decoding, LiveBatch, SamplerBatch
+from psigrad.language.rollout.engine.streams import TokenStream
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, check_room
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams
 
 
-class Engine:
+class SamplingEngine:
     """Draws completions for any number of threads and event loops, at most `max_batch` at once; others wait in line.
 
     `sampler` decodes in place of the embedded one: those that wait when it is free are one call of it, and each completion comes
@@ -29,10 +29,10 @@ class Engine:
     def __init__(self, model: LanguageModel, max_batch: int = 64, sampler: Sampler | None = None) -> None:
         self.model, self.max_batch = model, max_batch
         live = sampler is None or (isinstance(sampler, EmbeddedSampler) and not model.why_padded)
-        self._batch: Batch = LiveBatch(model, max_batch) if live or sampler is None else SamplerBatch(sampler, max_batch)
+        self._batch: Decoding = LiveBatch(model, max_batch) if live or sampler is None else SamplerBatch(sampler, max_batch)
         self.changed = threading.Condition()
-        self._waiting: deque[Stream] = deque()
-        self._cancelled: list[Stream] = []
+        self._waiting: deque[TokenStream] = deque()
+        self._cancelled: list[TokenStream] = []
         self._holders, self._stepping, self._closed = 0, False, False
         self._thread: threading.Thread | None = None
 
@@ -46,7 +46,7 @@ class Engine:
         """Completions that are being drawn."""
         return len(self._batch.rows)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, top: int = 0) -> Stream:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, top: int = 0) -> TokenStream:
         """One completion of a prompt, with the `top` most probable tokens at each place. It is read in the caller's event loop,
         or, where there is none, in any thread. Raises `UserError` where the prompt leaves no room for `max_tokens`.
         """
@@ -56,7 +56,7 @@ class Engine:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             loop = None
-        stream = Stream(request.prompt_ids, seed, params, top, self.cancel, self.changed, loop)
+        stream = TokenStream(request.prompt_ids, seed, params, top, self.cancel, self.changed, loop)
         with self.changed:
             if self._closed:
                 raise RuntimeError("This engine is closed; make another.")
@@ -67,8 +67,8 @@ class Engine:
             self.changed.notify_all()
         return stream
 
-    def cancel(self, stream: Stream) -> None:
-        """See `Stream.cancel`."""
+    def cancel(self, stream: TokenStream) -> None:
+        """See `TokenStream.cancel`."""
         with self.changed:
             self._cancelled.append(stream)
             self.changed.notify_all()
@@ -119,7 +119,7 @@ class Engine:
     def _has_work(self) -> bool:
         return bool(self._waiting or self._cancelled or self._batch.rows)
 
-    def _take_cancelled(self) -> list[Stream]:
+    def _take_cancelled(self) -> list[TokenStream]:
         gone, self._cancelled = [stream for stream in self._cancelled if not stream.ended], []
         for stream in gone:
             stream.end(None)
@@ -132,10 +132,10 @@ class Engine:
         failed = [*self._batch.rows, *(self._waiting if self._closed else ())]
         for stream in failed:
             stream.end(None, error)
-        self._batch.leave(list(self._batch.rows))
+        self._batch.clear()
         self._tell(failed)
 
-    def _tell(self, streams: list[Stream]) -> None:
+    def _tell(self, streams: list[TokenStream]) -> None:
         """Wake who reads these: one call for each event loop."""
         loops = {stream.loop for stream in streams} - {None}
         for loop in loops:

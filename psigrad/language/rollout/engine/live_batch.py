@@ -13,7 +13,7 @@ import torch
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import upcast
 from psigrad.language.models.packing import on_device
-from psigrad.language.rollout.engine.streams import Stream, Token
+from psigrad.language.rollout.engine.streams import DrawnToken, TokenStream
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams
@@ -24,38 +24,40 @@ _PREFILL = 8192
 _KEPT = 1024
 
 
-class Batch(Protocol):
+class Decoding(Protocol):
     """Who decodes: the streams under way, in steps."""
 
-    rows: list[Stream]
+    rows: list[TokenStream]
 
-    def admit(self, waiting: deque[Stream]) -> list[Stream]:
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
         """Take as many from the left as there is room for; those that got a token at once."""
         ...
 
-    def step(self) -> list[Stream]:
+    def step(self) -> list[TokenStream]:
         """Go on with all; those that got tokens."""
         ...
 
-    def leave(self, gone: Iterable[Stream]) -> None:
+    def leave(self, gone: Iterable[TokenStream]) -> None:
         """Forget these, that have ended."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all, after a step that failed half-way."""
         ...
 
 
 class LiveBatch:
-    """A `Batch` that decodes with the model itself, a token of each at a step. Equal prompts that stand together in line are read
-    once.
-    """
+    """A `Decoding` by the model itself, a token of each at a step. Equal prompts that stand together in line are read once."""
 
     def __init__(self, model: LanguageModel, max_batch: int) -> None:
         self.model, self.max_batch = model, max_batch
-        self.rows: list[Stream] = []
+        self.rows: list[TokenStream] = []
         self.cache: KVCache | SharedCache | None = None
 
     @torch.inference_mode()
-    def admit(self, waiting: deque[Stream]) -> list[Stream]:
-        """See `Batch`."""
-        new: list[Stream] = []
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
+        """See `Decoding`."""
+        new: list[TokenStream] = []
         prompts: list[tuple[int, ...]] = []
         copies: list[int] = []
         while waiting and len(self.rows) + len(new) < self.max_batch:
@@ -68,16 +70,16 @@ class LiveBatch:
             new.append(waiting.popleft())
         if not new:
             return []
+        self.rows += new
         self.model.switch(training=False)
         self.cache = self.cache or new_cache(self.model, self.max_batch, self.model.max_length)
-        self.rows += new
         logits = prefill(self.model, self.cache, prompts, on_device(copies, self.model.device), None)
         self._draw(logits, new)
         return new
 
     @torch.inference_mode()
-    def step(self) -> list[Stream]:
-        """See `Batch`: a token for each."""
+    def step(self) -> list[TokenStream]:
+        """See `Decoding`: a token for each."""
         assert self.cache is not None
         self.model.switch(training=False)
         rows, layout = list(self.rows), self.cache.decode()
@@ -86,20 +88,22 @@ class LiveBatch:
         self._draw(self.model.head(hidden[:, 0]), rows)
         return rows
 
-    def leave(self, gone: Iterable[Stream]) -> None:
-        """See `Batch`."""
+    def clear(self) -> None:
+        """See `Decoding`."""
+        self.rows, self.cache = [], None
+
+    @torch.inference_mode()
+    def leave(self, gone: Iterable[TokenStream]) -> None:
+        """See `Decoding`."""
         left = set(map(id, gone))
         away = [id(stream) in left for stream in self.rows]
         if self.cache is not None and any(away):
-            if len(self.rows) != self.cache.active:  # a step that failed half-way: nothing there can be relied on
-                self.cache, self.rows = None, []
-                return
             order = self.cache.remove(torch.tensor(away, device=self.model.device))
             self.rows = [self.rows[i] for i in order.tolist()]
             if not self.rows:
                 self._shrink()
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[Stream]) -> None:
+    def _draw(self, logits: torch.Tensor, rows: Sequence[TokenStream]) -> None:
         """A token for each of `rows`, whose next logits these are; those that end leave."""
         by_params: dict[SamplingParams, list[int]] = {}
         for i, stream in enumerate(rows):
@@ -110,7 +114,7 @@ class LiveBatch:
         if ended:
             self.leave(ended)
 
-    def _draw_alike(self, logits: torch.Tensor, params: SamplingParams, rows: Sequence[Stream]) -> None:
+    def _draw_alike(self, logits: torch.Tensor, params: SamplingParams, rows: Sequence[TokenStream]) -> None:
         seeds = np.array([stream.seed for stream in rows], dtype=np.uint64)
         drawn = draw(logits, params, seeds, np.array([len(stream.tokens) for stream in rows]))
         columns = (drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
@@ -120,7 +124,7 @@ class LiveBatch:
         for stream, token, logp, sampling, best, ids in zip(rows, *columns, values, places, strict=True):
             if stream.ended:
                 continue
-            stream.tokens.append(Token(token, logp, sampling, tuple(zip(ids, best, strict=True))[: stream.top]))
+            stream.tokens.append(DrawnToken(token, logp, sampling, tuple(zip(ids, best, strict=True))[: stream.top]))
             if token in stops or token in stream.params.stop_token_ids:
                 stream.end("stop")
             elif len(stream.tokens) == stream.params.max_tokens:
@@ -143,29 +147,33 @@ def _top(logits: torch.Tensor, params: SamplingParams, most: int) -> tuple[list[
 
 
 class SamplerBatch:
-    """A `Batch` of any sampler's: a call of it is a step."""
+    """A `Decoding` of any sampler's: a call of it is a step."""
 
     def __init__(self, sampler: Sampler, max_batch: int) -> None:
         self.sampler, self.max_batch = sampler, max_batch
-        self.rows: list[Stream] = []
+        self.rows: list[TokenStream] = []
 
-    def admit(self, waiting: deque[Stream]) -> list[Stream]:
-        """See `Batch`."""
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
+        """See `Decoding`."""
         while waiting and len(self.rows) < self.max_batch:
             self.rows.append(waiting.popleft())
         return []
 
-    def step(self) -> list[Stream]:
-        """See `Batch`: those of the first one's distribution. They have no `top`."""
+    def step(self) -> list[TokenStream]:
+        """See `Decoding`: those of the first one's distribution. They have no `top`."""
         own = [stream for stream in self.rows if stream.params == self.rows[0].params]
         requests = [Request(stream.prompt_ids, (stream.seed,)) for stream in own]
         for stream, (made,) in zip(own, self.sampler.sample(requests, own[0].params), strict=True):
-            stream.tokens += map(Token, made.ids, made.logprobs, made.sampling_logprobs)
+            stream.tokens += map(DrawnToken, made.ids, made.logprobs, made.sampling_logprobs)
             stream.end(made.finish_reason)
         self.leave(own)
         return own
 
-    def leave(self, gone: Iterable[Stream]) -> None:
-        """See `Batch`."""
+    def leave(self, gone: Iterable[TokenStream]) -> None:
+        """See `Decoding`."""
         left = set(map(id, gone))
         self.rows = [stream for stream in self.rows if id(stream) not in left]
+
+    def clear(self) -> None:
+        """See `Decoding`."""
+        self.rows = []

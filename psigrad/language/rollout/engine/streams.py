@@ -12,7 +12,7 @@ from typing import NamedTuple
 from psigrad.language.rollout.types import Completion, FinishReason, SamplingParams
 
 
-class Token(NamedTuple):
+class DrawnToken(NamedTuple):
     """A sampled token. Its log-probs are those of `Completion`; `top` has the most probable ids with their log-probs."""
 
     id: int
@@ -22,18 +22,18 @@ class Token(NamedTuple):
 
 
 @dataclass(eq=False)
-class Stream:
+class TokenStream:
     """The tokens of one completion, as they are drawn. Iterate over it, in a thread or in an event loop, or wait for `result`."""
 
     prompt_ids: tuple[int, ...]
     seed: int
     params: SamplingParams
     top: int
-    cancel_in: Callable[[Stream], None] = field(repr=False)
+    cancel_in: Callable[[TokenStream], None] = field(repr=False)
     changed: threading.Condition = field(repr=False)
     """Told after each step, for those who read in a thread."""
     loop: asyncio.AbstractEventLoop | None = None
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[DrawnToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """Why it ended; None while it goes on, and where it was cancelled."""
     error: BaseException | None = None
@@ -42,7 +42,7 @@ class Stream:
     def __post_init__(self) -> None:
         self.news = asyncio.Event()
 
-    async def chunks(self) -> AsyncIterator[list[Token]]:
+    async def chunks(self) -> AsyncIterator[list[DrawnToken]]:
         """What has been drawn since the last look, never nothing. Whoever leaves cancels the completion."""
         seen = 0
         try:
@@ -60,13 +60,13 @@ class Stream:
             self.cancel()
         self._raise()
 
-    async def __aiter__(self) -> AsyncIterator[Token]:
+    async def __aiter__(self) -> AsyncIterator[DrawnToken]:
         async with contextlib.aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
                 for token in chunk:
                     yield token
 
-    def __iter__(self) -> Iterator[Token]:
+    def __iter__(self) -> Iterator[DrawnToken]:
         seen = 0
         try:
             while True:
