@@ -11,7 +11,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psigrad import seeds
@@ -89,10 +89,12 @@ class Recorder:
         completion_ids: tuple[int, ...],
         logprobs: tuple[float, ...],
         finish_reason: str,
+        sampling_logprobs: tuple[float, ...],
+        choice: int,
     ) -> None:
         """A completion has ended, with stop, length, or cancelled: its client has gone. The client hears of it afterwards.
 
-        With a stop string the tokens go up to the one that completes it. `logprobs` are the policy's (`Completion.logprobs`).
+        With a stop string the tokens go up to the one that completes it. The log-probs are those of `Completion`.
         """
 
 
@@ -149,17 +151,11 @@ class Served:
         and stop_token_ids, where they are given. A limit beyond the model's positions is the room there is.
         """
         ids = more.pop("prompt_ids", None) or self.tokens_of(row)
-        most = self.engine.model.max_length
-        if len(ids) >= most:
-            raise ApiError(
-                f"This model's maximum context length is {most} tokens and the prompt has {len(ids)}; shorten it.",
-                param="messages" if isinstance(row.prompt, list) else "prompt", code="context_length_exceeded",
-            )  # fmt: skip
         if not ids:
             raise ApiError("The prompt has no tokens; give it some text.", param="prompt")
         chat = stop_token_ids(self.tokenizer, row) if isinstance(row.prompt, list) else ()
         params = SamplingParams(
-            max_tokens=min(asked.get("max_tokens") or most, most - len(ids)),
+            max_tokens=asked.get("max_tokens") or self.engine.model.max_length,
             temperature=asked.get("temperature", 1.0),
             top_p=asked.get("top_p", 1.0),
             top_k=max(0, asked.get("top_k", 0)),
@@ -173,7 +169,15 @@ class Served:
         """Stand in line for a call."""
         if self.engine.waiting > MOST_WAITING:
             raise ApiError(f"{MOST_WAITING} completions wait already; try again later.", status=429, code="rate_limit_exceeded")
-        return ServedAnswer(self, session, self.recorder.prepare(session, call))
+        call, most = self.recorder.prepare(session, call), self.engine.model.max_length
+        room = most - len(call.prompt_ids)
+        if room < 1:
+            raise ApiError(
+                f"This model's maximum context length is {most} tokens and the prompt has {len(call.prompt_ids)}; shorten it.",
+                param="messages" if isinstance(call.row.prompt, list) else "prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        params = replace(call.params, max_tokens=min(call.params.max_tokens, room))
+        return ServedAnswer(self, session, replace(call, params=params))
 
     def text_of(self, token: int) -> str:
         """One token as text."""
@@ -261,7 +265,7 @@ class ServedAnswer:
     def _record(self, k: int, count: int, reason: str) -> None:
         made = self._streams[k].completion(count)
         self.served.recorder.on_completion(
-            self.session, self.call, self.call.prompt_ids, made.ids, made.logprobs, reason
+            self.session, self.call, self.call.prompt_ids, made.ids, made.logprobs, reason, made.sampling_logprobs, k
         )  # fmt: skip
 
 

@@ -66,8 +66,8 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         )
     if config.asks and isinstance(algorithm, OnlinePreference):
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the sessions of an agent ask prompts "
-            "of their own; choose a policy gradient, such as grpo."
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the sessions of an agent ask "
+            "prompts of their own; choose a policy gradient, such as grpo."
         )
     check_sampling(config.sampling)
     _check_reference(config, algorithm, needs_reward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat.messages import Message
@@ -15,14 +15,19 @@ from psigrad.language.rollout.agents.session import Session, SessionOver
 from psigrad.language.rollout.agents.token_tree import Asked
 from psigrad.language.rollout.agents.tunnel import opened
 from psigrad.language.rollout.engine.engine import SamplingEngine
-from psigrad.language.rollout.types import Completion, Sampler
+from psigrad.language.rollout.types import Completion, FinishReason, Sampler
+
+Ids = tuple[int, ...]
 
 if TYPE_CHECKING:
     from psigrad_serve.served import Call
 
 
 def open_gateway(tunnel: bool = False) -> Gateway:
-    """A server that answers once it knows a sampler; with `tunnel` through a socket in the file system too. Raises `UserError` where what it is made of is not installed."""
+    """A server that answers once it knows a sampler; with `tunnel` through a socket in the file system too.
+
+    Raises `UserError` where what it is made of is not installed.
+    """
     try:
         import psigrad_serve.serving  # noqa: F401
     except ImportError as error:
@@ -38,7 +43,7 @@ class _Served:
     def __init__(self, tunnel: bool) -> None:
         self.sessions: dict[str, Session] = {}
         self.address = ""
-        self._under_way: dict[int, tuple[Call, Session, list[Asked]]] = {}
+        self._under_way: dict[int, tuple[Session, list[Asked], set[int]]] = {}
         self._stack, self._whole, self._sampler = contextlib.ExitStack(), contextlib.ExitStack(), None
         self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
 
@@ -66,46 +71,46 @@ class _Served:
         return socket.create_connection((host, int(port)))
 
     def prepare(self, session_id: str, call: Call) -> Call:
-        """The call as its session continues it, under the distribution that is trained."""
+        """The call as its session goes on with it, under the distribution that is trained."""
         from psigrad_serve.api_errors import ApiError
 
         session = self.sessions.get(session_id)
         if session is None:
             raise ApiError("There is no such session; it may be over.", status=403, code="session_over")
+        row, ids = session.read(call.row, call.prompt_ids)
         try:
-            asked = [session.ask(call.row) for _ in range(call.n)]
+            asked = [session.ask(row, ids) for _ in range(call.n)]
         except SessionOver as error:
             raise ApiError(str(error), status=403, code="session_over") from None
-        except UserError as error:
-            raise ApiError(str(error), param="messages") from None
-        ids, own = asked[0].prompt_ids, session.params
-        room = session.max_length - len(ids)
-        if room < 1:
-            why = f"This model's maximum context length is {session.max_length} tokens and the conversation has {len(ids)}."
-            raise ApiError(why, param="messages", code="context_length_exceeded")
-        params = replace(
-            own,
-            max_tokens=min(own.max_tokens, call.params.max_tokens, room),
-            stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids))),
-        )
-        made = replace(call, prompt_ids=ids, params=params, seed=asked[0].seed)
-        self._under_way[id(made)] = made, session, asked
-        return made
+        own = session.params
+        stops = tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids)))
+        params = replace(own, max_tokens=min(own.max_tokens, call.params.max_tokens), stop_token_ids=stops)
+        self._under_way[id(call.request)] = session, asked, set(range(call.n))
+        return replace(call, row=row, prompt_ids=asked[0].prompt_ids, params=params, seed=asked[0].seed)
 
     def on_completion(
-        self, session_id: str, request: Call, prompt_ids: Any, completion_ids: Any, logprobs: Any, finish_reason: str
+        self,
+        session_id: str,
+        request: Call,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        logprobs: tuple[float, ...],
+        finish_reason: str,
+        sampling_logprobs: tuple[float, ...],
+        choice: int,
     ) -> None:
-        """Enter it in its session's tree. What a client broke off is as good as any other: it has seen it."""
-        call, session, asked = self._under_way[id(request)]
-        own = asked.pop(0)
-        if not asked:
-            del self._under_way[id(request)]
-        made = Completion(completion_ids, logprobs, logprobs, "length" if finish_reason == "length" else "stop", own.seed)
-        reply, whole = _reply(session, call, completion_ids)
-        session.answer(own, call.row, made, reply, whole and finish_reason != "cancelled")
+        """Enter it in its session's tree. What a client broke off counts as any other answer: it has seen it."""
+        session, asked, left = self._under_way[id(request.request)]
+        left.discard(choice)
+        if not left:
+            del self._under_way[id(request.request)]
+        reason: FinishReason = "length" if finish_reason == "length" else "stop"
+        made = Completion(completion_ids, logprobs, sampling_logprobs, reason, asked[choice].seed)
+        reply, whole = _reply(session, request, completion_ids)
+        session.answer(asked[choice], request.row, made, reply, whole and finish_reason != "cancelled")
 
 
-def _reply(session: Session, call: Call, ids: Any) -> tuple[Message, bool]:
+def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
     """An answer as the message that its client gets, and whether that has all of it."""
     from psigrad_serve.writer import Writer
 

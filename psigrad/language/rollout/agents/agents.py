@@ -112,7 +112,7 @@ class Agents:
         without end has none, and says why. Log-probs are those of a pass that does not depend on who asked when.
         """
         sessions = [
-            Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most, model.max_length)
+            Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most)
             for place, (index, ids, row) in enumerate(prompts)
             for k in range(num_generations)
         ]

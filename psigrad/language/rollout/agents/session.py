@@ -35,8 +35,6 @@ class Session:
     tokenizer: Any
     most: int
     """Requests that are answered."""
-    max_length: int
-    """Tokens that a request and its answer may have."""
     over: bool = False
     fault: str = ""
     answers: list[tuple[Row, Message, str]] = field(default_factory=list)
@@ -44,37 +42,47 @@ class Session:
     cut: bool = False
     """Whether the length limit cut the last answer."""
 
-    def ask(self, request: Row) -> Asked:
-        """A request as tokens, and the seed of its answer. Raises `SessionOver`, or `UserError` for a request that cannot be
-        rendered.
-        """
+    def read(self, request: Row, ids: tuple[int, ...]) -> tuple[Row, tuple[int, ...]]:
+        """A request and its tokens as the row's own arguments of the chat template have them, where it has none."""
+        own, name = self.row.columns.get("chat_template_kwargs"), "chat_template_kwargs"
+        if not own or name in request.columns or not isinstance(request.prompt, list):
+            return request, ids
+        request = replace(request, columns={**request.columns, name: own})
+        return request, tuple(prompt_ids(self.tokenizer, request))
+
+    def ask(self, request: Row, ids: tuple[int, ...]) -> Asked:
+        """A request, whose own tokens are `ids`, as the policy reads it, and the seed of its answer. Raises `SessionOver`."""
         if self.over:
             raise SessionOver("This session is over.")
         if len(self.tree.asked) >= self.most:
             self.fault = f"the agent asked the policy more than {self.most} times (agent_calls)"
             raise SessionOver(f"This session has had its {self.most} answers (agent_calls).")
-        own = self.row.columns.get("chat_template_kwargs")
-        if own and "chat_template_kwargs" not in request.columns:
-            request = replace(request, columns={**request.columns, "chat_template_kwargs": own})
-        text = request.prompt if isinstance(request.prompt, str) else Talk(self.tokenizer, request).prompt(request.prompt or [])
-        return self.tree.ask(text, partial(encode_after, self.tokenizer), partial(prompt_ids, self.tokenizer, request))
+        return self.tree.ask(self._text(request, ids), partial(encode_after, self.tokenizer), lambda: ids)
+
+    def _text(self, request: Row, ids: tuple[int, ...]) -> str:
+        if isinstance(request.prompt, list):
+            return Talk(self.tokenizer, request).prompt(request.prompt)
+        return request.prompt or self._words(ids)  # plain completions may be asked for by tokens
+
+    def _words(self, ids: tuple[int, ...]) -> str:
+        text: Any = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return str(text)
 
     def answer(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> None:
         """Enter an answer as its client gets it; `whole` is False where a stop string cut something off its text."""
         if not completion.ids or self.over:
             return
         text = decode(self.tokenizer, completion.ids)
-        self.tree.answer(asked.number, self._heard(request, completion, reply, whole), completion)
+        self.tree.answer(asked.number, self._heard(asked, request, completion, reply, whole), completion)
         self.answers.append((request, reply, text))
         self.cut = completion.finish_reason == "length"
 
-    def _heard(self, request: Row, completion: Completion, reply: Message, whole: bool) -> Heard:
+    def _heard(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> Heard:
         """How a longer request begins that goes on from this one: as the chat template writes the answer that was given."""
-        if isinstance(request.prompt, str):
-            text: Any = self.tokenizer.decode(list(completion.ids), clean_up_tokenization_spaces=False)
-            return Heard(request.prompt, request.prompt + text)
-        talk, messages = Talk(self.tokenizer, request), request.prompt or []
-        prompt = talk.prompt(messages)
+        prompt = self._text(request, asked.prompt_ids)
+        if not isinstance(request.prompt, list):
+            return Heard(prompt, prompt + self._words(completion.ids))
+        talk, messages = Talk(self.tokenizer, request), request.prompt
         if not whole or messages[-1]["role"] == "assistant":
             return Heard(prompt)
         try:
