@@ -62,6 +62,17 @@ async def sub_agents(row, client):
     return float(sum(map(len, (one, two, *tries))) % 5)
 
 
+async def helpers(row, client):
+    """Two who are asked at once, and a question about what they said; the prompt is text."""
+
+    async def ask(text: str) -> str:
+        return said(await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}]))
+
+    both = await asyncio.gather(ask(row["prompt"]), ask("a"))
+    last = await ask("".join(both)[:4])
+    return len(last) / 10
+
+
 def by_hand(row, base_url, api_key):
     """No client of anybody's."""
     body = json.dumps({"model": "policy", "messages": row["prompt"]}).encode()
