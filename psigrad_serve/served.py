@@ -124,7 +124,8 @@ class Served:
         columns = {"tools": tools, "chat_template_kwargs": arguments}
         raw = {"prompt": messages, **{name: value for name, value in columns.items() if value}}
         try:
-            row = validate(raw, "prompt-only", "the request")
+            # a policy may say nothing, and whoever goes on from that hands it back
+            row = validate(raw, "prompt-only", "the request", empty=True)
         except RowError as error:
             place = error.bad.column.replace("prompt", "messages", 1)
             raise ApiError(f"{place or 'The request'} {error.bad.reason}.", param=place or None) from None

@@ -10,7 +10,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tiny_jobs import agent_config, episodes_config, forked, online_config, ppo_config, preference_config, reward_config, sft_config
+from tiny_jobs import (
+    agent_config,
+    episodes_config,
+    forked,
+    online_config,
+    ppo_config,
+    preference_config,
+    reward_config,
+    sft_config,
+)
 
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+import socket
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -28,6 +29,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.collect import rollout, seed_at
 from psigrad.language.training.online.online_run import Online
+from psigrad.processes.sandbox import enclosure_of_workers, tier_of_this_machine
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -190,3 +192,30 @@ def test_an_agent_that_asks_for_what_it_is_not_given_is_refused_at_once():
         Command(" ")
     with pytest.raises(UserError, match="No closing quotation"):
         Command("python 'a")
+
+
+def no_way_out(row, client):
+    """Says what an agent in an enclosure cannot do, and asks the policy."""
+    refused = []
+    for attempt in (
+        lambda: socket.create_connection(("192.0.2.1", 80), 1),
+        lambda: socket.socket(40),  # AF_VSOCK, which knows no namespaces
+        lambda: Path("written").write_text("a"),
+    ):
+        try:
+            attempt()
+        except OSError as error:
+            refused.append(error.strerror)
+    sample_agents.once(row, client)
+    raise ValueError(refused)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(tier_of_this_machine().name == "none", reason="no bubblewrap that works")
+def test_an_agent_in_an_enclosure_reaches_the_policy_and_nothing_else(tokenizer):
+    gateway = open_gateway(tunnel=True)
+    enclosure = enclosure_of_workers((gateway.tunnel, str(Path(__file__).parents[3])), sockets=True)
+    with closing(Agents(AgentPool(no_way_out, workers=1, enclosure=enclosure), gateway)) as asked:
+        for t in sessions(talking(tokenizer), asked):
+            assert t.turns == 1 and t.completion.ids
+            assert "['Network is unreachable', 'Operation not permitted', 'Read-only file system']" in t.reason
