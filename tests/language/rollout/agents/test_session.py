@@ -166,6 +166,6 @@ def test_a_session_that_is_over_or_has_had_its_answers_is_refused():
 def test_the_row_s_own_template_arguments_hold_where_a_request_has_none():
     template = CHATML.replace("{%- if add_generation_prompt", "{%- if loud -%}LOUD{%- endif -%}{%- if add_generation_prompt")
     session = session_of(tokenizer_of(template), chat_template_kwargs={"loud": True})
-    row, request = asked(session, ASKED)
+    _, request = asked(session, ASKED)
     assert request.prompt_ids == session.tree.prompt_ids and "LOUD" in session.tokenizer.decode(request.prompt_ids)
     assert request.seed == 3
