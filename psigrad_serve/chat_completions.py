@@ -64,19 +64,25 @@ class ChatCompletions:
         row, offered = served.conversation(form.messages, tools, form.chat_template_kwargs)
         asked = form.asked(form.max_completion_tokens or form.max_tokens)
         top = form.top_logprobs if form.logprobs else 0
-        self.call: Call = served.call(body, row, asked, n=form.n, stop=read_stop(form.stop), top=top, offered=offered)
+        stop = read_stop(form.stop)
+        self.calls = [served.call(body, row, None, asked, n=form.n, stop=stop, top=top, offered=offered)]
         self.stream = form.stream
 
-    def begin(self, answer: ServedAnswer) -> Iterator[str]:
+    @property
+    def call(self) -> Call:
+        """The only one."""
+        return self.calls[0]
+
+    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
         """The first events of a stream."""
-        self.call = answer.call
+        self.calls = [answer.call for answer in answers]
         self.id, self.created = f"chatcmpl-{identity(self.call)}", int(time.time())
         self.counts = [0] * self.call.n
         for k in range(self.call.n):
             more = {"prompt_token_ids": self.call.prompt_ids} if self.form.return_token_ids and not k else {}
             yield self._chunk([self._choice(k, {"role": "assistant", "content": ""})], **more)
 
-    def piece(self, piece: ServedPiece) -> Iterator[str]:
+    def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
         """The events of a piece."""
         self.counts[piece.choice] += len(piece.tokens)
         if piece.text or (piece.tokens and (self.form.logprobs or self.form.return_token_ids)):
@@ -97,18 +103,18 @@ class ChatCompletions:
             yield self._chunk([], usage=usage(len(self.call.prompt_ids), sum(self.counts)))
         yield "data: [DONE]\n\n"
 
-    def whole(self, answer: ServedAnswer, replies: Sequence[ServedChoice]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServedAnswer], replies: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
         """The answer at once."""
-        self.call, form = answer.call, self.form
+        self.calls, form, own = [answer.call for answer in answers], self.form, replies[0]
         choices = []
-        for k, reply in enumerate(replies):
+        for k, reply in enumerate(own):
             message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
             if reply.calls:
                 message |= {"content": reply.text or None, "tool_calls": tool_calls(self.call, reply.calls, k)}
             logprobs = self._logprobs(reply.tokens) if form.logprobs else None
             choice = {"index": k, "message": message, "logprobs": logprobs, "finish_reason": reply.finish}
             choices.append(choice | ({"token_ids": [t.id for t in reply.tokens]} if form.return_token_ids else {}))
-        counted = usage(len(self.call.prompt_ids), sum(len(reply.tokens) for reply in replies))
+        counted = usage(len(self.call.prompt_ids), sum(len(reply.tokens) for reply in own))
         made = {"id": f"chatcmpl-{identity(self.call)}", "object": "chat.completion", "created": int(time.time())}
         more = {"prompt_token_ids": self.call.prompt_ids} if form.return_token_ids else {}
         return {**made, "model": form.model, "choices": choices, "usage": counted, **more}
@@ -121,15 +127,17 @@ class ChatCompletions:
         return event({**head, "choices": choices, **more})
 
     def _logprobs(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
-        def one(token: int, logprob: float) -> dict[str, Any]:
-            text = self.served.text_of(token)
-            whole = "\ufffd" not in text
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+        return {"content": token_logprobs(self.served, tokens), "refusal": None}
 
-        return {
-            "content": [one(t.id, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens],
-            "refusal": None,
-        }
+
+def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[str, Any]]:
+    """Tokens with their log-probs and the most probable ones; half a character has no bytes."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = served.text_of(token)
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    return [one(t.id, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]
 
 
 def event(content: Any, name: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -13,6 +14,7 @@ from psigrad_serve.api_errors import ApiError
 
 F = TypeVar("F", bound="SamplingForm")
 Count = Annotated[int, Field(ge=1)]
+_NAME = re.compile(r"(?!str$|list$)[A-Za-z_]+")
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 128, 20, 16
 IDLE = frozenset(
     {
@@ -89,7 +91,8 @@ def read_form(form: type[F], body: Mapping[str, Any]) -> F:
     try:
         return form.model_validate(kept)
     except ValidationError as error:
-        first = error.errors()[0]
+        # of a union the branch that was meant: where something else is wrong than the type
+        first = next((one for one in error.errors() if not one["type"].endswith("_type")), error.errors()[0])
         place = _place(first["loc"])
         if first["type"] == "extra_forbidden":
             hint = nearest(place, form.model_fields) or "."
@@ -103,6 +106,8 @@ def _place(location: Iterable[int | str]) -> str:
     """A place in the body as the APIs write it: messages[0].content."""
     text = ""
     for part in location:
+        if isinstance(part, str) and not _NAME.fullmatch(part):  # of a union, the branch
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 

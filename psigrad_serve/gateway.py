@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -20,40 +19,50 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from psigrad.errors import UserError
+from psigrad_serve.anthropic_messages import AnthropicMessages, count_tokens
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import ChatCompletions
 from psigrad_serve.forms import read_json
-from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.responses_api import Responses
+from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece, gathered, merged
+from psigrad_serve.text_completions import TextCompletions
 
 T = TypeVar("T")
 LARGEST = 32 << 20
 """Bytes of a body."""
-_LOG = logging.getLogger("psigrad_serve")
 
 
 class Api(Protocol):
     """One request in the forms of an API."""
 
-    call: Call
+    calls: list[Call]
     stream: bool
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None: ...
 
-    def begin(self, answer: ServedAnswer) -> Any:
+    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
         """The first events of a stream."""
         ...
 
-    def piece(self, piece: ServedPiece) -> Any:
-        """The events of a piece."""
+    def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
+        """The events of a piece of the choice at a place among those of all calls."""
         ...
 
-    def end(self) -> Any:
+    def end(self) -> Iterator[str]:
         """The last events."""
         ...
 
-    def whole(self, answer: ServedAnswer, replies: list[ServedChoice]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
         """The answer at once."""
         ...
+
+
+APIS: dict[str, type[Api]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/completions": TextCompletions,
+    "/v1/responses": Responses,
+    "/v1/messages": AnthropicMessages,
+}
 
 
 def gateway(served: Served, token: str = "") -> FastAPI:
@@ -92,7 +101,11 @@ def _routes(served: Served) -> APIRouter:
         served.check_model(name)
         return model(name)
 
-    for path, api in (("/v1/chat/completions", ChatCompletions),):
+    @routes.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> dict[str, Any]:
+        return count_tokens(served, read_json(await _body(request)))
+
+    for path, api in APIS.items():
         routes.add_api_route(path, _asked(served, api), methods=["POST"])
     return routes
 
@@ -100,24 +113,29 @@ def _routes(served: Served) -> APIRouter:
 def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Response]]:
     async def asked(request: Request) -> Response:
         made = api(served, read_json(await _body(request)))
-        answer = served.begin(request.state.session, made.call)
+        session = request.state.session
+        calls = [served.settled(session, call) for call in made.calls]  # all of them, before any is drawn
+        answers = [ServedAnswer(served, session, call) for call in calls]
         if not made.stream:
-            return JSONResponse(made.whole(answer, await unless_gone(request, answer.whole())))
-        pieces = answer.pieces()
+            return JSONResponse(made.whole(answers, await unless_gone(request, gathered(answers))))
+        pieces = merged(answers)
         first = await unless_gone(request, anext(pieces))
-        return StreamingResponse(_events(made, answer, first, pieces), media_type="text/event-stream")
+        return StreamingResponse(_events(made, answers, first, pieces), media_type="text/event-stream")
 
     return asked
 
 
-async def _events(api: Api, answer: ServedAnswer, first: ServedPiece, pieces: AsyncIterator[ServedPiece]) -> AsyncIterator[str]:
+async def _events(
+    api: Api, answers: Sequence[ServedAnswer], first: tuple[int, ServedPiece], pieces: AsyncGenerator[tuple[int, ServedPiece]]
+) -> AsyncIterator[str]:
     """The events of a stream; those of a piece leave together."""
-    async with contextlib.aclosing(pieces):  # type: ignore[type-var]
-        yield "".join([*api.begin(answer), *api.piece(first)])
-        async for piece in pieces:
-            if text := "".join(api.piece(piece)):
+    async with contextlib.aclosing(pieces):
+        yield "".join([*api.begin(answers), *api.piece(*first)])
+        async for place, piece in pieces:
+            if text := "".join(api.piece(place, piece)):
                 yield text
-        yield "".join(api.end())
+        if text := "".join(api.end()):
+            yield text
 
 
 async def _body(request: Request) -> bytes:
@@ -160,7 +178,7 @@ def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    """Whose traceback uvicorn prints."""
     return ApiError("The server failed at this; its terminal says why.", status=500).response(request.url.path, request.state.id)
 
 

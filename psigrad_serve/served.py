@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, RowError, validate
-from psigrad.language.data.templates import decode, prompt_ids, stop_token_ids
+from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.rollout.engine.engine import SamplingEngine
 from psigrad.language.rollout.engine.streams import DrawnToken
 from psigrad.language.rollout.episodes.tool_calls import ToolCall
@@ -109,6 +110,8 @@ class Served:
     def __init__(self, engine: SamplingEngine, names: Sequence[str] = (), recorder: Recorder | None = None) -> None:
         self.engine, self.names, self.recorder = engine, tuple(names), recorder or Recorder()
         self.tokenizer = engine.model.tokenizer
+        self.kept: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+        """Conversations by the name of the response that ended them."""
         self._forms: dict[str, CallForm] = {}
 
     def check_model(self, name: str) -> None:
@@ -145,15 +148,22 @@ class Served:
         except RowError as error:
             raise ApiError(f"{error.bad.reason[:1].upper()}{error.bad.reason[1:]}.", param="messages") from None
         except UserError as error:
-            raise ApiError(str(error), param="messages") from None
+            raise ApiError(str(error), param="messages" if isinstance(row.prompt, list) else "prompt") from None
 
-    def call(self, request: Mapping[str, Any], row: Row, asked: Mapping[str, Any], **more: Any) -> Call:
-        """The call of a row: `asked` has max_tokens (0: as many as there is room for), temperature, top_p, top_k, min_p, seed
-        and stop_token_ids, where they are given. A limit beyond the model's positions is the room there is.
+    def check_tokens(self, ids: Sequence[int]) -> None:
+        """Refuse tokens that the model does not have."""
+        size = self.engine.model.vocabulary
+        if max(ids) >= size:
+            raise ApiError(f"The prompt has the token {max(ids)}, and the model {size} tokens.", param="prompt")
+
+    def call(
+        self, request: Mapping[str, Any], row: Row, ids: tuple[int, ...] | None, asked: Mapping[str, Any], **more: Any
+    ) -> Call:
+        """The call of a row, whose tokens are `ids`, or where that is None its own. `asked` has max_tokens (0: as many as there
+        is room for), temperature, top_p, top_k, min_p, seed and stop_token_ids, where they are given. A limit beyond the model's
+        positions is the room there is.
         """
-        ids = more.pop("prompt_ids", None) or self.tokens_of(row)
-        if not ids:
-            raise ApiError("The prompt has no tokens; give it some text.", param="prompt")
+        ids = ids or self.tokens_of(row)
         chat = stop_token_ids(self.tokenizer, row) if isinstance(row.prompt, list) else ()
         params = SamplingParams(
             max_tokens=asked.get("max_tokens") or self.engine.model.max_length,
@@ -168,6 +178,10 @@ class Served:
 
     def begin(self, session: str, call: Call) -> ServedAnswer:
         """Stand in line for a call."""
+        return ServedAnswer(self, session, self.settled(session, call))
+
+    def settled(self, session: str, call: Call) -> Call:
+        """The call as it will be sampled: as the recorder has it, if there is room."""
         if self.engine.waiting > MOST_WAITING:
             raise ApiError(f"{MOST_WAITING} completions wait already; try again later.", status=429, code="rate_limit_exceeded")
         call, most = self.recorder.prepare(session, call), self.engine.model.max_length
@@ -178,7 +192,7 @@ class Served:
                 param="messages" if isinstance(call.row.prompt, list) else "prompt", code="context_length_exceeded",
             )  # fmt: skip
         params = replace(call.params, max_tokens=min(call.params.max_tokens, room))
-        return ServedAnswer(self, session, replace(call, params=params))
+        return replace(call, params=params)
 
     def text_of(self, token: int) -> str:
         """One token as text."""
@@ -191,68 +205,27 @@ class ServedAnswer:
 
     def __init__(self, served: Served, session: str, call: Call) -> None:
         self.served, self.session, self.call = served, session, call
+        engine = served.engine
         try:
-            self._streams = [
-                served.engine.submit(call.prompt_ids, call.params, seed_of(call.seed, k), call.top) for k in range(call.n)
-            ]
+            self.streams = [engine.submit(call.prompt_ids, call.params, seed_of(call.seed, k), call.top) for k in range(call.n)]
         except UserError as error:
             raise ApiError(str(error), code="context_length_exceeded") from None
+        self._recorded = [asyncio.Event() for _ in self.streams]
 
-    async def pieces(self) -> AsyncIterator[ServedPiece]:
-        """Of all choices, as they come. Whoever leaves cancels them."""
-        if len(self._streams) == 1:
-            async with contextlib.aclosing(self._choice(0)) as own:
-                async for piece in own:
-                    yield piece
-            return
-        queue: asyncio.Queue[ServedPiece | BaseException | None] = asyncio.Queue()
-
-        async def pump(k: int) -> None:
-            try:
-                async for piece in self._choice(k):
-                    queue.put_nowait(piece)
-                queue.put_nowait(None)
-            except Exception as error:
-                queue.put_nowait(error)
-
-        tasks = [asyncio.create_task(pump(k)) for k in range(len(self._streams))]
-        try:
-            left = len(tasks)
-            while left:
-                found = await queue.get()
-                if isinstance(found, BaseException):
-                    raise found
-                left -= found is None
-                if found is not None:
-                    yield found
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def whole(self) -> list[ServedChoice]:
-        """All choices, when they have ended."""
-        replies = [ServedChoice() for _ in self._streams]
-        async with contextlib.aclosing(self.pieces()) as pieces:
-            async for piece in pieces:
-                reply = replies[piece.choice]
-                reply.text += piece.text
-                reply.tokens += piece.tokens
-                reply.finish, reply.calls, reply.stopped = piece.finish, piece.calls, piece.stopped
-        return replies
-
-    async def _choice(self, k: int) -> AsyncIterator[ServedPiece]:
-        call, stream, count, ended = self.call, self._streams[k], 0, False
+    async def choice(self, k: int) -> AsyncGenerator[ServedPiece]:
+        """The pieces of a choice, as they come. Whoever leaves cancels it. The recorder hears of the choices in their order."""
+        call, stream, count, ended = self.call, self.streams[k], 0, False
         writer = Writer(self.served.tokenizer, call.stop, call.offered)
         try:
             async with contextlib.aclosing(stream.chunks()) as chunks:
                 async for tokens in chunks:
-                    tokens = tokens[: writer.take([token.id for token in tokens])]
-                    count += len(tokens)
-                    text = writer.news()
-                    yield ServedPiece(k, text, tokens)
+                    wanted = tokens[: writer.take([token.id for token in tokens])]
+                    count += len(wanted)
+                    yield ServedPiece(k, writer.news(), wanted)
                     if writer.stopped:
                         break
+            for before in self._recorded[:k]:
+                await before.wait()
             ended = True
         finally:
             if not ended:
@@ -264,12 +237,56 @@ class ServedAnswer:
         yield ServedPiece(k, text, (), "tool_calls" if calls else reason, calls, writer.stopped)
 
     def _record(self, k: int, count: int, reason: str) -> None:
-        made = self._streams[k].completion(count)
-        self.served.recorder.on_completion(
-            self.session, self.call, self.call.prompt_ids, made.ids, made.logprobs, reason, made.sampling_logprobs, k
-        )  # fmt: skip
+        self._recorded[k].set()
+        made, call = self.streams[k].completion(count), self.call
+        told = (made.ids, made.logprobs, reason, made.sampling_logprobs, k)
+        self.served.recorder.on_completion(self.session, call, call.prompt_ids, *told)
 
 
-def text_of_prompt(served: Served, call: Call) -> str:
-    """The text of a prompt, as the API of plain completions echoes it."""
-    return call.row.prompt if isinstance(call.row.prompt, str) and call.row.prompt else decode(served.tokenizer, call.prompt_ids)
+async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, ServedPiece]]:
+    """(place of the choice among those of all answers, piece), as they come. Whoever leaves cancels all."""
+    sources = [(answer, k) for answer in answers for k in range(answer.call.n)]
+    if len(sources) == 1:
+        async with contextlib.aclosing(answers[0].choice(0)) as only:
+            async for piece in only:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, ServedPiece] | BaseException | None] = asyncio.Queue()
+
+    async def pump(place: int, answer: ServedAnswer, k: int) -> None:
+        try:
+            async for piece in answer.choice(k):
+                queue.put_nowait((place, piece))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(place, *source)) for place, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            left -= found is None
+            if found is not None:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for answer, k in sources:  # who was cancelled before it began
+            answer.streams[k].cancel()
+
+
+async def gathered(answers: Sequence[ServedAnswer]) -> list[list[ServedChoice]]:
+    """The choices of each answer, when all have ended."""
+    made = [[ServedChoice() for _ in range(answer.call.n)] for answer in answers]
+    flat = [choice for own in made for choice in own]
+    async with contextlib.aclosing(merged(answers)) as pieces:
+        async for place, piece in pieces:
+            choice = flat[place]
+            choice.text += piece.text
+            choice.tokens += piece.tokens
+            choice.finish, choice.calls, choice.stopped = piece.finish, piece.calls, piece.stopped
+    return made

@@ -44,7 +44,7 @@ def talk(
         said.append({"role": "user", "content": line})
         try:
             row = served.conversation(said, None)[0] if talks else Row("the line", prompt=line)
-            call = served.call({}, row, asked | {"seed": seeds.derive(seed, "chat", turn)})
+            call = served.call({}, row, None, asked | {"seed": seeds.derive(seed, "chat", turn)})
             text = asyncio.run(_answer(served, call, say))
         except ApiError as error:
             said.pop()
@@ -58,7 +58,7 @@ def talk(
 
 async def _answer(served: Served, call: Any, say: Callable[[str], None]) -> str:
     text = ""
-    async for piece in served.begin("", call).pieces():
+    async for piece in served.begin("", call).choice(0):
         say(piece.text)
         text += piece.text
     return text

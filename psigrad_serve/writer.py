@@ -115,11 +115,13 @@ class Writer:
             ):
                 return 0
             if (begun := self._first_mark()) < len(self.text):
-                return begun
+                return len(self.text[:begun].rstrip())
         if self.stopped:
             return len(self.text)
         longest = max((overlap(self.text, word) for word in (*self.stops, *marks)), default=0)
-        return len(self.text) - longest
+        safe = len(self.text) - longest
+        # white space before a call is not said
+        return len(self.text[:safe].rstrip()) if marks else safe
 
     def _first_mark(self, behind_thought: bool = False) -> int:
         assert self.offered is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.rollout.engine.engine import SamplingEngine
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Completion, Request, SamplingParams
+from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
 from psigrad_serve.served import Call, Recorder, Served
 from psigrad_serve.serving import Running, running
 
@@ -53,11 +53,47 @@ class Behind:
 def small_model() -> LanguageModel:
     tokenizer = tiny.tokenizer(["the quick brown fox jumps over the lazy dog 0123456789"] * 5, 320)
     tokenizer.chat_template = CHATML
-    model = prepare(tiny.model("qwen3", len(tokenizer), max_length=512), tokenizer)
+    model = prepare(tiny.model("qwen3", len(tokenizer), max_length=1024), tokenizer)
     with torch.no_grad():
         for p in model.as_transformers().parameters():
             p.mul_(2)
     return model
+
+
+class Scripted(Sampler):
+    """Writes `text`, whatever it is asked, and ends."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.text = tokenizer, ""
+
+    def steps(self, requests: list[Request], params: SamplingParams, cache: Any = None) -> Iterator[Any]:
+        """See `Sampler`."""
+        ids = (*self.tokenizer(self.text)["input_ids"], self.tokenizer.eos_token_id)[: params.max_tokens]
+        end = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        zeros = (0.0,) * len(ids)
+        yield [(i, [Completion(ids, zeros, zeros, end, seed) for seed in r.seeds]) for i, r in enumerate(requests)]
+
+
+@dataclass
+class Actor:
+    """A gateway whose model says what `says` is told."""
+
+    scripted: Scripted
+    heard: Heard
+    at: Running
+
+    def says(self, text: str) -> None:
+        """From now on."""
+        self.scripted.text = text
+
+
+@pytest.fixture(scope="session")
+def actor(small_model):
+    heard, scripted = Heard(), Scripted(small_model.tokenizer)
+    engine = SamplingEngine(small_model, sampler=scripted)
+    with running(Served(engine, ("tiny",), heard)) as at:
+        yield Actor(scripted, heard, at)
+    engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.rollout.engine.engine import SamplingEngine
+from psigrad.language.rollout.engine.live_batch import SamplerBatch, StepwiseBatch
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, SamplingParams
@@ -149,8 +150,11 @@ def test_a_held_engine_takes_no_step_and_goes_on_with_the_weights_of_now(models)
         engine.submit(*asked()[0])
 
 
-def test_any_sampler_may_decode(models):
-    engine = SamplingEngine(models["gpt2"], 8, TransformersSampler(models["gpt2"]))
+@pytest.mark.parametrize("batch", [StepwiseBatch, SamplerBatch])
+def test_any_sampler_may_decode(models, batch):
+    sampler = TransformersSampler(models["gpt2"])
+    engine = SamplingEngine(models["gpt2"], 8, sampler)
+    engine._batch = batch(sampler, 8)
     streams = [engine.submit(*each) for each in asked()[:9]]
     assert [s.result().ids for s in streams] == [alone(models["gpt2"], *each).ids for each in asked()[:9]]
     engine.close()

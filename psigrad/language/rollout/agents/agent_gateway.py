@@ -43,7 +43,7 @@ class _Served:
     def __init__(self, tunnel: bool) -> None:
         self.sessions: dict[str, Session] = {}
         self.address = ""
-        self._under_way: dict[int, tuple[Session, list[Asked], set[int]]] = {}
+        self._under_way: dict[tuple[str, int], tuple[Session, list[Asked], set[int]]] = {}
         self._stack, self._whole, self._sampler = contextlib.ExitStack(), contextlib.ExitStack(), None
         self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
 
@@ -85,7 +85,7 @@ class _Served:
         own = session.params
         stops = tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids)))
         params = replace(own, max_tokens=min(own.max_tokens, call.params.max_tokens), stop_token_ids=stops)
-        self._under_way[id(call.request)] = session, asked, set(range(call.n))
+        self._under_way[session_id, asked[0].seed] = session, asked, set(range(call.n))
         return replace(call, row=row, prompt_ids=asked[0].prompt_ids, params=params, seed=asked[0].seed)
 
     def on_completion(
@@ -100,10 +100,10 @@ class _Served:
         choice: int,
     ) -> None:
         """Enter it in its session's tree. What a client broke off counts as any other answer: it has seen it."""
-        session, asked, left = self._under_way[id(request.request)]
+        session, asked, left = self._under_way[session_id, request.seed]
         left.discard(choice)
         if not left:
-            del self._under_way[id(request.request)]
+            del self._under_way[session_id, request.seed]
         reason: FinishReason = "length" if finish_reason == "length" else "stop"
         made = Completion(completion_ids, logprobs, sampling_logprobs, reason, asked[choice].seed)
         reply, whole = _reply(session, request, completion_ids)

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.engine.live_batch import Decoding, LiveBatch, SamplerBatch
+from psigrad.language.rollout.engine.live_batch import Decoding, LiveBatch, SamplerBatch, StepwiseBatch
 from psigrad.language.rollout.engine.streams import TokenStream
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, check_room
+from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams
 
 
@@ -28,8 +29,13 @@ class SamplingEngine:
 
     def __init__(self, model: LanguageModel, max_batch: int = 64, sampler: Sampler | None = None) -> None:
         self.model, self.max_batch = model, max_batch
-        live = sampler is None or (isinstance(sampler, EmbeddedSampler) and not model.why_padded)
-        self._batch: Decoding = LiveBatch(model, max_batch) if live or sampler is None else SamplerBatch(sampler, max_batch)
+        self._batch: Decoding
+        if sampler is None or isinstance(sampler, EmbeddedSampler):
+            self._batch = LiveBatch(model, max_batch)
+        elif isinstance(sampler, TransformersSampler):
+            self._batch = StepwiseBatch(sampler, max_batch)
+        else:
+            self._batch = SamplerBatch(sampler, max_batch)
         self.changed = threading.Condition()
         self._waiting: deque[TokenStream] = deque()
         self._cancelled: list[TokenStream] = []

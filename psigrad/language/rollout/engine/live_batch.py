@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from psigrad.language.models.packing import on_device
 from psigrad.language.rollout.engine.streams import DrawnToken, TokenStream
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
+from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams
 
 # Tokens of prompts that are read at once, while others wait for their next token.
@@ -120,15 +121,10 @@ class LiveBatch:
         columns = (drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
         most = max(stream.top for stream in rows)
         values, places = _top(logits, params, most) if most else ([()] * len(rows), [()] * len(rows))
-        stops = set(self.model.eos_token_ids)
+        stops = self.model.eos_token_ids
         for stream, token, logp, sampling, best, ids in zip(rows, *columns, values, places, strict=True):
-            if stream.ended:
-                continue
-            stream.tokens.append(DrawnToken(token, logp, sampling, tuple(zip(ids, best, strict=True))[: stream.top]))
-            if token in stops or token in stream.params.stop_token_ids:
-                stream.end("stop")
-            elif len(stream.tokens) == stream.params.max_tokens:
-                stream.end("length")
+            if not stream.ended:
+                stream.add(DrawnToken(token, logp, sampling, tuple(zip(ids, best, strict=True))[: stream.top]), stops)
 
     def _shrink(self) -> None:
         if isinstance(self.cache, SharedCache) and self.cache.own[0].shape[3] > _KEPT:
@@ -177,3 +173,39 @@ class SamplerBatch:
     def clear(self) -> None:
         """See `Decoding`."""
         self.rows = []
+
+
+class StepwiseBatch:
+    """A `Decoding` by transformers, of models that can't run packed: one completion after the other takes a step. No `top`."""
+
+    def __init__(self, sampler: TransformersSampler, max_batch: int) -> None:
+        self.sampler, self.max_batch = sampler, max_batch
+        self.rows: list[TokenStream] = []
+        self._drawn: dict[int, Iterator[DrawnToken]] = {}
+
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
+        """See `Decoding`."""
+        while waiting and len(self.rows) < self.max_batch:
+            stream = waiting.popleft()
+            self.rows.append(stream)
+            self._drawn[id(stream)] = self.sampler.stream(Request(stream.prompt_ids, (stream.seed,)), stream.params)
+        return []
+
+    def step(self) -> list[TokenStream]:
+        """See `Decoding`."""
+        rows = list(self.rows)
+        for stream in rows:
+            token = next(self._drawn[id(stream)])
+            stream.add(token, self.sampler.model.eos_token_ids)
+        self.leave([stream for stream in rows if stream.ended])
+        return rows
+
+    def leave(self, gone: Iterable[TokenStream]) -> None:
+        """See `Decoding`."""
+        for stream in gone:
+            del self._drawn[id(stream)]
+        self.rows = [stream for stream in self.rows if id(stream) in self._drawn]
+
+    def clear(self) -> None:
+        """See `Decoding`."""
+        self.rows, self._drawn = [], {}

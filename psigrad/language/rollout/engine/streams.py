@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,6 +103,14 @@ class TokenStream:
         """Draw no more of it; its place is free from the next step on. Nothing happens where it has ended."""
         if not self.ended:
             self.cancel_in(self)
+
+    def add(self, token: DrawnToken, stops: Container[int]) -> None:
+        """Called by who decodes: the next token, which is the last one where it is among `stops` or those of its own."""
+        self.tokens.append(token)
+        if token.id in stops or token.id in self.params.stop_token_ids:
+            self.end("stop")
+        elif len(self.tokens) == self.params.max_tokens:
+            self.end("length")
 
     def end(self, reason: FinishReason | None, error: BaseException | None = None) -> None:
         """Called by who decodes."""

@@ -84,19 +84,6 @@ class EmbeddedSampler(OwnWeights):
         check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
         return CachedDialogue(self.model, self.model.decoder, prompts, params)
 
-    @torch.inference_mode()
-    def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
-        """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
-        check_room(self.model, [request], params)
-        self.model.switch(training=False)
-        batch = _Batch(self.model, [request], params, 1, None, None)
-        batch.admit()
-        for place in range(params.max_tokens):
-            yield int(batch.ids[0, place])
-            if not batch.sequences.size:
-                return
-            batch.decode()
-
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """The recorded steps for these requests, those of the last call where they fit; None where steps are not recorded."""
         if not self.cuda_graphs or self.model.decoder is not None or self.model.root is not None or not requests:
