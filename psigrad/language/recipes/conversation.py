@@ -17,8 +17,8 @@ from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
 from psigrad.language.recipes.placement import open_actors
 from psigrad.language.rollout.agents.agent_gateway import open_gateway
-from psigrad.language.rollout.agents.agent_worker import Command
-from psigrad.language.rollout.agents.agents import AgentPool, Agents
+from psigrad.language.rollout.agents.agent_rollouts import AgentPool, Agents
+from psigrad.language.rollout.agents.agent_worker import AgentCommand
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
@@ -84,7 +84,7 @@ def _agents(config: Played) -> Agents:
     gateway = open_gateway(tunnel=config.environment_sandbox)
     try:
         pool = AgentPool(
-            agent or Command(config.agent_command),
+            agent or AgentCommand(config.agent_command),
             timeout=config.agent_timeout,
             workers=config.agent_workers,
             memory_gb=config.worker_memory_gb,

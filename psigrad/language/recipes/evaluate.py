@@ -21,7 +21,7 @@ from psigrad.language.recipes.conversation import episodes_for, offer_tools, own
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
 from psigrad.language.rewards.reward_pool import explain_unscored
-from psigrad.language.rollout.agents.agents import Agents
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.openai_server import ServedModel
 from psigrad.language.rollout.samplers import samplers

@@ -24,7 +24,7 @@ from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.outcomes import Samples
 from psigrad.language.rewards.reward_pool import check_weights, names_apart, row_faults
-from psigrad.language.rollout.agents.agents import Agents
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator

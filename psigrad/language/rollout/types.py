@@ -212,7 +212,7 @@ class Branch(NamedTuple):
     prompt_ids: tuple[int, ...]
 
 
-class Context(NamedTuple):
+class Stretch(NamedTuple):
     """Tokens of a completion, from its token `start` on, behind the prompt that they were sampled behind."""
 
     start: int
@@ -255,11 +255,11 @@ class Trajectory:
     """The last answer of such a session, which is what rewards are shown behind a prompt that is text; None: `text`."""
 
     @property
-    def contexts(self) -> list[Context]:
+    def contexts(self) -> list[Stretch]:
         """The completion in the pieces that stand behind one prompt each; with no branches it is the only one."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
-        return [Context(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
+        return [Stretch(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
 
     @property
     def chosen(self) -> int:

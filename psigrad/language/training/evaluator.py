@@ -15,7 +15,7 @@ from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
-from psigrad.language.rollout.agents.agents import Agents
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.collect import rollout

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from psigrad.errors import UserError
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.agents.agents import Gateway
-from psigrad.language.rollout.agents.session import Session, SessionOver
+from psigrad.language.rollout.agents.agent_rollouts import Gateway
+from psigrad.language.rollout.agents.agent_session import Session, SessionOver
 from psigrad.language.rollout.agents.token_tree import Asked
 from psigrad.language.rollout.agents.tunnel import opened
 from psigrad.language.rollout.engine.engine import SamplingEngine

@@ -43,7 +43,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Command:
+class AgentCommand:
     """An agent that is a program: it gets the row as JSON on its standard input, and writes its reward as its last line."""
 
     line: str
@@ -104,7 +104,7 @@ class _Tail:
 
 def check_agent(agent: Callable[..., Any]) -> None:
     """Refuse a function that wants what an agent is not given."""
-    if isinstance(agent, Command):
+    if isinstance(agent, AgentCommand):
         return
     if "client" in inspect.signature(agent).parameters and find_spec("openai") is None:
         raise UserError("The agent asks for a client, and the package openai is not there: pip install openai.")
@@ -123,7 +123,7 @@ def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
         try:
             yield {"reward": _number(_play(agent, place))}
         except (Exception, SystemExit) as error:
-            yield {"fault": reason_for("the agent", error) if not isinstance(agent, Command) else f"the agent: {error}"}
+            yield {"fault": reason_for("the agent", error) if not isinstance(agent, AgentCommand) else f"the agent: {error}"}
 
     return answer
 
@@ -139,7 +139,7 @@ def _play(agent: Callable[..., Any], place: Place) -> Any:
     os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": place.key}
     for name in ("no_proxy", "NO_PROXY"):  # a proxy does not know this machine
         os.environ[name] = ",".join(dict.fromkeys(filter(None, (*os.environ.get(name, "").split(","), "127.0.0.1"))))
-    if isinstance(agent, Command):
+    if isinstance(agent, AgentCommand):
         return agent(place.row)
     wanted = inspect.signature(agent).parameters
     awaits = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004

@@ -16,7 +16,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode, observation_ids, prompt_for_reward, prompt_ids
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.rollout.episodes.observations import fit, length
-from psigrad.language.rollout.types import Completion, Context, Cut, FinishReason, Sampler, SamplingParams, Trajectory
+from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sampler, SamplingParams, Stretch, Trajectory
 
 # Share of the time that a round of turns took, and seconds at least, for which the next round waits for further answers.
 LINGER = (0.1, 0.02)
@@ -178,7 +178,7 @@ def settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingPar
     """
     logps = [[0.0] * len(t.completion.ids) for t in trajectories]
     for _, group in itertools.groupby(enumerate(trajectories), lambda one: (one[1].row, one[1].prompt_ids)):
-        behind: dict[tuple[int, ...], list[tuple[int, Context]]] = {}
+        behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
         for n, trajectory in group:
             for context in trajectory.contexts:
                 behind.setdefault(context.prompt_ids, []).append((n, context))

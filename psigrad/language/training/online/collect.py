@@ -23,7 +23,7 @@ from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
 from psigrad.language.rewards.outcomes import turns_of
-from psigrad.language.rollout.agents.agents import Agents
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State

@@ -22,7 +22,7 @@ from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.rollout.types import Context, Trajectory
+from psigrad.language.rollout.types import Stretch, Trajectory
 from psigrad.language.training.online.collect import metric_of
 from psigrad.language.training.online.figures import Tally
 from psigrad.language.training.online.online_run import Online
@@ -133,11 +133,11 @@ def teacher_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
     return Groups(prompts, [[batch.inputs[i].completion.ids for i in members] for members in micro])
 
 
-def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, Context]]]]:
+def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]]:
     """Each prompt that was read, with its (row, piece of the row), in the order of the forward pass."""
-    read: list[tuple[tuple[int, ...], list[tuple[int, Context]]]] = []
+    read: list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]] = []
     for members in micro:
-        behind: dict[tuple[int, ...], list[tuple[int, Context]]] = {}
+        behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
         for i in members:
             for context in batch.inputs[i].contexts:
                 behind.setdefault(context.prompt_ids, []).append((i, context))

@@ -12,7 +12,7 @@ from psigrad.config import OnlineConfig
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Scorer
-from psigrad.language.rollout.agents.agents import Agents
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams
 from psigrad.language.training.update import Optimizer

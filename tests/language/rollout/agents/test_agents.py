@@ -22,8 +22,8 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.rollout.agents.agent_gateway import open_gateway
-from psigrad.language.rollout.agents.agent_worker import Command, check_agent
-from psigrad.language.rollout.agents.agents import AgentPool, Agents
+from psigrad.language.rollout.agents.agent_rollouts import AgentPool, Agents
+from psigrad.language.rollout.agents.agent_worker import AgentCommand, check_agent
 from psigrad.language.rollout.types import Prompt
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl
@@ -159,7 +159,7 @@ def test_a_session_that_hangs_or_exits_takes_no_other_along(tokenizer):
 
 @pytest.mark.slow
 def test_a_program_is_asked_as_a_function_is(tokenizer, agents):
-    program = Command(f"{sys.executable} {Path(sample_agents.__file__)}")
+    program = AgentCommand(f"{sys.executable} {Path(sample_agents.__file__)}")
     with closing(Agents(AgentPool(program, workers=2), open_gateway())) as asked:
         assert sessions(talking(tokenizer, "three_turns"), asked) == sessions(talking(tokenizer, "three_turns"), agents)
 
@@ -176,7 +176,7 @@ def test_a_program_is_asked_as_a_function_is(tokenizer, agents):
     ],
 )
 def test_a_program_s_last_line_is_its_reward(program, reward):
-    command = Command(f"{sys.executable} -S -c {shlex.quote(program)}")
+    command = AgentCommand(f"{sys.executable} -S -c {shlex.quote(program)}")
     if isinstance(reward, str):
         with pytest.raises(RuntimeError, match=re.escape(reward)):
             command({"prompt": "a"})
@@ -189,9 +189,9 @@ def test_an_agent_that_asks_for_what_it_is_not_given_is_refused_at_once():
     with pytest.raises(UserError, match="asks for 'llm'; an agent is given row, client, base_url, api_key"):
         check_agent(lambda row, llm: 0)
     with pytest.raises(UserError, match="agent_command is empty"):
-        Command(" ")
+        AgentCommand(" ")
     with pytest.raises(UserError, match="No closing quotation"):
-        Command("python 'a")
+        AgentCommand("python 'a")
 
 
 def no_way_out(row, client):

@@ -7,7 +7,7 @@ import pytest
 from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
-from psigrad.language.rollout.agents.session import Session, SessionOver
+from psigrad.language.rollout.agents.agent_session import Session, SessionOver
 from psigrad.language.rollout.agents.token_tree import TokenTree
 from psigrad.language.rollout.types import Completion, SamplingParams
 

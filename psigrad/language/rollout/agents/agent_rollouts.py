@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.agents.agent_session import Session
 from psigrad.language.rollout.agents.agent_worker import Place, check_agent, decode
-from psigrad.language.rollout.agents.session import Session
 from psigrad.language.rollout.agents.token_tree import TokenTree
 from psigrad.language.rollout.episodes.episodes import settle
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
