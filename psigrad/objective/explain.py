@@ -30,7 +30,6 @@ _ABSENT = {
     "entropy": "none",
     "correction": "none: the sampler's log-probabilities are taken as the policy's own",
 }
-CREDIT = "An agent's session is one trajectory: what it earned goes to every token sampled in it, in whichever branch, once."
 _FRESH_PAIRS = "On the best and the worst completion of each fresh group, ranked by the reward:\n\n"
 Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
@@ -89,7 +88,7 @@ def _formula(method: PolicyGradient) -> str:
 
 
 def _legend(method: PolicyGradient) -> list[str]:
-    lines = ["over the chosen steps t of the kept trajectories i; A, w and c carry no gradient.", CREDIT]
+    lines = ["over the chosen steps t of the kept trajectories i; A, w and c carry no gradient."]
     if method.kl is not None and method.kl.where == "reward" and method.needs_reference:
         lines.append("The rewards that A is made of carry the KL penalty.")
     return lines

@@ -3,8 +3,6 @@
 A request whose text goes on from an earlier request and its answer keeps their tokens, as they were read and sampled, and adds
 only what is new. Any other begins a branch: a sub-agent, a retry, a summary, a history that was edited or that the chat template
 rewrites. So every sampled token stands behind exactly what the policy read when it was sampled, and stands there once.
-
-A session is one trajectory, and its group are the sessions of its row: what it earned goes to every token that was sampled in it.
 """
 
 from __future__ import annotations
@@ -16,6 +14,9 @@ from typing import NamedTuple
 
 from psigrad import seeds
 from psigrad.language.rollout.types import Branch, Completion
+
+CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
+"""The rule by which tokens earn what their session earned. Its group are the sessions of its row."""
 
 Encode = Callable[[str, str], Sequence[int]]
 """(text before, text) -> the tokens of the text behind the one before."""

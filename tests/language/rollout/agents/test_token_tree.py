@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from psigrad import seeds
+from psigrad.cli.mathematics import explain
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.agents.token_tree import Heard, TokenTree
+from psigrad.language.rollout.agents.token_tree import CREDIT, Heard, TokenTree
 from psigrad.language.rollout.types import Branch, Collected, Completion, Trajectory
 from psigrad.language.training.online.forward import inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
 from psigrad.objective import PolicyGradient, PolicyOutputs
@@ -209,3 +210,10 @@ def test_a_request_goes_on_only_where_nothing_before_it_is_said_otherwise(heard,
     assert heard.begins(text) == (rest is not None)
     if rest is not None:
         assert heard.rest(text) == rest
+
+
+def test_explain_names_the_rule_of_credit(capsys):
+    assert explain(["grpo"]) == 0
+    assert f"agents (--agent): {CREDIT}" in capsys.readouterr().out
+    assert explain(["dpo"]) == 0
+    assert "--agent" not in capsys.readouterr().out, "preferences are not sampled by agents"
