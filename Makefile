@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-verifiers bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-verifiers test-tinker bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
+	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
@@ -45,7 +46,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # torch comes first and alone: with it in place nothing below can pull another build (and its CUDA packages) in
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	@# an environment whose installation was interrupted is made anew: pip fails on what it finds half there
+	$(PYTHON) -m venv $(if $(wildcard $(VENV)/.installing),--clear) $(VENV)
+	@touch $(VENV)/.installing
 	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
 ifdef LOCKED
 	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
@@ -57,7 +60,7 @@ else
 	  $(RUN) -m pip install --quiet --disable-pip-version-check ./tools/pycosat; }
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 endif
-	@touch $(INSTALLED)
+	@touch $(INSTALLED) && rm -f $(VENV)/.installing
 	@echo "Installed in $(VENV). Next: . $(VENV)/bin/activate, then psigrad --help"
 
 demo: $(INSTALLED)
@@ -153,6 +156,7 @@ test-lm-eval: $(LM_EVAL_VENV)/.installed
 
 # verifiers pins mcp, and brings fifty packages along.
 VERIFIERS_VENV ?= .venv-verifiers
+TINKER_VENV ?= .venv-tinker
 $(VERIFIERS_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VERIFIERS_VENV)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(VERIFIERS_VENV)/lib/python3*/site-packages)/psigrad.pth
@@ -161,6 +165,15 @@ $(VERIFIERS_VENV)/.installed: $(INSTALLED)
 
 test-verifiers: $(VERIFIERS_VENV)/.installed
 	PATH="$$PWD/$(VERIFIERS_VENV)/bin:$$PATH" PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/verifiers
+
+$(TINKER_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(TINKER_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(TINKER_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check tinker==0.38.0
+	@touch $(TINKER_VENV)/.installed
+
+test-tinker: $(TINKER_VENV)/.installed
+	PYTHONPATH=. $(TINKER_VENV)/bin/python -m pytest -m tinker tests/tinker
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py
