@@ -1,11 +1,11 @@
 """A small model learns to use a tool over several turns, in three families' tongues: python examples/rooms.py [FOLDER] [FAMILY …]
 
-Every room of a house has one door. The question is where you are behind the second, and only the tool `open_door` knows: the policy
-has to call it, call it again with the answer, and say what it heard last. The demonstrations are careless: six in ten guess, or
-stop behind the first door. Supervised fine-tuning copies that as often as it was shown. GRPO unlearns it. Held-out rooms begin no
-training question.
+Every room of a house has one door. The question is where you are behind the second, and only the tool `open_door` knows: the
+policy has to call it, call it again with the answer, and say what it heard last. The demonstrations are careless: six in ten
+guess, or stop behind the first door. Supervised fine-tuning copies that as often as it was shown. GRPO unlearns it. Held-out
+rooms begin no training question.
 
-The chat templates are the families' own, as trl has them; each has its own form of calls, of tools' answers and of ends of turn.
+The chat templates are the families' own, as trl has them: each writes calls, tools' answers and ends of turns in its own way.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import psigrad
 from psigrad.language.models import tiny
 from psigrad.runs.result import Result
 
+MARKED = ("turn", "tool", "tool_call", "tool_response", "channel")
 FAMILIES = {
     "qwen3": ["<|im_start|>", "<|im_end|>"],
     "llama3_1": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"],
-    "gemma4": ["<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>"]
-    + ["<tool_response|>", '<|"|>', "<|channel>", "<channel|>"],
+    "gemma4": [f"<|{name}>" for name in MARKED] + [f"<{name}|>" for name in MARKED] + ['<|"|>'],
 }
 """Chat templates, and their special tokens."""
 ROOMS = [f"{letter}{digit}" for letter in string.ascii_uppercase for digit in range(10)]
@@ -99,7 +99,7 @@ def prepare(folder: Path, family: str, seed: int = 0, hidden: int = 128, layers:
 
 
 def tokenizer_of(family: str, rows: list[dict[str, Any]]) -> Any:
-    """The family's template and special tokens; else a token is a letter, a digit, or a whole line of what the template writes."""
+    """The family's template and special tokens; else a letter, a digit, or a whole line that the template writes is a token."""
     spec = find_spec("trl")
     assert spec is not None and spec.origin is not None, "the chat templates come with trl: pip install trl"
     made = tiny.tokenizer([""], 300)

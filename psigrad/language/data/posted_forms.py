@@ -81,7 +81,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 
 
 def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
-    """The place `column` of a translated row, such as messages[0].role, as the row has it that was read: conversations[0].from."""
+    """The place `column` of a translated row, as messages[0].role, in the row that was read: conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is what both answers begin with
         shift = 0 if name == "prompt" else len(_alike(row["chosen"], row["rejected"]))
