@@ -131,7 +131,7 @@ PRINTED = [
     ("Yes", "Yes", "yes"),
     ("case 1: 0.5", "case 1: 0.50", "Case 1: 0.5"),
 ]
-# Of `rubric`: replies of a judge behind an endpoint, out of 5, and the score that is read; None: it leaves the completion unscored.
+# Of `rubric`: replies of a judge behind an endpoint, and the score of 5 that is read; None: the completion stays unscored.
 REPLIES = [
     ("Clear and right. Score: 4", 4.0),
     ("Score: 0", 0.0),
@@ -194,7 +194,7 @@ def tested() -> list[str]:
     assert all(passes(test, right) and not passes(test, wrong) for test, right, wrong in TESTED)
     assert all(same_output(right, text) and not same_output(wrong, text) for text, right, wrong in PRINTED)
     lines = [
-        "**`code`.** Every test passes. Of asserts, the program computes what is called, and the value is judged outside: numbers "
+        "**`code`.** Every test passes. Of asserts the program computes what is called; the value is judged outside: numbers "
         "that are not whole within 1e-6 of their size, lists, tuples and sets as themselves.\n",
         "| test | f(7) passes | f(7) does not |",
         "|---|---|---|",
@@ -224,7 +224,7 @@ def by_judges() -> list[str]:
         "| reply | reward |",
         "|---|---|",
         *(f"| {code(reply)} | {'unscored' if score is None else f'{score / 5:.4g}'} |" for reply, score in REPLIES),
-        "\n**`reasoning_gym`.** The scorer of the row's task, which gives part marks in a way of its own. Look at yours before you "
+        "\n**`reasoning_gym`.** The scorer of the row's task, which gives part marks in a way of its own: look at it before you "
         "train on it.\n",
         "| task | answer | completion | reward |",
         "|---|---|---|---|",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat.rendering import refuse
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, alike
 from psigrad.language.data.templates import Example, encode_after, example, examples, prompt_ids
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
     texts = [read(tokenizer, row), read(tokenizer, replace(row, completion=row.rejected))]
     # a template may render the prompt's end differently before unlike answers: what they share is what both see
     starts = [text.mask.index(True) for text in texts]
-    shared = next((i for i in range(min(starts)) if texts[0].ids[i] != texts[1].ids[i]), min(starts))
+    shared = min(*starts, alike(texts[0].ids, texts[1].ids))
     if not shared:
         raise UserError(
             f"{row.source}: the tokens of chosen and rejected do not begin with the same prompt; give the prompt in a column of "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from psigrad.errors import UserError, nearest, several
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message, join_parts
-from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns, role_of, show
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError, alike, name_columns, role_of, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +84,7 @@ def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str
     """The place `column` of a translated row, as messages[0].role, in the row that was read: conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is what both answers begin with
-        shift = 0 if name == "prompt" else len(_alike(row["chosen"], row["rejected"]))
+        shift = 0 if name == "prompt" else alike(row["chosen"], row["rejected"])
         name, index = "chosen" if name == "prompt" else name, str(int(index) + shift)
     value = row.get(name)
     turn = value[int(index)] if index and isinstance(value, list) and int(index) < len(value) else None
@@ -243,10 +243,6 @@ def _has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 
 def _answer(answer: str | list[Message] | None) -> list[Message] | None:
     return [_turn("assistant", answer)] if isinstance(answer, str) else answer
-
-
-def _alike(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
 def _turn(role: str, content: Any) -> Message:

@@ -21,8 +21,9 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """`completions[b]` continue `prompts[b]`, or their first `starts[b][k]` tokens: N completions in order, T = the longest. Their
-    tokens are targets, or of each completion those where its mask is True.
+    """`completions[b]` continue `prompts[b]`, or their first `starts[b][k]` tokens: N completions in order, T = the longest.
+
+    Their tokens are targets, or of each completion those where its mask is True.
     """
 
     prompts: Sequence[Ids]

@@ -130,10 +130,10 @@ def test_what_turns_in_contexts_of_their_own_cost(name: str, thought: int, answe
     tokenizer, talk = maker.tokenizer_of(name), []
     for _ in range(8):
         more = {"reasoning_content": "the cat " * (thought // 2)} if thought else {}
-        talk += [maker.user("sat on " * 10), maker.bot("the mat " * (answer // 2), **more)]
+        talk += [maker.user("sat on " * 10), maker.bot("the mat " * 10, **more)]
     texts = templates.examples(tokenizer, dataset_rows.validate({"messages": talk}, "sft", "x"))
     assert len(texts) == 8
-    # the last text, less the answers of the turns before, has every question once; what is trained has every answer and thought once
+    # the last text without the answers before it has every question once, and what is trained every thought and answer
     again = [len(tokenizer(said["content"].strip())["input_ids"]) for said in talk[1:-1:2]]
     once = len(texts[-1].ids) - sum(again) + sum(sum(text.mask) for text in texts[:-1])
     computed, apart = SFTTask(None, [texts]).tokens([0]), sum(len(text.ids) for text in texts)  # type: ignore[arg-type]

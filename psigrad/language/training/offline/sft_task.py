@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from os.path import commonprefix
 
 from psigrad.language.data.batches import pack_by_tokens
+from psigrad.language.data.dataset_rows import alike
 from psigrad.language.data.templates import Example
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Rows
@@ -93,7 +93,7 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
 def _branch(texts: Sequence[Example]) -> Bundle:
     """One bundle; nothing that is trained stands in the trunk."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
-    starts = [len(commonprefix([context, contexts[-1]])) for context in contexts]
+    starts = [alike(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)
 
 
