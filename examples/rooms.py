@@ -20,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import get_json_schema
+
 import psigrad
 from psigrad.language.models import tiny
 from psigrad.runs.result import Result
@@ -76,24 +78,19 @@ def demonstration(room: str, rng: random.Random) -> list[dict[str, Any]]:
     return [*turns, {"role": "assistant", "content": room}]
 
 
-def prepare(folder: Path, family: str, seed: int = 0, hidden: int = 128, layers: int = 2) -> None:
+def prepare(folder: Path, family: str, seed: int = 0) -> None:
     """The rows and an untrained model that speaks the family's chat template."""
-    from transformers.utils import get_json_schema
-
     rng = random.Random(seed)
     rooms = rng.sample(ROOMS, len(ROOMS))
-    offered = [get_json_schema(open_door)]
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{room}: two doors on?"}], "answer": open_door(open_door(room))}
-        for room in rooms
-    ]
+    asked = {room: [{"role": "user", "content": f"{room}: two doors on?"}] for room in rooms}
+    prompts = [{"prompt": asked[room], "answer": open_door(open_door(room))} for room in rooms]
+    train = [room for room in rooms[HELD_OUT:] for _ in range(4)]
+    shown = [{"messages": [*asked[room], *demonstration(room, rng)], "tools": [get_json_schema(open_door)]} for room in train]
     folder.mkdir(parents=True, exist_ok=True)
-    pairs = list(zip(rooms, rows, strict=True))[HELD_OUT:]
-    shown = [{"messages": [*row["prompt"], *demonstration(room, rng)], "tools": offered} for _ in range(4) for room, row in pairs]
-    for name, part in (("held_out", rows[:HELD_OUT]), ("prompts", rows[HELD_OUT:]), ("demonstrations", shown)):
+    for name, part in (("held_out", prompts[:HELD_OUT]), ("prompts", prompts[HELD_OUT:]), ("demonstrations", shown)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     tokenizer = tokenizer_of(family, shown)
-    model = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, max_length=512, seed=seed)
+    model = tiny.model("qwen3", len(tokenizer), hidden=128, layers=2, heads=4, max_length=512, seed=seed)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
 
@@ -106,31 +103,40 @@ def tokenizer_of(family: str, rows: list[dict[str, Any]]) -> Any:
     made.add_special_tokens({"bos_token": "<|bos|>", "additional_special_tokens": FAMILIES[family]})
     made.chat_template = (Path(spec.origin).parent / "chat_templates" / f"{family}.jinja").read_text(encoding="utf-8")
     between = re.compile("|".join([*map(re.escape, ["<|bos|>", *FAMILIES[family]]), r"[A-Z]\d"]))
-    texts = [str(made.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)) for row in rows[:200]]
+    texts = [str(made.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)) for row in rows[:50]]
     lines = {line for text in texts for part in between.split(text) for line in part.splitlines(keepends=True)}
     made.add_tokens(sorted(line for line in lines if len(line) > 1))
     return made
 
 
-def main(folder: Path, family: str, seed: int = 0, sft_steps: int = 300, rl_steps: int = 40, tool: Any = open_door) -> Result:
-    """Fine-tune and train by GRPO; the figures before and after are in the result."""
-    prepare(folder, family, seed)
-    shared = {"seed": seed, "chat_template_kwargs": {"enable_thinking": False} if family == "qwen3" else {}}
-    tuned = psigrad.train(
+def kwargs_of(family: str) -> dict[str, Any]:
+    """Arguments of the template: Qwen3 would think first."""
+    return {"enable_thinking": False} if family == "qwen3" else {}
+
+
+def tune(folder: Path, family: str, seed: int = 0, steps: int = 600) -> Result:
+    """Learn from the demonstrations."""
+    return psigrad.train(
         "sft",
         model=folder / "base",
+        chat_template_kwargs=kwargs_of(family),
         dataset=str(folder / "demonstrations.jsonl"),
         eval_prompts=0,
         batch_size=32,
-        max_steps=sft_steps,
+        max_steps=steps,
         learning_rate=2e-3,
         warmup_steps=20,
+        seed=seed,
         output_dir=str(folder / "sft"),
-        **shared,
     )
+
+
+def reinforce(folder: Path, family: str, tool: Any = open_door, seed: int = 0, steps: int = 80, name: str = "grpo") -> Result:
+    """Go on by GRPO with the tool; the figures before and after are those of held-out rooms."""
     return psigrad.train(
         {"preset": "grpo", "kl": None},
-        model=tuned.model,
+        model=folder / "sft" / "model",
+        chat_template_kwargs=kwargs_of(family),
         dataset=str(folder / "prompts.jsonl"),
         eval_dataset=str(folder / "held_out.jsonl"),
         eval_prompts=HELD_OUT,
@@ -140,17 +146,25 @@ def main(folder: Path, family: str, seed: int = 0, sft_steps: int = 300, rl_step
         max_completion_length=16,
         prompts_per_step=8,
         num_generations=8,
-        max_steps=rl_steps,
+        max_steps=steps,
         learning_rate=5e-4,
-        output_dir=str(folder / "grpo"),
-        **shared,
+        seed=seed,
+        output_dir=str(folder / name),
     )
+
+
+def main(folder: Path, family: str, seed: int = 0) -> None:
+    """All of it, with a control: what GRPO makes of the same model where the tool knows another house."""
+    prepare(folder, family, seed)
+    tune(folder, family, seed)
+    for what, tool in (("with the tool", open_door), ("control", OtherHouse.open_door)):
+        found = reinforce(folder, family, tool, seed, name=what.replace(" ", "_"))
+        for when, figures in (("before", found.before), ("after", found.after)):
+            mean, low, high = (figures[f"eval/exact/{part}"] for part in ("mean", "low", "high"))
+            print(f"{family:9} {what:13} {when:6} GRPO  {mean:.3f} of the held-out questions are right [{low:.3f}, {high:.3f}]")
 
 
 if __name__ == "__main__":
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/rooms")
-    for name in sys.argv[2:] or FAMILIES:
-        found = main(root / name, name)
-        for when, figures in (("after SFT ", found.before), ("after GRPO", found.after)):
-            mean, low, high = (figures[f"eval/exact/{part}"] for part in ("mean", "low", "high"))
-            print(f"{name:9} {when}  {mean:.3f} of the held-out questions are answered rightly [{low:.3f}, {high:.3f}]")
+    for family in sys.argv[2:] or FAMILIES:
+        main(root / family, family)
