@@ -84,8 +84,10 @@ def prepare(folder: Path, family: str, seed: int = 0) -> None:
     rooms = rng.sample(ROOMS, len(ROOMS))
     asked = {room: [{"role": "user", "content": f"{room}: two doors on?"}] for room in rooms}
     prompts = [{"prompt": asked[room], "answer": open_door(open_door(room))} for room in rooms]
-    train = [room for room in rooms[HELD_OUT:] for _ in range(4)]
-    shown = [{"messages": [*asked[room], *demonstration(room, rng)], "tools": [get_json_schema(open_door)]} for room in train]
+    shown = [
+        {"messages": [*asked[room], *demonstration(room, rng)], "tools": [get_json_schema(open_door)]}
+        for room in 4 * rooms[HELD_OUT:]
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("held_out", prompts[:HELD_OUT]), ("prompts", prompts[HELD_OUT:]), ("demonstrations", shown)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
