@@ -171,7 +171,8 @@ def test_what_the_sampler_does_not_know_is_refused(model):
 
 DATED = (
     "{{ strftime_now('%Y-%m-%d') }}{% if loud %}!{% endif %}"
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
