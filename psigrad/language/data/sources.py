@@ -130,8 +130,10 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
             rows += rows_of(value, form, record.source)
             recognised.update(found)
         except RowError as error:
-            at = posted_forms.place_in(record.value, value, error.bad.column) if isinstance(value, Mapping) else error.bad.column
-            bad.append(replace(error.bad, column=at))
+            found_at = error.bad
+            if isinstance(value, Mapping) and isinstance(record.value, Mapping):
+                found_at = replace(found_at, column=posted_forms.place_in(record.value, value, found_at.column))
+            bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
                 fits, hint = find_form(value), posted_forms.usual_names(value)
     if bad and (bad_rows == "stop" or not rows):
