@@ -179,7 +179,11 @@ def _encodable(text: str) -> str:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False: `max_length` is our affair, the tokenizer's warning about its model's limit is not.
-    ids = list(tokenizer(_encodable(text), add_special_tokens=special, verbose=False)["input_ids"])
+    text, backend = _encodable(text), dialect.specials_of(tokenizer).backend
+    if special or backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
+        ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    else:
+        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     # text that was rendered before has its BOS, and the tokenizer puts another before it
     check_known(tokenizer, ids)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
@@ -191,6 +195,9 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 
     Encoding `text` alone is not enough: SentencePiece tokenizers put a space before it.
     """
+    cuts = dialect.specials_of(tokenizer).cuts
+    # tokenizers cut a text at its added tokens before anything else: what stands before the last one changes nothing behind it
+    before = before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
     base, joint = _encode(tokenizer, before), _encode(tokenizer, before + text)
     return joint[len(base) :] if joint[: len(base)] == base else _encode(tokenizer, text)
 

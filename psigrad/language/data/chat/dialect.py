@@ -77,6 +77,10 @@ class Specials:
 
     ids: frozenset[int]
     pattern: re.Pattern[str]
+    cuts: re.Pattern[str] | None = None
+    """What finds the tokens at which a text is cut before anything else is done with it; None where that is not certain."""
+    backend: Any = None
+    """The tokenizer of `tokenizers` behind it, where transformers adds nothing to what that makes of a text."""
 
 
 _specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
@@ -90,8 +94,31 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
         found = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         words = sorted(found.values(), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
-        _specials[tokenizer] = (key, Specials(frozenset(found), pattern))
+        _specials[tokenizer] = (key, Specials(frozenset(found), pattern, *_backend_of(tokenizer)))
     return _specials[tokenizer][1]
+
+
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | None, Any]:
+    """`Specials.cuts` and `Specials.backend`.
+
+    `tokenizers` cuts a text at its added tokens, the longest of those that begin first, and then goes on with each piece alone.
+    A cut must not depend on what stands before the token, as it does where it is found in normalised text, must be a word of its
+    own, or may lie inside another one.
+    """
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+    own = type(tokenizer)
+    if not isinstance(tokenizer, TokenizersBackend) or (own._encode_plus, own.__call__) != (
+        TokenizersBackend._encode_plus,
+        PreTrainedTokenizerBase.__call__,
+    ):
+        return None, None
+    added = list(tokenizer.added_tokens_decoder.values())
+    sound = [one.content for one in added if not one.normalized and not one.single_word]
+    inside = any(one != other and one[:1] and one in other[1:] for one in sound for other in (a.content for a in added))
+    if not sound or inside or len(sound) < sum(not one.normalized for one in added):
+        return None, tokenizer.backend_tokenizer
+    return re.compile("|".join(map(re.escape, sorted(sound, key=len, reverse=True)))), tokenizer.backend_tokenizer
 
 
 def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Dialect:

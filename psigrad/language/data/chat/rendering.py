@@ -99,7 +99,7 @@ def render(
 
 
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
-    """The spans of characters that the template's `{% generation %}` blocks wrote.
+    """(the text of the messages, the spans of characters in it that the template's `{% generation %}` blocks wrote).
 
     `apply_chat_template(return_assistant_tokens_mask=True)` is not used: it lets tokens merge across the start of a turn, and
     where a tokenizer trims offsets it loses every turn after one that starts with a space.
@@ -111,7 +111,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     _set_clock(tokenizer, arguments)
     said = [{name: value for name, value in message.items() if value is not None} for message in messages]
     rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
-    return rendered[1][0]
+    return rendered[0][0], rendered[1][0]
 
 
 def refuse(row: Row, what: str, why: str) -> RowError:

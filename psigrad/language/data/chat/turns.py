@@ -43,6 +43,7 @@ class Talk:
         self.template = template_of(tokenizer, row, self.arguments)
         self.special = specials_of(tokenizer).pattern
         self.dialect = dialect_of(tokenizer, self.arguments)
+        self._made: dict[Any, Any] = {}
         if self.dialect.header:
             raise UserError(
                 "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
@@ -51,7 +52,10 @@ class Talk:
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """The text of the messages. Raises `RowError` where the template cannot say them."""
-        return self._run(partial(render, generation_prompt=generation_prompt), messages)
+        key = (generation_prompt, *map(id, messages))
+        if key not in self._made:  # the messages are kept, so that no other ones get their ids
+            self._made[key] = self._run(partial(render, generation_prompt=generation_prompt), messages), messages
+        return str(self._made[key][0])
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """What is sampled from: the generation prompt, and behind it the words of an assistant's turn that the messages end with.
@@ -65,9 +69,13 @@ class Talk:
             raise refuse(self.row, f"prompt[{len(before)}].{name}", why)
         return self.render(before, generation_prompt=True) + str(last["content"])
 
-    def blocks(self, messages: Sequence[Message]) -> list[Span]:
-        """The spans of the template's generation blocks."""
-        return self._run(generation_blocks, messages)
+    def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
+        """The spans of the template's generation blocks; None where it has none. The text is known then, too."""
+        if not _GENERATION.search(self.template):
+            return None
+        text, spans = self._run(generation_blocks, messages)
+        self._made[False, *map(id, messages)] = text, messages
+        return spans
 
     def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
         try:
@@ -125,8 +133,8 @@ def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bo
 def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
     """The context of the last message, the text up to its end, and its spans that are trained."""
     said = messages[-1]
-    before, text = talk.render(messages[:-1], generation_prompt=True), talk.render(messages)
-    own = [span for span in talk.blocks(messages) if span[1] > len(before)] if _GENERATION.search(talk.template) else None
+    before, blocks = talk.render(messages[:-1], generation_prompt=True), talk.blocks(messages)
+    text, own = talk.render(messages), None if blocks is None else [span for span in blocks if span[1] > len(before)]
     if own == []:
         return before, text, []
     as_rendered = text
