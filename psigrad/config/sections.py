@@ -114,6 +114,9 @@ class Data:
     """Rows whose prompt has more tokens than this are refused; 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """What a malformed row does: stop the run, or be left out and counted."""
+    num_proc: Annotated[CountOrZero, FREE] = 0
+    """Processes that turn rows into tokens, where there are thousands; 0: one for each core. Files of rows are encoded once, and
+    kept for the next start (docs/data.md)."""
 
 
 @dataclass(frozen=True)

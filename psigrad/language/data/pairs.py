@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat.rendering import refuse
@@ -13,8 +12,6 @@ from psigrad.language.data.templates import Example, encode_after, example, exam
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,12 +114,6 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
     return Steps(ids, ends, list(row.labels))
 
 
-def drop_long(rows: Sequence[T], tokens: Callable[[T], int], max_length: int) -> tuple[list[T], int]:
-    """The rows of at most `max_length` tokens (0: all), and how many were left out: half an answer cannot be judged."""
-    kept = [row for row in rows if not max_length or tokens(row) <= max_length]
-    return kept, len(rows) - len(kept)
-
-
-def longest(made: Pair | Steps) -> int:
-    """Tokens of the longer text of a pair, or of a solution."""
-    return made.tokens if isinstance(made, Steps) else len(made.prompt) + max(len(made.chosen.ids), len(made.rejected.ids))
+def longest(made: Pair | Judged | Steps) -> int:
+    """Tokens of the longer text of a pair, or of the only one."""
+    return len(made.prompt) + max(len(made.chosen.ids), len(made.rejected.ids)) if isinstance(made, Pair) else made.tokens

@@ -11,6 +11,7 @@ from typing import Any
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import reason_of
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.rendered_rows import first_rows
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
@@ -40,7 +41,7 @@ def train_on_rows(
     config: SFTConfig | RewardConfig | PreferenceConfig,
     journal: Journal,
     model: LanguageModel | ScalarModel,
-    rows: tuple[Sequence[Row], Sequence[Row]],
+    prepared: PreparedRows[Any],
     checkpoint: Path | None,
     task: Task,
     held_out: Task | None,
@@ -49,11 +50,11 @@ def train_on_rows(
 ) -> Result:
     """The rest of every offline recipe: train on `task` from the `checkpoint` on, and leave the model behind.
 
-    `rows` are those of training and those that are held out. `judges` are the reward and the held-out metric.
+    `judges` are the reward and the held-out metric.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    note_rows(config, model, rows[0], journal, checkpoint)
-    pins, counted = collect_pins(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
+    note_rows(config, model, prepared.rows, journal, checkpoint)
+    pins, counted = collect_pins(config, model.tokenizer, prepared, judges), (len(prepared.rows), len(prepared.held_out))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from psigrad.config import OnlineConfig
+from psigrad.language.data.kept_rows import PreparedRows
+from psigrad.language.data.posted_forms import Tell
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference
 from psigrad.language.models.language_model import LanguageModel
@@ -16,13 +19,17 @@ from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
-from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for, judgeable_rows
+from psigrad.language.recipes.row_encoding import prepare
+from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
+from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.episodes.tools import resolve, schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.learners import Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
 from psigrad.language.training.online.online_rl import train
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.processes.parallel.world import World
+from psigrad.records.pins import hash_code
 from psigrad.runs import session
 from psigrad.runs.result import Result
 
@@ -44,7 +51,9 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        rows, held_out = judgeable_rows(*rows_for(config, episodes, model.tokenizer, journal.tell), rewards, metric, journal)
+        make = partial(_prepare, config, model, episodes, rewards, metric)
+        prepared = prepare(config.data, model.tokenizer, _settings(config, model, rewards, metric), journal, make)
+        rows, held_out = prepared.rows, prepared.held_out
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))
@@ -52,8 +61,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if held_out:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             evaluator = evaluator_for(config, model, metric or rewards, judge, held_out, reference, episodes, world=journal.world)
-        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), journal)
-        prompts = row_limits.add_teacher_prompts(prompts, config, model, reference)
+        prompts = row_limits.add_teacher_prompts(row_limits.Prompts(rows, prepared.made), config, model, reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal))
         algorithm = correct(algorithm, config, sampler, model, journal)
@@ -63,7 +71,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
         fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held_out))
-        pins = collect_pins(config, model.tokenizer, rows, held_out, (rewards, metric))
+        pins = collect_pins(config, model.tokenizer, prepared, (rewards, metric))
         begun = begin(config, journal, learners, pins, checkpoint, fresh, counted)
         job = Online(
             config=config,
@@ -87,6 +95,30 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             check_online(job)
         after = train(job, begun.state, begun.save)
         return finish(config, journal, model, ledger=after.ledger, **count_tasks(sampler))
+
+
+def _prepare(
+    config: OnlineConfig,
+    model: LanguageModel,
+    episodes: Episodes | None,
+    rewards: RewardSetup,
+    metric: RewardSetup | None,
+    tell: Tell,
+) -> PreparedRows[Any]:
+    """The rows that can be judged, and the tokens of their prompts."""
+    rows, held_out = rows_for(config, episodes, model.tokenizer, tell)
+    rows, held_out = rewards.judgeable(rows, tell), (metric or rewards).judgeable(held_out, tell)
+    prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
+    return PreparedRows(rows, held_out, prompts.made, [])
+
+
+def _settings(config: OnlineConfig, model: LanguageModel, rewards: RewardSetup, metric: RewardSetup | None) -> list[Any]:
+    """What the rows of a run depend on besides its data and its tokenizer."""
+    asked = [one for setup in (rewards, metric) if setup for one in setup.functions if hasattr(one, "check_row")]
+    judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
+    tools = schemas(resolve(config.tools, config.worker_env)) if config.tools else []
+    room = model.max_length, completion_room(config)
+    return ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges]
 
 
 def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> ValueModel:

@@ -7,9 +7,10 @@ tools are offered, called and answered in Hermes' form, which is plain text. No 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -85,10 +86,13 @@ class Specials:
 
 _specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
 _dialects: WeakKeyDictionary[Any, dict[Any, Dialect]] = WeakKeyDictionary()
+_fixed: WeakKeyDictionary[Any, Specials] = WeakKeyDictionary()
 
 
 def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
     """Its special tokens, found once until it gets others."""
+    if (known := _fixed.get(tokenizer)) is not None:
+        return known
     key = (len(tokenizer), len(tokenizer.extra_special_tokens), *tokenizer.special_tokens_map.values())
     if _specials.get(tokenizer, (None,))[0] != key:
         found = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -96,6 +100,16 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
         pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
         _specials[tokenizer] = (key, Specials(frozenset(found), pattern, *_backend_of(tokenizer)))
     return _specials[tokenizer][1]
+
+
+@contextlib.contextmanager
+def fixed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """A block in which the tokenizer gets no other special tokens: nobody looks for them again."""
+    _fixed[tokenizer] = specials_of(tokenizer)
+    try:
+        yield
+    finally:
+        _fixed.pop(tokenizer, None)
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | None, Any]:

@@ -89,7 +89,7 @@ class Talk:
         return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
 
 
-def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bool = False) -> list[Context]:
+def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
     """The assistant's turns of a row in the contexts in which they would be sampled: what stands before a turn is what the
     template renders to sample it.
 
@@ -97,7 +97,7 @@ def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bo
     thought) one context for each turn that was rewritten. An empty thought that the template adds is context, unless
     `empty_thinking`. Raises `RowError` for a turn that no such context can be derived for, and for what the template leaves out.
     """
-    talk = Talk(tokenizer, row)
+    row = talk.row
     prompt = row.prompt if isinstance(row.prompt, list) else []
     answer = list(row.completion) if isinstance(row.completion, list) else []
     first = len(prompt)
@@ -263,8 +263,7 @@ def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
     )
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> list[str]:
+def stop_tokens(talk: Talk) -> list[str]:
     """The special tokens that end an assistant's turn: one that answers, and where a row offers tools one that calls."""
-    talk = Talk(tokenizer, row or Row("a test conversation"))
     ends = [talk.dialect.turn_end, *([talk.dialect.call_end] if talk.arguments["tools"] else [])]
     return list(dict.fromkeys(found[-1] for end in ends if (found := talk.special.findall(end))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.templates import Example
@@ -31,20 +31,16 @@ class SFTTask:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @cached_property
-    def bundles(self) -> list[list[Bundle]]:
-        """Of each row its texts in bundles that share a beginning."""
-        return [bundle(texts) for texts in self.rows]
-
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens that are computed of these rows: what texts of one row share counts once."""
-        return sum(one.tokens for i in rows for one in self.bundles[i])
+        return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """One forward pass after the other; see `Task`."""
-        targets = max(1, sum(sum(text.mask) for i in rows for text in self.rows[i]))
-        parts = pack_by_tokens([self.tokens([i]) for i in rows], budget, ranks)
-        packed = [_pack([one for place in part for one in self.bundles[rows[place]]]) for part in parts]
+        bundles = [bundle(self.rows[i]) for i in rows]
+        targets = max(1, sum(sum(text.mask) for own in bundles for one in own for text in one.texts))
+        parts = pack_by_tokens([sum(one.tokens for one in own) for own in bundles], budget, ranks)
+        packed = [_pack([one for place in part for one in bundles[place]]) for part in parts]
         return [partial(self._loss, part, targets) for part in packed]
 
     def _loss(self, rows: Rows | Groups, targets: int) -> Loss:

@@ -5,6 +5,7 @@ Nothing is computed from any of it, but that a run stops where sampler and train
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,7 +239,9 @@ def rollout_rows(
     """A row of rollouts.jsonl for every completion of the step: those that were trained on with their advantage, and the first
     `record_tokens` groups token by token.
     """
-    rows: dict[int, Any] = {p.index: p.row for p in prompts}
+    # prompts stand in the order of their rows; a look at all of them in every step would cost more than the step
+    numbers = {t.row for t in collected.trajectories}
+    rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
     used = [t for group in collected.groups for t in group]
     advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
     shown = {id(t) for group in collected.groups[:record_tokens] for t in group}
