@@ -190,7 +190,7 @@ def begin(
         pinned = {**pinned, "ranks": str(world.size)}
         agree(world, {**pinned, "settings": json.dumps(to_dict(config), sort_keys=True), **_sums_of(learners)})
     if found is not None:
-        session.check_pins(config.run, journal, checkpoint.verify(found), pinned)
+        session.check_pins(config.run, journal, checkpoint.read_manifest(found), pinned)
     first = fresh if found is None else restore(found, learners)
     if config.run.extend:
         first = replace(first, ended=False)
