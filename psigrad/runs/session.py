@@ -122,7 +122,8 @@ def newest_checkpoint(journal: Journal) -> Path | None:
     found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Latest(None))
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
-    journal.folder.rewind(found.step if found.path is not None else -1, found.manifest.get("rows") or {})
+    rows, ends = (found.manifest.get(name) or {} for name in ("rows", "ends"))
+    journal.folder.rewind(found.step if found.path is not None else -1, rows, ends)
     return found.path
 
 
@@ -136,8 +137,8 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
 
 
 def vouched(journal: Journal) -> dict[str, Any]:
-    """What a checkpoint's manifest says of the run folder: its settings, and how many rows there are."""
-    return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows)}
+    """What a checkpoint's manifest says of the run folder: its settings, and how many rows and bytes of them there are."""
+    return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
 
 def note_end(journal: Journal, **noted: Any) -> None:

@@ -34,6 +34,7 @@ from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.sources import parse_mixture
 from psigrad.processes.workers.lifetime import die_with_parent
 from psigrad.records import pins
+from psigrad.runs import machine
 from psigrad.runs.journal import Journal
 
 R = TypeVar("R")
@@ -96,7 +97,7 @@ def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell |
 def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterator[tuple[bytes, list[BadRow], Counter[str]]]:
     """`Encoder.batch` of the rows in order, by several processes where there are many."""
     spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
-    here = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    here = machine.cores() if sys.platform == "linux" else 1
     count = min(wanted or (here if len(rows) >= FEW else 1), len(spans))
     if count <= 1:
         yield from (encoder.batch(rows[span]) for span in spans)
