@@ -100,6 +100,7 @@ _ROWS = (
     *_same("sampling.top_k", "", f"{_ROLLOUT}.top_k"),
     *_same("sampling.vllm_memory", "vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
     *_same("sampling.tensor_parallel_size", "vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
+    *_same("data.num_proc", "dataset_num_proc preprocessing_num_workers"),
     *_same("sampling.vllm_sleep", "vllm_enable_sleep_mode"),
     *_same("num_generations", "rollout_n", f"{_ROLLOUT}.n", "n_samples_per_prompt"),
     *_same("num_iterations", "num_ppo_epochs", f"{_ACTOR}.ppo_epochs"),
@@ -212,7 +213,7 @@ _ROWS = (
     *_needless("every step is in metrics.jsonl", "logging_first_step logging_strategy log_level"),
     *_needless("every column reaches the reward functions", "remove_unused_columns"),
     *_needless(_READ_ONCE,
-        "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers dataloader_drop_last "
+        "dataloader_num_workers dataloader_pin_memory dataloader_drop_last "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context "
         "accelerator_config label_names length_column_name"),
     *_needless("the command says what is done", "do_train do_eval"),

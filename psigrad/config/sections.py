@@ -281,6 +281,9 @@ class Run:
     """CPU threads for torch; 0: OMP_NUM_THREADS where it is set, else one per core."""
     device: Annotated[str, MACHINE] = "auto"
     """auto: cuda where there is one, else cpu."""
+    max_memory: Annotated[str, MACHINE] = ""
+    """Stay below this much memory, as 8GB: micro-batches become as small, and activations are computed anew, as `psigrad plan`
+    counts that it takes. Empty: as the settings say."""
     progress: Annotated[bool, FREE] = True
     """Show progress bars and tables."""
     report: Annotated[bool, FREE] = True

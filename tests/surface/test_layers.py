@@ -40,7 +40,7 @@ ALLOWED |= {
     "processes.sandbox": {"processes.sandbox", *LEAVES},
 }
 # Where the core reaches what stands beside it: one module for each room.
-HOOKS = {"config/load.py": {"compat"}}
+HOOKS = {"config/load.py": {"compat"}, "language/recipes/api.py": {"preflight"}}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
 

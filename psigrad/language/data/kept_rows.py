@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -16,17 +17,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.pairs import Answer, Judged, Pair, Steps
 from psigrad.language.data.templates import Example
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 T = TypeVar("T")
-SCHEMA = pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int32()))])
 _MADE = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
 _ENDING = 64
 """Bytes of the SHA-256 behind a file."""
@@ -96,10 +97,28 @@ def unpack(text: str, ids: list[int]) -> Any:
     return value(json.loads(text))
 
 
+@functools.cache
+def _schema() -> pa.Schema:
+    """pyarrow, and pandas with it, take 70 MB: they are loaded where there are many rows."""
+    import pyarrow as pa
+
+    return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int32()))])
+
+
 def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
     """Packed things as a batch of Arrow."""
-    texts, ids = zip(*packed, strict=True) if packed else ((), ())
-    return pa.record_batch([pa.array(texts, pa.large_string()), pa.array(ids, pa.large_list(pa.int32()))], schema=SCHEMA)
+    import pyarrow as pa
+
+    columns = zip(*packed, strict=True) if packed else ((), ())
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _schema(), strict=True)]
+    return pa.record_batch(arrays, schema=_schema())
+
+
+def batch_from(data: bytes) -> pa.RecordBatch:
+    """The batch that was serialised."""
+    import pyarrow as pa
+
+    return pa.ipc.read_record_batch(pa.py_buffer(data), _schema())
 
 
 class Packed(Sequence[T], Generic[T]):
@@ -144,6 +163,8 @@ def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None
     """Keep it in a file, with what was told of it; older files of the folder go until all of them have `most` bytes. A disk that
     is full, and rows that would not come back as they were, only mean that nothing is kept.
     """
+    import pyarrow as pa
+
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     rows = [_batches(part, pack_row) for part in (prepared.rows, prepared.held_out)]
     made = [_batches(part, pack) for part in (prepared.made, prepared.judged)]
@@ -153,7 +174,7 @@ def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None
             with beside.open("wb") as file:
                 stream = _Hashing(file)
                 counts = []
-                with pa.ipc.new_file(pa.PythonFile(stream, "w"), SCHEMA) as out:
+                with pa.ipc.new_file(pa.PythonFile(stream, "w"), _schema()) as out:
                     for part in (*rows, *made):
                         counts.append(sum(1 for batch in part if out.write_batch(batch) is None))
                     note = {"parts": counts, "told": told, "sums": dict(prepared.sums)}
@@ -169,6 +190,10 @@ def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None
 
 def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
     """What `write` has kept, mapped and not read, and what was told; None where it is not there, or not as it was written."""
+    if not path.is_file():
+        return None
+    import pyarrow as pa
+
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END) - _ENDING

@@ -112,6 +112,10 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
 
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
+    if config.run.max_memory:
+        from psigrad.preflight.plan.fit import fit
+
+        config = fit(config)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:
         from psigrad.runs import hub

@@ -18,7 +18,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Data
@@ -55,9 +54,9 @@ class Encoder(Generic[R]):
     encode: Callable[[R], Any]
     keep: Keep | None = None
 
-    def batch(self, rows: Sequence[R]) -> tuple[bytes, list[BadRow], Counter[str]]:
-        """(a batch of Arrow, what was refused, what was counted) of some rows."""
-        packed, refused, counts = [], list[BadRow](), Counter[str]()
+    def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
+        """(what is trained on, what was refused, what was counted) of some rows."""
+        found, refused, counts = [], list[BadRow](), Counter[str]()
         with fixed(self.tokenizer):
             for row in rows:
                 try:
@@ -69,21 +68,20 @@ class Encoder(Generic[R]):
                     made, counted = self.keep(made)
                     counts.update(counted)
                 if made is not None:
-                    packed.append(pack(made))
-        return batch_of(packed).serialize().to_pybytes(), refused, counts
+                    found.append(made)
+        return found, refused, counts
 
 
-def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None) -> tuple[Packed[Any], Counter[str]]:
-    """What the encoder makes of the rows, and what it counted. A row that it refuses stops the run, by its place in the file, or
+def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None) -> tuple[Sequence[Any], Counter[str]]:
+    """What the encoder makes of the rows, in Arrow where they are many, and what it counted. A row that it refuses stops the run, by its place in the file, or
     is left out and counted with `bad_rows: skip`.
     """
-    batches: list[pa.RecordBatch] = []
-    refused: list[BadRow] = []
-    counts: Counter[str] = Counter()
-    for batch, bad, counted in _batches(rows, encoder, data.num_proc):
-        batches.append(pa.ipc.read_record_batch(pa.py_buffer(batch), kept_rows.SCHEMA))
-        refused += bad
-        counts += counted
+    if len(rows) < FEW and data.num_proc <= 1:
+        made, refused, counts = encoder(rows)
+    else:
+        found = list(_batches(rows, encoder, data.num_proc))
+        made = Packed([kept_rows.batch_from(batch) for batch, _, _ in found], unpack)
+        refused, counts = [bad for _, some, _ in found for bad in some], sum((more for _, _, more in found), Counter[str]())
     if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
         more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
         raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or leave such rows out with bad_rows=skip.")
@@ -91,16 +89,16 @@ def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell |
         kept = len(rows) - len(refused)
         text = f"{len(refused)} of {len(rows)} rows are refused and left out; the first: {refused[0]}."
         tell("rows_refused", text, count=len(refused), kept=kept, reasons=[str(bad) for bad in refused[:5]])
-    return Packed(batches, unpack), counts
+    return made, counts
 
 
 def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterator[tuple[bytes, list[BadRow], Counter[str]]]:
-    """`Encoder.batch` of the rows in order, by several processes where there are many."""
+    """What the encoder makes of the rows, in order, as batches of Arrow, by several processes where there are many."""
     spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
     here = machine.cores() if sys.platform == "linux" else 1
     count = min(wanted or (here if len(rows) >= FEW else 1), len(spans))
     if count <= 1:
-        yield from (encoder.batch(rows[span]) for span in spans)
+        yield from (_encode(encoder, rows[span]) for span in spans)
         return
     # forked, they have the rows and the tokenizer without a copy; they call nothing of torch, whose threads a fork leaves behind
     pool = ProcessPoolExecutor(count, get_context("fork"), initializer=_begin, initargs=(rows, encoder))
@@ -125,8 +123,12 @@ def _begin(rows: Sequence[Any], encoder: Encoder[Any]) -> None:
 
 
 def _encode_span(span: slice) -> tuple[bytes, list[BadRow], Counter[str]]:
-    found: tuple[bytes, list[BadRow], Counter[str]] = _work["encoder"].batch(_work["rows"][span])
-    return found
+    return _encode(_work["encoder"], _work["rows"][span])
+
+
+def _encode(encoder: Encoder[Any], rows: Sequence[Any]) -> tuple[bytes, list[BadRow], Counter[str]]:
+    made, refused, counts = encoder(rows)
+    return batch_of(list(map(pack, made))).serialize().to_pybytes(), refused, counts
 
 
 def prepare(

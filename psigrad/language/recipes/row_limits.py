@@ -13,7 +13,7 @@ from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, S
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.kept_rows import Packed, PreparedRows
+from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell, as_turns, for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import prompt_for_reward, prompt_ids, said_otherwise
@@ -27,7 +27,7 @@ from psigrad.runs.journal import Journal
 class Prompts(Sequence[Prompt]):
     """The prompts of rows, each made where it is asked for."""
 
-    def __init__(self, rows: Sequence[Row], made: Packed[Any]) -> None:
+    def __init__(self, rows: Sequence[Row], made: Sequence[Any]) -> None:
         self.rows, self.made = rows, made
 
     def __len__(self) -> int:
