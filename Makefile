@@ -186,7 +186,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 
 types: $(INSTALLED)
-	$(RUN) -m mypy psigrad psigrad_studio studies
+	$(RUN) -m mypy psigrad psigrad_studio psigrad_serve studies
 
 # Warnings are errors, and a link that leads nowhere is one. No network is used.
 docs: $(INSTALLED)
