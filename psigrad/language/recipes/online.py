@@ -31,6 +31,7 @@ from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.processes.parallel.world import World
 from psigrad.records.pins import hash_code
 from psigrad.runs import session
+from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
 
@@ -51,8 +52,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        make = partial(_prepare, config, model, episodes, rewards, metric)
-        prepared = prepare(config.data, model.tokenizer, _settings(config, model, rewards, metric), journal, make)
+        prepared = _prepared(config, model, journal, episodes, rewards, metric)
         rows, held_out = prepared.rows, prepared.held_out
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
@@ -97,28 +97,28 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         return finish(config, journal, model, ledger=after.ledger, **count_tasks(sampler))
 
 
-def _prepare(
+def _prepared(
     config: OnlineConfig,
     model: LanguageModel,
+    journal: Journal,
     episodes: Episodes | None,
     rewards: RewardSetup,
     metric: RewardSetup | None,
-    tell: Tell,
 ) -> PreparedRows[Any]:
     """The rows that can be judged, and the tokens of their prompts."""
-    rows, held_out = rows_for(config, episodes, model.tokenizer, tell)
-    rows, held_out = rewards.judgeable(rows, tell), (metric or rewards).judgeable(held_out, tell)
-    prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
-    return PreparedRows(rows, held_out, prompts.made, [])
 
+    def make(tell: Tell) -> PreparedRows[Any]:
+        given, held = rows_for(config, episodes, model.tokenizer, tell)
+        rows, held_out = rewards.judgeable(given, tell), (metric or rewards).judgeable(held, tell)
+        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
+        return PreparedRows(rows, held_out, prompts.made, [])
 
-def _settings(config: OnlineConfig, model: LanguageModel, rewards: RewardSetup, metric: RewardSetup | None) -> list[Any]:
-    """What the rows of a run depend on besides its data and its tokenizer."""
     asked = [one for setup in (rewards, metric) if setup for one in setup.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
     tools = schemas(resolve(config.tools, config.worker_env)) if config.tools else []
     room = model.max_length, completion_room(config)
-    return ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges]
+    settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges]
+    return prepare(config.data, model.tokenizer, settings, journal, make)
 
 
 def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> ValueModel:

@@ -72,9 +72,11 @@ class Encoder(Generic[R]):
         return found, refused, counts
 
 
-def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """What the encoder makes of the rows, in Arrow where they are many, and what it counted. A row that it refuses stops the run, by its place in the file, or
-    is left out and counted with `bad_rows: skip`.
+def encode_rows(
+    rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None
+) -> tuple[Sequence[Any], Counter[str]]:
+    """What the encoder makes of the rows, in Arrow where they are many, and what it counted. A row that it refuses stops the run,
+    by its place in the file, or is left out and counted with `bad_rows: skip`.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made, refused, counts = encoder(rows)
