@@ -51,8 +51,10 @@ def pack_row(row: Row) -> tuple[str, list[int]]:
 
 def unpack_row(text: str, _: list[int]) -> Row:
     """The inverse of `pack_row`."""
-    held = json.loads(text)
-    return Row(**{name: tuple(value) if name in ("steps", "labels") else value for name, value in held.items()})
+    held: dict[str, Any] = json.loads(text)
+    for name in ("steps", "labels"):
+        held[name] = tuple(held.get(name, ()))
+    return Row(**held)
 
 
 def pack(value: Any) -> tuple[str, list[int]]:
@@ -126,7 +128,7 @@ class Packed(Sequence[T], Generic[T]):
 
     def __init__(self, batches: Sequence[pa.RecordBatch], made_of: Callable[[str, list[int]], T]) -> None:
         self.batches, self._made_of = [batch for batch in batches if batch.num_rows], made_of
-        self._starts = [0, *itertools.accumulate(batch.num_rows for batch in self.batches)]
+        self._starts: list[int] = [0, *itertools.accumulate(batch.num_rows for batch in self.batches)]
 
     def __len__(self) -> int:
         return self._starts[-1]

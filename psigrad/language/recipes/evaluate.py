@@ -97,7 +97,7 @@ def _by_model(
     size: int,
     model: LanguageModel,
     episodes: Episodes | None,
-) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
+) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """`size` completions of each prompt by a model here."""
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer))
     evaluator = evaluator_for(config, model, rewards, scorer, rows, None, episodes, size=size)
@@ -108,7 +108,7 @@ def _by_model(
 
 def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
-) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
+) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """`size` completions of each prompt by a server, under the seeds that a model here would have."""
     if config.environment or config.tools:
         raise UserError("Episodes with an environment or tools need a model here; leave out --server, or environment and tools.")

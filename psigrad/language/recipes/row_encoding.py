@@ -79,6 +79,7 @@ def encode_rows(
     by its place in the file, or is left out and counted with `bad_rows: skip`.
     """
     if len(rows) < FEW and data.num_proc <= 1:
+        made: Sequence[Any]
         made, refused, counts = encoder(rows)
     else:
         found = list(_batches(rows, encoder, data.num_proc))

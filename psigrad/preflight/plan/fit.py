@@ -61,6 +61,7 @@ def _say(config: Config, plan: Plan) -> None:
     if launch.first():
         chosen = [f"micro-batches of {config.micro_batch_tokens} tokens"]
         chosen += ["activations computed anew"] if config.model.gradient_checkpointing else []
-        chosen += [f"{config.sampling.max_decode_batch} sequences decoded at once"] if getattr(config, "sampling", None) else []
+        sampling = getattr(config, "sampling", None)
+        chosen += [f"{sampling.max_decode_batch} sequences decoded at once"] if sampling else []
         text = f"psigrad: For {config.run.max_memory}: {', '.join(chosen)}; the plan is {size(plan.memory.peak)}."
         print(text, file=sys.stderr)

@@ -74,8 +74,9 @@ class Talk:
         if not _GENERATION.search(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
+        found: list[Span] = spans
         self._made[False, *map(id, messages)] = text, messages
-        return spans
+        return found
 
     def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
         try:
