@@ -205,7 +205,7 @@ def _choose(
     rewards: RewardSetup,
     figures: dict[str, Any],
     trajectories: list[Trajectory],
-    rows: list[Row],
+    rows: Sequence[Row],
 ) -> Report:
     """All completions, or with `best_of` the best of each prompt, by the metric where there is one."""
     if not isinstance(config, EvalConfig) or config.best_of == 1:

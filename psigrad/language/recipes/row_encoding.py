@@ -31,7 +31,7 @@ from psigrad.language.data.dataset_rows import BadRow, Row, RowError
 from psigrad.language.data.kept_rows import Packed, PreparedRows, batch_of, pack, unpack
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.sources import parse_mixture
-from psigrad.processes.workers.lifetime import die_with_parent
+from psigrad.processes.proc import die_with_parent
 from psigrad.records import pins
 from psigrad.runs import machine
 from psigrad.runs.journal import Journal
