@@ -47,7 +47,7 @@ class Report:
 
     figures: dict[str, Any]
     trajectories: list[Trajectory]
-    rows: list[Row]
+    rows: Sequence[Row]
     settings: dict[str, Any] = field(default_factory=dict)
     """What made the figures: template, examples, extraction, decoding, model and data."""
 
