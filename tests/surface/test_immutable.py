@@ -30,6 +30,8 @@ CHANGING = {
         "Nothing",
         "Readback",
         "ServedModel",
+        "TokenStream",  # tokens come to it
+        *("TokenTree", "Flat", "Session"),  # as do requests of an agent
         "Translation",
         "TrlScript",
     ),

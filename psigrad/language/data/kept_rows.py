@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MADE = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
+_NAMES = {name: [f.name for f in fields(kind)] for name, kind in _MADE.items()}
 _ENDING = 64
 """Bytes of the SHA-256 behind a file."""
 
@@ -94,7 +95,8 @@ def unpack(text: str, ids: list[int]) -> Any:
             return list(itertools.islice(rest, parts))
         if kind == "flags":
             return [flag for run, n in enumerate(parts) for flag in [run % 2 == 1] * n]
-        return _MADE[kind](*map(value, parts))
+        values = [tuple(part) if name == "apart" else part for name, part in zip(_NAMES[kind], map(value, parts), strict=True)]
+        return _MADE[kind](*values)
 
     return value(json.loads(text))
 

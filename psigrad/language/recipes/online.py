@@ -22,6 +22,7 @@ from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.tools import resolve, schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
@@ -120,7 +121,7 @@ def _prepared(
     config: OnlineConfig,
     model: LanguageModel,
     journal: Journal,
-    episodes: Episodes | None,
+    episodes: Episodes | Agents | None,
     rewards: RewardSetup,
     metric: RewardSetup | None,
 ) -> PreparedRows[Any]:

@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import SFTConfig
-from psigrad.errors import UserError
+from psigrad.errors import UserError, several
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import read_rows
@@ -66,7 +66,8 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     tell_translations(tokenizer, rows, tell)
     found, texts = counts["rows"], counts["texts"]
     if texts > found:
-        said = f"{found} rows are {texts} texts: the chat template rewrites turns once others follow."
+        are = several(found, "row", "is", "are")
+        said = f"{are} {texts} texts: the chat template rewrites turns once others follow."
         tell("turns_apart", said, rows=found, texts=texts)
     if cut := counts["cut"]:
         tell("rows_cut", f"{cut} of {texts} rows are cut at {limit} tokens.", at=limit, count=cut)

@@ -34,7 +34,7 @@ from psigrad.processes.parallel.world import ALONE
 TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 flags = st.lists(st.booleans(), min_size=1, max_size=6)
-answers = st.builds(Answer, ids, flags)
+answers = st.builds(Answer, ids, flags, st.lists(st.builds(Answer, ids, flags), max_size=2).map(tuple))
 texts = st.builds(Example, ids, flags, st.booleans())
 made = st.one_of(
     st.lists(texts, min_size=1, max_size=3),
