@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-_MADE = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
+_MADE: dict[str, Any] = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
 _NAMES = {name: [f.name for f in fields(kind)] for name, kind in _MADE.items()}
 _ENDING = 64
 """Bytes of the SHA-256 behind a file."""

@@ -242,7 +242,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
     return [max(group, key=lambda t: float("-inf") if t.reward is None else t.reward) for group in groups]
 
 
-def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None, tokenizer: Any) -> list[Row]:
+def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | Agents | None, tokenizer: Any) -> list[Row]:
     """The rows of the dataset, or those that the environment brings along, as the model reads them."""
     own, data = own_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
