@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -26,6 +27,24 @@ _ADAPTER, _CLUSTER, _PUSHED = Needs("model.lora_rank"), Needs("placement.cluster
 DRAWS = Needs("reward", "reward_model", "evaluation.metric", "prompts_per_step", "best_of", "output")
 # A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
 Reward = str | dict[str, Any] | Callable[..., Any]
+
+
+# transformers' names; reduce_lr_on_plateau and greedy follow a metric and not the step.
+Schedule = Literal[
+    "linear", "cosine", "constant", "cosine_with_restarts", "polynomial", "inverse_sqrt", "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+
+
+def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    """A setting that is a mapping, or JSON text of one; empty where it is. Raises `UserError` for other text."""
+    try:
+        found = json.loads(given) if isinstance(given, str) and given else given or {}
+    except ValueError:
+        found = None
+    if not isinstance(found, Mapping):
+        raise UserError(f"lr_scheduler_kwargs is {given!r}; expected name: value pairs, as '{{\"power\": 2}}'.")
+    return dict(found) or ""
 
 
 def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
@@ -118,8 +137,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW and its schedule."""
+    """The optimiser and its schedule."""
 
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
+    """What steps the weights: adamw; muon (torch.optim.Muon), at adamw's learning rates, for matrices other than embeddings and
+    heads, which adamw steps; or adafactor (transformers'), which keeps next to no state."""
     learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0
@@ -132,10 +154,14 @@ class Optim:
     """Added to the root of the second moment."""
     max_grad_norm: Annotated[PositiveOrZero, LIVE] = 1.0
     """Clip the global gradient norm to this; 0: never."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape of the decay after warm-up."""
+    lr_scheduler_type: Schedule = "linear"
+    """Shape of the decay after warm-up, by transformers' names."""
+    lr_scheduler_kwargs: Annotated[str | Mapping[str, Any], AfterValidator(lambda given: object_of(given))] = ""
+    """Parameters of the schedule, as '{"min_lr_rate": 0.1}' for cosine_with_min_lr, {"num_decay_steps": 200} for
+    warmup_stable_decay, {"num_cycles": 3} for cosine_with_restarts, {"power": 2} for polynomial, {"timescale": 1000} for
+    inverse_sqrt."""
     warmup_steps: Annotated[CountOrZero, STEPS] = 0
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. The first has the rate learning_rate / (warmup_steps + 1), where transformers' first has 0."""
     rehearse: Annotated[bool, RECORDED] = False
     """Run one forward and backward pass over the longest samples before the first step, and discard its gradients: a lack of
     memory shows at once."""

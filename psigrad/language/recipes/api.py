@@ -14,6 +14,7 @@ from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
+from psigrad.language.training import schedules
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel import launch
 from psigrad.runs.result import Result
@@ -112,6 +113,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
 
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
+    schedules.check(config.optim)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:
         from psigrad.runs import hub

@@ -150,7 +150,7 @@ def restore(path: Path, learners: Learners) -> State:
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Moments by parameter name and, for half-precision models, the float32 master weights; in shards where the weights are."""
     masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]}
-    found = {**optimizer.adamw.tensors(), **masters}
+    found = {**optimizer.rule.tensors(), **masters}
     return {key: shards.like(x, optimizer.parameters[key.partition(".")[2]]) for key, x in found.items()}
 
 
@@ -160,7 +160,7 @@ def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> N
         for name, master in optimizer.masters.items():
             if f"master.{name}" in tensors:
                 master.copy_(tensors[f"master.{name}"])
-    optimizer.adamw.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
+    optimizer.rule.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
     made: Any = with_changes(run, changes)
     for optimizer in (made.optimizer, *([made.critic.optimizer] if getattr(made, "critic", None) is not None else ())):
         optimizer.optim = made.config.optim
-        optimizer.adamw.weight_decay = made.config.optim.weight_decay
+        optimizer.rule.weight_decay = made.config.optim.weight_decay
     same: R = made
     return same
 
