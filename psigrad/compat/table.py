@@ -249,6 +249,7 @@ _ROWS = (
     *_needless(_QUANTISED, "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
     # what has no equal, with the default that needs none
     *_no_equal("every weight that learns is stepped", optim_target_modules=None),
+    *_no_equal("cross-entropy is smoothed by sft alone; of DPO's losses it is loss.label_smoothing", label_smoothing_factor=0.0),
     *_no_equal("kernels of psigrad's own compute what is compiled elsewhere", torch_compile=False),
     *_no_equal("nothing is compiled by torch", torch_compile_backend=None, torch_compile_mode=None),
     *_no_equal("kernels of psigrad's own compute it", liger_kernel_config=None),

@@ -12,6 +12,7 @@ from pydantic import AfterValidator
 from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead
 from psigrad.config.sections import (
     DRAWS,
+    BelowOne,
     Count,
     CountOrZero,
     Data,
@@ -160,6 +161,8 @@ class SFTConfig(PackingSettings, RewardSettings):
     """Rows per optimiser step."""
     max_length: Annotated[Count, MAIN] = 1024
     """Rows with more tokens than this are cut at the end."""
+    label_smoothing_factor: BelowOne = 0.0
+    """Share of the target probability that all tokens of the vocabulary share evenly; held-out loss is without it."""
     train_empty_thinking: bool = False
     """Also learn the empty thought that some chat templates write before an answer without one (Qwen3: <think></think>); else it
     is context, as where sampling is asked not to think."""

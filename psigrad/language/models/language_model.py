@@ -132,6 +132,7 @@ class LanguageModel(Pretrained):
         accuracy: bool = False,
         kl_to: LanguageModel | Divergence | None = None,
         value: bool = False,
+        mean_logp: bool = False,
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
@@ -153,7 +154,7 @@ class LanguageModel(Pretrained):
             if reference is not None:
                 reference_hidden, reference_head = self._reference_hidden(reference, inputs, forward)
             kind, mixture = ("exact", 0.5) if reference is None else (reference.kind, reference.mixture)
-            wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
+            wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture, mean_logp)
             cached = None if forward.cached is None else forward.cached.logps
             stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
             return replace(stats, value=values)
