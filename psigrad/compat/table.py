@@ -57,7 +57,6 @@ def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str =
 _READ_ONCE = "rows are read once, before the first step"
 _QUANTISED = "there are no quantised weights"
 _PUSHED_ONCE = "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"
-_LAST = "the last weights are kept"
 _FOLDER = "a run is named by its folder: output_dir=runs/NAME"
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
 _TRACKERS = "trackers are report_to=wandb, tensorboard or trackio"
@@ -142,6 +141,7 @@ _ROWS = (
     Entry("sampling.top_k", values={-1: {"sampling.top_k": 0}}),
     Entry("sampling.min_p", values={None: {"sampling.min_p": 0.0}}),
     Entry("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}}),
+    Entry("evaluation.metric_for_best_model", values={None: {"evaluation.metric_for_best_model": ""}}),
     Entry("optim.lr_scheduler_kwargs", values={None: {"optim.lr_scheduler_kwargs": ""}}),
     Entry("epsilon_high", values={None: {}}),
     Entry("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
@@ -260,8 +260,6 @@ _ROWS = (
     *_no_equal("a checkpoint holds all that a resume needs", save_only_model=False),
     *_no_equal("the token is read from HF_TOKEN or `hf auth login`, so that it stands in no file", hub_token=None),
     *_no_equal(_PUSHED_ONCE, hub_always_push=False),
-    *_no_equal(f"{_LAST}; a callback can end the run when a metric no longer rises", load_best_model_at_end=False),
-    *_no_equal(_LAST, metric_for_best_model=None, greater_is_better=None),
     *_no_equal("one seed derives all others", data_seed=None),
     *_no_equal("models are replicated or sharded (placement.strategy)", parallelism_config=None),
     *_no_equal("rows are shuffled in every epoch", train_sampling_strategy="random"),

@@ -63,6 +63,10 @@ _Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperatur
 _AsItIs = Annotated[
     Model, NotRead("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
 ]
+_DURING_A_RUN = (
+    "eval_steps", "eval_kl", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience",
+    "early_stopping_threshold",
+)  # fmt: skip
 _AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
 
 
@@ -296,9 +300,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead("eval_steps", "eval_kl")] = field(
-        default_factory=lambda: Evaluation(eval_prompts=0)
-    )
+    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN)] = field(default_factory=lambda: Evaluation(eval_prompts=0))
     run: _AtOnce = field(default_factory=Run)
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
@@ -311,7 +313,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data())
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead("eval_steps", "eval_kl", "metric")] = field(
+    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN, "metric")] = field(
         default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8)
     )
     run: _AtOnce = field(default_factory=Run)

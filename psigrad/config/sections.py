@@ -24,6 +24,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 # Without these some settings have no effect.
 _ADAPTER, _CLUSTER, _PUSHED = Needs("model.lora_rank"), Needs("placement.cluster"), Needs("hub.push_to_hub")
+_BEST = Needs("evaluation.load_best_model_at_end", "evaluation.early_stopping_patience")
 DRAWS = Needs("reward", "reward_model", "evaluation.metric", "prompts_per_step", "best_of", "output")
 # A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
 Reward = str | dict[str, Any] | Callable[..., Any]
@@ -213,6 +214,17 @@ class Evaluation:
     """Temperature of evaluation samples; 0 is greedy."""
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
+    load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
+    """Leave the weights of the best evaluation behind, not the last ones. Their checkpoint is made then, and kept beside those of
+    save_total_limit."""
+    metric_for_best_model: Annotated[str, _BEST] = ""
+    """Which held-out figure is meant, such as loss or exact; empty: the one that heads the report."""
+    greater_is_better: Annotated[bool | None, _BEST] = None
+    """Whether more of it is better; not given: unless its name ends in loss."""
+    early_stopping_patience: Annotated[CountOrZero, Needs("evaluation.eval_steps")] = 0
+    """End the run after so many evaluations in a row that were no better; 0: never."""
+    early_stopping_threshold: Annotated[PositiveOrZero, Needs("evaluation.early_stopping_patience")] = 0.0
+    """How much better an evaluation must be to count as better."""
     eval_kl: bool = False
     """Also measure the exact KL to the starting model (keeps a copy of it in memory)."""
 

@@ -86,7 +86,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if config.optim.rehearse:
             check_online(job)
         after = train(job, begun.state, begun.save)
-        return finish(config, journal, model, ledger=after.ledger, **count_tasks(sampler))
+        return finish(config, journal, model, given, ledger=after.ledger, **count_tasks(sampler))
 
 
 def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> ValueModel:

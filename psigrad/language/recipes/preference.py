@@ -71,7 +71,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         return train_on_rows(
-            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric), given
         )
 
 

@@ -65,7 +65,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
         judged = _with_targets(encode_rows(held_out_rows, encode, config.data))
         held_out = SFTTask(model, judged) if judged else None
         return train_on_rows(
-            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric), given
         )
 
 

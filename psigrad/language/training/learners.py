@@ -83,10 +83,12 @@ def save(
     learners: Learners,
     *,
     keep: int,
+    spare: int = 0,
     meta: Mapping[str, Any] | None = None,
     world: World = ALONE,
 ) -> Path | None:
-    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go.
+    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go,
+    but for that of the step `spare`.
 
     Where models are in shards each process writes its rows of both, and rank 0 all else. Returns the folder on rank 0.
     """
@@ -122,7 +124,7 @@ def save(
         return None
     together = (lambda folder: write(world.broadcast(folder))) if world.lockstep else write
     path = checkpoint.save(root, state.step, together, meta={**machine.versions(), **(meta or {})})
-    checkpoint.prune(root, keep)
+    checkpoint.prune(root, keep, spare)
     return path
 
 
@@ -207,12 +209,19 @@ def begin(
             return
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
         meta = {**pinned, **session.vouched(journal)}
-        path = save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=meta, world=world)
+        path = save(
+            journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, spare=_best(now), meta=meta, world=world
+        )
         if path is not None:
             journal.folder.checkpoint_bytes = checkpoint.size_of(path)
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, keep)
+
+
+def _best(state: State) -> int:
+    """The step whose weights `load_best_model_at_end` wants; 0 where there is none."""
+    return int(state.callbacks.get("Best", {}).get("step", 0))
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
