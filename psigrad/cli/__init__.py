@@ -52,6 +52,7 @@ GROUPS = {
         "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", language.plan),
         "bench": Command("training steps of a model, timed by phase; in a source checkout beside TRL", language.bench),
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),
+        "sweep": Command("search over any settings of a method by Optuna, over seeds", run_folders.sweep),
         "report": Command("draw report.html of a run again, or compare several runs", run_folders.report),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", run_folders.push),
         "studio": Command("the web application: grid world, runs, labelling desk, chat", run_folders.studio),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from psigrad.cli import flags
 from psigrad.errors import UserError
 
@@ -18,6 +21,44 @@ def report(arguments: list[str]) -> int:
     from psigrad.records import report
 
     print(f"report: {report.write(folders, output)}")
+    return 0
+
+
+def sweep(arguments: list[str]) -> int:
+    """Search over settings."""
+    usage = (
+        "psigrad sweep METHOD --search NAME:LOW..HIGH[:log] NAME:A,B,C … [--trials 20] [--seeds 0 1 2] [--metric NAME] "
+        "[--direction maximize|minimize] [--search-by tpe|random] [--output-dir FOLDER] [METHOD's settings]"
+    )
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nTrials over any settings, chosen by Optuna, each trained over the seeds and judged by its held-out")
+        print("figure. The same command goes on where it was stopped. METHOD is one of `psigrad --help`, or: control ppo.")
+        return 0
+    single = ("--trials", "--metric", "--direction", "--search-by", "--output-dir")
+    names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
+    given = {flag: listed[flag][0] if len(listed[flag]) == 1 else "" for flag in single}
+    if wrong := next((flag for flag in single if len(listed[flag]) > 1), ""):
+        raise UserError(f"sweep got {wrong} {' '.join(listed[wrong])} and takes one value; the usage is {usage}.")
+    if not names:
+        raise UserError(f"sweep got no method; the usage is {usage}.")
+    for flag, known in (("--direction", ("maximize", "minimize")), ("--search-by", ("tpe", "random"))):
+        if given[flag] and given[flag] not in known:
+            raise UserError(f"{flag} is {given[flag]!r}; expected {' or '.join(known)}.")
+    from psigrad.language.recipes import sweep as recipe
+
+    asked: Any = {"sampler": given["--search-by"] or "tpe", "direction": given["--direction"], "metric": given["--metric"]}
+    page = recipe.run(
+        recipe.Sweep(
+            command=(*names, *rest),
+            spaces=tuple(map(recipe.space_of, listed["--search"])),
+            folder=Path(given["--output-dir"] or "runs/sweep"),
+            trials=flags.whole_number("--trials", given["--trials"] or "20"),
+            seeds=tuple(flags.whole_number("--seeds", text) for text in listed["--seeds"]) or (0,),
+            **asked,
+        )
+    )
+    print(recipe.summary(page.parent))
+    print(f"sweep   {page}")
     return 0
 
 

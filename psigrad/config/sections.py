@@ -311,7 +311,7 @@ class Run:
     """Callbacks of the shape of transformers' TrainerCallback: module:Class or file.py:Class, {callback: module:Class, parameter:
     value}; from Python also objects."""
     report_to: Annotated[tuple[str, ...], RECORDED, MAIN] = ()
-    """Trackers besides the run folder: tensorboard, wandb, trackio."""
+    """Trackers besides the run folder: tensorboard, wandb, trackio, mlflow, swanlab."""
     threads: Annotated[CountOrZero, MACHINE] = 0
     """CPU threads for torch; 0: OMP_NUM_THREADS where it is set, else one per core."""
     device: Annotated[str, MACHINE] = "auto"

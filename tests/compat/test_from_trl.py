@@ -279,7 +279,9 @@ def test_yaml_of_trls_command_line(here):
 
 
 def test_a_value_that_a_setting_does_not_take_stands_among_what_has_no_equal(here):
-    Path("c.yaml").write_text(yaml.safe_dump({"packing": True, "lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate": 0.5}))
+    Path("c.yaml").write_text(
+        yaml.safe_dump({"packing": True, "lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate": 0.5})
+    )
     made = converted("c.yaml")
     assert "optim.lr_scheduler_type" not in made.settings and made.settings["optim.learning_rate"] == 0.5
     assert any("optim.lr_scheduler_type is 'reduce_lr_on_plateau'" in line for line in made.no_equal)

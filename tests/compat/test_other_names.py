@@ -273,11 +273,7 @@ def test_flags_are_answered_all_at_once(capsys):
 def test_a_file_is_answered_all_at_once(tmp_path):
     with pytest.raises(UserError) as refused:
         from_file("optim: sgd\nrun_name: x\nlearning_rate: 1e-3\nwarmup_steps: 3\n", tmp_path)
-    assert (
-        str(refused.value).count("\n") == 1
-        and "optim is 'sgd'" in str(refused.value)
-        and "'run_name'" in str(refused.value)
-    )
+    assert str(refused.value).count("\n") == 1 and "optim is 'sgd'" in str(refused.value) and "'run_name'" in str(refused.value)
 
 
 def test_an_object_where_a_name_is_expected_does_not_fill_the_screen():
