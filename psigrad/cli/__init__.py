@@ -54,6 +54,8 @@ GROUPS = {
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),
         "sweep": Command("search over any settings of a method by Optuna, over seeds", run_folders.sweep),
         "report": Command("draw report.html of a run again, or compare several runs", run_folders.report),
+        "export": Command("a model as a GGUF file with a Modelfile for Ollama, merged, or its adapter", run_folders.export),
+        "merge": Command("a model with its adapter merged in: export --to merged", run_folders.merge),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", run_folders.push),
         "studio": Command("the web application: grid world, runs, labelling desk, chat", run_folders.studio),
     },

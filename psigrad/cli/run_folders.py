@@ -24,6 +24,40 @@ def report(arguments: list[str]) -> int:
     return 0
 
 
+def export(arguments: list[str]) -> int:
+    """Write a model as others use it."""
+    usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nThe model of a run, a folder, a hub name or a GGUF file, in a folder of its own:\n")
+        print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
+        print(
+            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the whole model, an adapter merged in, for transformers"
+        )
+        print("  adapter  the adapter alone, for peft")
+        return 0
+    names, _, rest = flags.parse_lists(arguments)
+    given = flags.plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
+    if len(names) != 1:
+        raise UserError(f"export got {' '.join(names) or 'nothing'} and takes one run folder or model; the usage is {usage}.")
+    from psigrad.language.recipes import export as recipe
+
+    made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
+    off = (
+        f": {made.path.stat().st_size / 1e6:,.0f} MB, off by {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
+    )
+    print(f"{made.path}{off}")
+    if off:
+        print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
+    return 0
+
+
+def merge(arguments: list[str]) -> int:
+    """`export --to merged`."""
+    if "--to" in arguments:
+        raise UserError("merge writes the merged model; `psigrad export` takes --to.")
+    return export(arguments if flags.asks_for_help(arguments) else [*arguments, "--to", "merged"])
+
+
 def sweep(arguments: list[str]) -> int:
     """Search over settings."""
     usage = (

@@ -34,7 +34,7 @@ class Sample:
 
 def kept_step(events: Sequence[Mapping[str, Any]]) -> float:
     """The step whose weights a run left behind as its best ones; infinite where it left its last ones."""
-    last = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
+    last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
 

@@ -84,7 +84,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     """The run's callbacks, ready to be told."""
     found = [callbacks.resolve(given) for given in config.run.callbacks]
-    evaluation = getattr(config, "evaluation", None)
+    evaluation: Any = getattr(config, "evaluation", None)
     found += [Best(evaluation)] if Best.wanted(evaluation) else []
     for callback in found if world.rank == 0 else ():
         if never := callbacks.never_called(callback):
