@@ -6,6 +6,7 @@ python docs/make/typed.py
 from __future__ import annotations
 
 import subprocess
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -85,4 +86,4 @@ def text() -> str:
 
 if __name__ == "__main__":
     FILE.write_text(text())
-    subprocess.run(["ruff", "format", "--quiet", str(FILE)], check=False)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(FILE)], check=False)

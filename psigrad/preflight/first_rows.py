@@ -53,9 +53,9 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
          "completion": text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]}
         for row, text in said
     ]  # fmt: skip
-    how = {"weights": config.reward_weights, "timeout": config.reward_timeout, "tokenizer": tokenizer_path(config.model)}
+    how: dict[str, Any] = {"weights": config.reward_weights, "timeout": config.reward_timeout}
     lines = []
-    for found, (row, text) in zip(score(config.reward, asked, **how), said, strict=True):
+    for found, (row, text) in zip(score(config.reward, asked, tokenizer=tokenizer_path(config.model), **how), said, strict=True):
         if isinstance(found.result, Unscored):
             raise UserError(f"The reward cannot judge {row.source}: {found.result.reason.rstrip('.')}.")
         lines.append((f"reward {show_number(found.result.value)} for the answer {text[:60]!r} to {row.source}", ""))

@@ -82,9 +82,9 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     )
     default = type(config)().run
     unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
-    if ask is not None and unsaid and made.seconds * work.steps > HOUR:
-        if not ask("Begin? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
-            raise UserError("Nothing was begun; give --max-steps, or --num-train-epochs to have it as long as this.")
+    long = unsaid and made.seconds * work.steps > HOUR
+    if ask is not None and long and not ask("Begin? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
+        raise UserError("Nothing was begun; give --max-steps, or --num-train-epochs to have it as long as this.")
 
 
 def _sentence(plan: Plan) -> str:
