@@ -132,9 +132,9 @@ def tasks(arguments: list[str]) -> int:
         return 0
     if arguments:
         raise UserError(f"tasks got {arguments[0]!r} and takes no arguments; `psigrad tasks` lists every task.")
-    from reasoning_gym.factory import DATASETS
+    from psigrad.language.data.tasks import task_names
 
-    print("\n".join(sorted(DATASETS)))
+    print("\n".join(task_names()))
     return 0
 
 

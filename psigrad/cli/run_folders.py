@@ -39,7 +39,7 @@ def export(arguments: list[str]) -> int:
     given = flags.plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
     if len(names) != 1:
         raise UserError(f"export got {' '.join(names) or 'nothing'} and takes one run folder or model; the usage is {usage}.")
-    from psigrad.language.recipes import export as recipe
+    from psigrad.language.recipes import exporting as recipe
 
     made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
     off = (
@@ -78,11 +78,11 @@ def sweep(arguments: list[str]) -> int:
     for flag, known in (("--direction", ("maximize", "minimize")), ("--search-by", ("tpe", "random"))):
         if given[flag] and given[flag] not in known:
             raise UserError(f"{flag} is {given[flag]!r}; expected {' or '.join(known)}.")
-    from psigrad.language.recipes import sweep as recipe
+    from psigrad.language.recipes import search as recipe
 
     asked: Any = {"sampler": given["--search-by"] or "tpe", "direction": given["--direction"], "metric": given["--metric"]}
     page = recipe.run(
-        recipe.Sweep(
+        recipe.Search(
             command=(*names, *rest),
             spaces=tuple(map(recipe.space_of, listed["--search"])),
             folder=Path(given["--output-dir"] or "runs/sweep"),

@@ -16,7 +16,7 @@ from psigrad.language.models.native.kernels import HalfPrecision, MasterWeight, 
 from psigrad.records.checkpoint import CheckpointError
 
 
-class Rule(Protocol):
+class Stepper(Protocol):
     """Steps parameters along their gradients, and remembers what it needs."""
 
     weight_decay: float
@@ -34,7 +34,7 @@ class Rule(Protocol):
         ...
 
 
-def make_rule(parameters: Mapping[str, Tensor], optim: Optim, low_precision: Mapping[str, Tensor] | None = None) -> Rule:
+def make_rule(parameters: Mapping[str, Tensor], optim: Optim, low_precision: Mapping[str, Tensor] | None = None) -> Stepper:
     """What the settings name; `low_precision` is for AdamW."""
     if optim.optimizer == "adafactor":
         return Adafactor(parameters, optim.weight_decay)
@@ -217,7 +217,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None, *, shrink: float = 1.0) -> None:
-        """See `Rule`."""
+        """See `Stepper`."""
         self.rest.step(lr, blocks, shrink=shrink)
         learning = {name: p.grad / shrink for name, p in self.parameters.items() if p.grad is not None}
         muon(
@@ -236,11 +236,11 @@ class Muon:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Rule`."""
+        """See `Stepper`."""
         return {**self.rest.tensors(), **{f"momentum_buffer.{name}": buffer for name, buffer in self.buffers.items()}}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Rule`."""
+        """See `Stepper`."""
         own = {f"momentum_buffer.{name}": buffer for name, buffer in self.buffers.items()}
         self.rest.load({key: value for key, value in tensors.items() if not key.startswith("momentum_buffer.")})
         _fill(own, {key: value for key, value in tensors.items() if key.startswith("momentum_buffer.")})
@@ -261,7 +261,7 @@ class Adafactor:
         self.inner = TheirAdafactor(groups, lr=0.0, scale_parameter=False, relative_step=False)
 
     def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None, *, shrink: float = 1.0) -> None:
-        """See `Rule`; it takes no blocks."""
+        """See `Stepper`; it takes no blocks."""
         assert not blocks, "Adafactor needs whole gradients"
         for group, decay in zip(self.inner.param_groups, (self.weight_decay, 0.0), strict=True):
             group["lr"], group["weight_decay"] = lr, decay
@@ -270,12 +270,12 @@ class Adafactor:
         self.inner.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Rule`. A parameter without a gradient so far has nothing to remember."""
+        """See `Stepper`. A parameter without a gradient so far has nothing to remember."""
         held = {name: self.inner.state[p] for name, p in self.parameters.items() if p in self.inner.state}
         return {f"{kind}.{n}": torch.as_tensor(state[kind]) for n, state in held.items() for kind in self._KINDS if kind in state}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Rule`."""
+        """See `Stepper`."""
         for key, value in tensors.items():
             kind, _, name = key.partition(".")
             if name not in self.parameters or kind not in self._KINDS:

@@ -26,7 +26,8 @@ from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import tiny
-from psigrad.language.recipes import export, sft
+from psigrad.language.recipes import exporting as export
+from psigrad.language.recipes import sft
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"

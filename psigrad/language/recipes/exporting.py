@@ -30,14 +30,14 @@ _CUTS = {
 }
 
 
-class Exported(NamedTuple):
+class LeftBehind(NamedTuple):
     """What was written, and of a quantised file how far its weights are off: ‖W − Q(W)‖ / ‖W‖."""
 
     path: Path
     error: float = 0.0
 
 
-def run(source: str, to: str, output: str = "", quantization: str = "f16", *, trust_remote_code: bool = False) -> Exported:
+def run(source: str, to: str, output: str = "", quantization: str = "f16", *, trust_remote_code: bool = False) -> LeftBehind:
     """Write the model of a run folder, a model's folder, a hub name or a GGUF file as `to` says. Raises `UserError` where it is
     there already, or is no model that can be written so.
     """
@@ -54,12 +54,12 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         if not places:
             raise UserError(f"{source} has no adapter; train one with --lora-rank, and keep it with --lora-save both or adapter.")
         shutil.copytree(places[0], folder)
-        return Exported(folder)
+        return LeftBehind(folder)
     place = Path(plain_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
         shutil.copytree(place, folder, ignore=keep)
-        return Exported(folder)
+        return LeftBehind(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
@@ -67,7 +67,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     if to == "merged":
         network.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        return Exported(folder)
+        return LeftBehind(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = (
         Path(source).resolve().name if of_run.is_dir() else Path(source).stem if source.endswith(".gguf") else Path(source).name
@@ -78,11 +78,11 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     if (card := Path(model) / "README.md").is_file():
         said = f"\n{file.name} has the weights as {quantization}, off by {error:.2g} of their norm.\n"
         (folder / "README.md").write_text(card.read_text(encoding="utf-8") + said, encoding="utf-8")
-    return Exported(file, error)
+    return LeftBehind(file, error)
 
 
 def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> float:
-    """The GGUF file of a Llama (SmolLM, Llama 3), Qwen2 or Qwen3 with a tokenizer of byte pairs; returns `Exported.error`.
+    """The GGUF file of a Llama (SmolLM, Llama 3), Qwen2 or Qwen3 with a tokenizer of byte pairs; returns `LeftBehind.error`.
 
     Matrices are stored as `quantization` says; embeddings and head in 8 bits where that is fewer, vectors as float32.
     """

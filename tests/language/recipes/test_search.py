@@ -9,8 +9,8 @@ import pytest
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad.language.recipes import sweep
-from psigrad.language.recipes.sweep import Space, Sweep, space_of
+from psigrad.language.recipes import search as sweep
+from psigrad.language.recipes.search import Search, Space, space_of
 
 
 def test_spaces_as_they_are_typed():
@@ -43,9 +43,9 @@ class Trainer:
         return ""
 
 
-def made(folder: Path, **settings) -> Sweep:
+def made(folder: Path, **settings) -> Search:
     usual = {"spaces": (Space("x", (), 0.0, 5.0),), "trials": 6, "seeds": (1, 2), "command": ("sft",)}
-    return Sweep(folder=folder, **{**usual, **settings})
+    return Search(folder=folder, **{**usual, **settings})
 
 
 def test_each_trial_is_the_mean_over_its_seeds_with_its_interval(tmp_path):

@@ -65,7 +65,7 @@ def space_of(text: str) -> Space:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Search:
     """What is searched: the command with its fixed arguments, the spaces, and how a trial is judged."""
 
     command: tuple[str, ...]
@@ -81,7 +81,7 @@ class Sweep:
     sampler: Literal["tpe", "random"] = "tpe"
 
 
-def run(sweep: Sweep, train: Train | None = None) -> Path:
+def run(sweep: Search, train: Train | None = None) -> Path:
     """Run the trials that have not been run yet; the path of the page. The best trial is in `sweep.json` too.
 
     Raises `UserError` where optuna is not there, where nothing is searched, and where the first trial fails.
@@ -110,7 +110,7 @@ def run(sweep: Sweep, train: Train | None = None) -> Path:
             study.sampler = kind(seed=1000 * min(sweep.seeds) + done)
             advance(1, _try(study, study.ask(), sweep, train or _train, first=done == 0))
             done += 1
-    from psigrad.records.report import sweep as page
+    from psigrad.records.report import trials as page
 
     found = {"direction": direction, "metric": sweep.metric, "seeds": list(sweep.seeds), "trials": [
         {"number": one.number, "settings": one.params, **one.user_attrs} for one in study.trials if "values" in one.user_attrs
@@ -121,7 +121,7 @@ def run(sweep: Sweep, train: Train | None = None) -> Path:
 
 def summary(folder: Path) -> str:
     """The best trial, as the arguments that make it."""
-    from psigrad.records.report.sweep import best_first
+    from psigrad.records.report.trials import best_first
 
     best = best_first(json.loads((folder / "sweep.json").read_text()))[0]
     interval = f" [{best['low']:.4g}, {best['high']:.4g}]" if len(best["values"]) > 1 else ""
@@ -132,7 +132,7 @@ def _failed(study: Any) -> int:
     return sum("reason" in one.user_attrs for one in study.get_trials(deepcopy=False))
 
 
-def _check_same(study: Any, sweep: Sweep) -> None:
+def _check_same(study: Any, sweep: Search) -> None:
     """Another command, another metric or other seeds would make trials that cannot be compared."""
     asked = {
         "command": list(sweep.command), "search": [repr(space) for space in sweep.spaces], "seeds": list(sweep.seeds),
@@ -144,7 +144,7 @@ def _check_same(study: Any, sweep: Sweep) -> None:
         study.set_user_attr(name, value)
 
 
-def _try(study: Any, trial: Any, sweep: Sweep, train: Train, *, first: bool) -> str:
+def _try(study: Any, trial: Any, sweep: Search, train: Train, *, first: bool) -> str:
     """One trial over the seeds; a note of what came of it."""
     values = {space.name: space.suggest(trial) for space in sweep.spaces}
     name = trial.user_attrs.get("folder", f"trial-{trial.number:04d}")
