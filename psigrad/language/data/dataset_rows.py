@@ -10,10 +10,11 @@ rows under other names are `posted_forms`'.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -90,14 +91,14 @@ def show(value: object, limit: int = 60) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def validate(raw: object, form: str, source: str) -> Row:
+def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
     """The `Row` in one raw mapping.
 
     `form` is a name of `FORMS`; "sft" takes prompt-completion where the row has both columns, else messages. Strings are kept as
     they are, lone surrogates and NUL included; keys that are null in a message (Parquet's way of saying "absent") are dropped
-    from it. Raises RowError with source, column and reason.
+    from it. With `empty` a turn may say nothing. Raises RowError with source, column and reason.
     """
-    check = _Check(source)
+    check = _Check(source, empty)
     if not isinstance(raw, Mapping):
         check.fail("", f"is {_kind(raw)}; a row must be an object with named columns")
     for name in raw:
@@ -138,6 +139,11 @@ def role_of(message: Mapping[str, Any]) -> str:
     if "role" in message or "from" not in message:
         return str(message.get("role") or "")
     return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
+
+
+def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences begin with alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def name_columns(raw: Mapping[str, Any]) -> str:
@@ -187,7 +193,7 @@ def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
-    at = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+    at = alike(chosen, rejected)
     if isinstance(chosen, str) and at and chosen[at - 1] == " ":
         at -= 1  # the space before a word belongs to the word's token
     if not at:
@@ -249,6 +255,8 @@ class _Check:
     """The checks of one row; every method returns the good value or raises RowError."""
 
     source: str
+    empty: bool = False
+    """Whether a turn may say nothing."""
 
     def fail(self, column: str, reason: str) -> NoReturn:
         raise RowError(BadRow(self.source, column, reason))
@@ -336,7 +344,7 @@ class _Check:
             self.fail(f"{where}.content", "is missing or null")
         if not isinstance(content, str):
             self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string, or a list of content parts of text")
-        if not content and role in ("user", "assistant") and not calls:
+        if not content and role in ("user", "assistant") and not calls and not self.empty:
             self.fail(f"{where}.content", "is an empty string")
         return turn
 
