@@ -202,6 +202,11 @@ class OnlineSettings(Given, total=False):
     max_turn_length: int
     max_observation_length: int
     turns_together: bool
+    agent: str | Callable[..., Any]
+    agent_command: str
+    agent_timeout: float
+    agent_workers: int
+    agent_calls: int
     micro_batch_tokens: int
     revision: str
     trust_remote_code: bool
