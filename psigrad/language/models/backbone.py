@@ -74,6 +74,15 @@ class Pretrained(ABC):
         return self.adapter is not None and not self.continued
 
     @property
+    def slower(self) -> str:
+        """Why the model is computed in a slower way than its device has, and what that costs; empty where it is not."""
+        if self.why_padded:
+            return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
+        if self.why_unfused and self.device.type == "cpu":
+            return f"Layers run in transformers' modules, not fused, which takes about twice the time: {self.why_unfused}."
+        return ""
+
+    @property
     def max_length(self) -> int:
         """The most tokens of one sequence, prompt and completion together."""
         config = self.network.config.get_text_config()
