@@ -294,7 +294,9 @@ def check_packing(subject: Subject) -> Finding:
         for (p0, c0), (p, c) in zip([subject.alone[-1], *subject.alone], subject.alone, strict=False)
     ]
     value = max(_apart(whole, padded), _apart(whole, alone))
-    return Finding("packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=subject.model.slower)
+    return Finding(
+        "packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=subject.model.slower
+    )
 
 
 def check_sharing(subject: Subject) -> Finding:

@@ -17,8 +17,8 @@ _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceCo
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """(name, text): when the run was, how long it took, by which commands, on what, why not faster, and with which versions. What was not noted
-    is left out.
+    """(name, text): when the run was, how long it took, by which commands, on what and why not faster, with which versions.
+    What was not noted is left out.
     """
     starts = [event for event in run.events if event.get("kind") in ("started", "resumed")]
     began = format_time(number(run.events[0].get("time"))) if run.events else ""
