@@ -45,7 +45,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # torch comes first and alone: with it in place nothing below can pull another build (and its CUDA packages) in
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	@# an environment whose installation was interrupted is made anew: pip fails on what it finds half there
+	$(PYTHON) -m venv $(if $(wildcard $(VENV)/.installing),--clear) $(VENV)
+	@touch $(VENV)/.installing
 	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
 ifdef LOCKED
 	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
@@ -57,7 +59,7 @@ else
 	  $(RUN) -m pip install --quiet --disable-pip-version-check ./tools/pycosat; }
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 endif
-	@touch $(INSTALLED)
+	@touch $(INSTALLED) && rm -f $(VENV)/.installing
 	@echo "Installed in $(VENV). Next: . $(VENV)/bin/activate, then psigrad --help"
 
 demo: $(INSTALLED)
@@ -186,7 +188,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 
 types: $(INSTALLED)
-	$(RUN) -m mypy psigrad psigrad_studio studies
+	$(RUN) -m mypy psigrad psigrad_studio psigrad_serve studies
 
 # Warnings are errors, and a link that leads nowhere is one. No network is used.
 docs: $(INSTALLED)

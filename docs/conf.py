@@ -7,6 +7,7 @@ formulas; `docstring` turns them into reStructuredText.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,8 @@ sys.path.insert(0, str(DOCS.parent))  # the psigrad beside these pages, whatever
 
 sys.path.append(str(DOCS / "make"))
 import live_grid  # noqa: E402
+import llms  # noqa: E402
+import typeset  # noqa: E402
 
 import psigrad  # noqa: E402
 
@@ -50,6 +53,7 @@ html_theme = "pydata_sphinx_theme"
 templates_path = ["site"]
 html_static_path = ["site"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "site" / "scorer.js")
 html_sidebars = {"**": ["contents.html"]}
 html_title = "psigrad"
 html_show_sourcelink = False
@@ -68,6 +72,7 @@ html_theme_options = {
 }
 copyright = "the psigrad authors; Apache-2.0"
 
+RAW = "\0html "
 PAGE = (".md", ".ipynb")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 
@@ -97,7 +102,14 @@ def inside(text: str, folder: Path) -> str:
         where = path.relative_to(DOCS.parent).as_posix()
         return f"`{where}`" if words.strip("`/") == where else f"{words} (`{where}`)"
 
-    return LINK.sub(plain, text)
+    return typeset.typeset(paper_links(LINK.sub(plain, text)))
+
+
+def paper_links(text: str) -> str:
+    """Every "arXiv:2402.03300" outside of code and links as a link to the paper."""
+    parts = re.split(r"(```.*?```|`[^`\n]*`|\]\([^)]*\))", text, flags=re.DOTALL)
+    parts[::2] = [re.sub(r"(?<!\[)arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def chapter(source: str, folder: Path, page: str) -> str:
@@ -113,8 +125,9 @@ def chapter(source: str, folder: Path, page: str) -> str:
 
 
 def docstring(lines: list[str]) -> list[str]:
-    """reStructuredText of a docstring: `code` becomes a literal, indented lines become a literal block, "- " begins an item."""
+    """reStructuredText of a docstring: `code` becomes a literal, indented lines a block or a formula, "- " begins an item."""
     out: list[str] = []
+    lines = formulas(lines)
     before = "blank"  # what the line above was: blank, text, item or block
     for line in lines:
         indented = line.startswith(" ")
@@ -124,12 +137,31 @@ def docstring(lines: list[str]) -> list[str]:
             kind = "block"
         else:
             kind = "item" if indented or line.startswith("- ") else "text"
+        if line.startswith(RAW):
+            out += ["", ".. raw:: html", "", f"    {line.removeprefix(RAW)}", ""]
+            before = "blank"
+            continue
         if kind == "block" and before != "block":
             out += ["", ".. code-block:: text", ""]
         elif (before == "block" and kind != "block") or (kind == "item" and before == "text"):
             out.append("")
         out.append(f"    {line}" if kind == "block" else marked(line))
         before = kind
+    return out
+
+
+def formulas(lines: list[str]) -> list[str]:
+    """The docstring with each block of formulas, and each paragraph "Formula: …", as one line of MathML."""
+    out: list[str] = []
+    is_formula = False
+    for is_block, group in itertools.groupby(lines, key=lambda line: (line.startswith("    "), bool(line.strip()))):
+        block = list(group)
+        is_formula = block[0].startswith("Formula:") or (is_formula and is_block[1])
+        if block[0].startswith("Formula:"):
+            block[0] = block[0].removeprefix("Formula:")
+        block = [line for line in block if line.strip()] or ([] if is_formula else block)
+        typesets = block and (is_formula or (is_block[0] and typeset.is_formula(block)))
+        out += [RAW + typeset.html([line.strip() for line in block])] if typesets else block
     return out
 
 
@@ -146,7 +178,8 @@ def marked(line: str) -> str:
 
 
 def escaped(text: str) -> str:
-    return re.sub(r"([\\*_|])", r"\\\1", text)
+    text = re.sub(r"([\\*_|])", r"\\\1", text)
+    return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", text)
 
 
 def short(signature: str | None) -> str | None:
@@ -175,6 +208,7 @@ def setup(app: Sphinx) -> None:
     def finished(app: Sphinx, error: Exception | None) -> None:
         if error is None and app.builder.format == "html":
             live_grid.build(Path(app.outdir) / "grid")
+            llms.write(Path(app.outdir))
 
     app.connect("source-read", source_read)
     app.connect("build-finished", finished)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,10 +81,14 @@ def converse(
 def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Event, say: Say) -> None:
     """Generate one token of each answer in turn. The answer on the left comes first, whichever model writes it."""
     order = sorted(range(len(writers)), key=lambda i: sides[i])
-    while not stop.is_set() and any(writers[i].answer.reason is None for i in order):
-        for i in order:
-            if writers[i].answer.reason is None and (text := writers[i].step()):
-                say({"event": "text", "side": sides[i], "text": text})
+    try:
+        while not stop.is_set() and any(writers[i].answer.reason is None for i in order):
+            for i in order:
+                if writers[i].answer.reason is None and (text := writers[i].step()):
+                    say({"event": "text", "side": sides[i], "text": text})
+    finally:
+        for writer in writers:
+            writer.engine.close()
 
 
 class _Writer:
@@ -93,9 +97,9 @@ class _Writer:
     """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
+        from psigrad.language.rollout.engine.engine import SamplingEngine
         from psigrad.language.rollout.samplers.samplers import make as sampler_for
         from psigrad.language.rollout.samplers.samplers import sampling_params
-        from psigrad.language.rollout.types import Request
 
         prompt, tokens = template_worker.shared().prompt(answer.checkpoint, question)
         row, ids = Row("the prompt", prompt=prompt), tuple(tokens)
@@ -109,12 +113,13 @@ class _Writer:
         self.model, self.answer, self.most = model, answer, params.max_tokens
         self.stops = {*model.eos_token_ids, *params.stop_token_ids}
         answer.prompt, answer.seed = row.prompt or "", seeds.derive(question.seed, "chat", int(again))
-        sampler: Any = sampler_for(wanted, model)
-        self.tokens: Iterator[int] = sampler.stream(Request(ids, (answer.seed,)), params)
+        self.engine = SamplingEngine(model, 1, sampler_for(wanted, model))
+        self.stream = self.engine.submit(ids, params, answer.seed)
+        self.tokens = iter(self.stream)
 
     def step(self) -> str:
         """Draw a token, and return the text that became final."""
-        token, answer = next(self.tokens), self.answer
+        token, answer = next(self.tokens).id, self.answer
         answer.ids.append(token)
         if token in self.stops or len(answer.ids) == self.most:
             answer.reason = "stop" if token in self.stops else "length"

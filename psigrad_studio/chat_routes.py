@@ -70,6 +70,12 @@ class ChoiceForm(RequestForm):
     choice: Literal["left", "right", "tie", "both_bad"]
 
 
+class UndoForm(RequestForm):
+    """The comparison whose stored choice is taken back."""
+
+    duel: Id
+
+
 def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | None = None) -> APIRouter:
     """The routes of the chat page. Tests pass `models`."""
     routes = APIRouter(prefix="/api/chat")
@@ -117,6 +123,10 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
     @routes.post("/choose")
     def choose(form: ChoiceForm) -> dict[str, Any]:
         return comparisons.choose(form.duel, form.choice)
+
+    @routes.post("/undo")
+    def undo(form: UndoForm) -> dict[str, Any]:
+        return comparisons.undo(form.duel)
 
     return routes
 

@@ -79,6 +79,20 @@ class ChatComparisons:
                 comparison.result = {"names": names, "choice": choice, **_store(self._labels.db, comparison, choice)}
             return comparison.result
 
+    def undo(self, comparison_id: str) -> dict[str, Any]:
+        """Take back what a choice stored. The names are known by then, so there is no second choice.
+
+        Raises `Conflict` where something else was answered in that project since.
+        """
+        with self._lock:
+            comparison = self._known.get(comparison_id)
+            if comparison is None or comparison.result is None or comparison.result.get("vote") is None:
+                raise UserError("Nothing of this comparison is stored.")
+            person = people.local(self._labels.db)
+            project, vote = comparison.result["project"], comparison.result["vote"]
+            assignments.undo(self._labels.db, person, project, f"chat-undo-{comparison.id}", only=vote)
+            return {"undone": True}
+
 
 def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[str, Any]:
     """Store the pair and the choice with the labels. Returns the project's number, or why nothing was stored."""
@@ -98,10 +112,10 @@ def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[
     task, places = _task(database, project, rows)
     display = [places[comparison.sides.index(side)] for side in (0, 1)]
     try:
-        assignments.record(database, person, task, display, LabelAnswer(choice=choice), f"chat-{comparison.id}")
+        receipt = assignments.record(database, person, task, display, LabelAnswer(choice=choice), f"chat-{comparison.id}")
     except Conflict as error:
         return {"project": project, "note": str(error)}
-    return {"project": project, "note": ""}
+    return {"project": project, "note": "", "vote": receipt.vote}
 
 
 def _row(answer: ChatAnswer) -> dict[str, Any]:

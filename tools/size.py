@@ -1,6 +1,6 @@
 """Lines of Python code by room and drawer, and the house's budget: no blank lines, comments, docstrings nor strings under fields.
 
-python tools/size.py [FOLDER ...]     default: psigrad psigrad_studio studies benchmarks
+python tools/size.py [FOLDER ...]     default: psigrad psigrad_studio psigrad_serve studies benchmarks
 """
 
 from __future__ import annotations
@@ -80,4 +80,4 @@ def main(folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["psigrad", "psigrad_studio", "studies", "benchmarks"])
+    main(sys.argv[1:] or ["psigrad", "psigrad_studio", "psigrad_serve", "studies", "benchmarks"])

@@ -7,6 +7,7 @@ python docs/make/methods.py preferences SFT_MODEL PAIRS RUNS   the same for the 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -15,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config import algorithms
+from psigrad.objective import catalog
 from psigrad.objective.catalog import METHODS
+from psigrad.objective.explain import MEANING
+from psigrad.objective.preferences import preference_catalog
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
 DOCS = Path(__file__).parents[1]
@@ -245,39 +249,17 @@ MEASURED = (
 )
 
 
+SLOT_NAMES = {*MEANING.values(), "score", "link"}
 UNMEASURED = "No curve has been measured yet."
 
 
 def page(name: str) -> str:
     """The text of one method's page."""
     parts = algorithms.resolve(name)
-    slots = [
-        ("psi", parts.psi),
-        ("ratio", parts.ratio),
-        ("surrogate", parts.surrogate),
-        ("aggregate", parts.aggregate),
-        ("kl", parts.kl),
-    ]
     teacher = "--reference TEACHER" if not parts.needs_reward else "--reward my_module:my_reward"
-    slots += [("keep", ", ".join(f"`{_called(k)}`" for k in parts.keep) or None)]
-    slots += [("critic", parts.critic)] if parts.critic is not None else []
-    rows = "\n".join(
-        f"| {slot} | {value if isinstance(value, str) else '–' if value is None else f'`{_called(value)}`'} |"
-        for slot, value in slots
-    )
     return f"""{_head(name)}
 
-| slot | part |
-|---|---|
-{rows}
-
-## What is optimised
-
-`psigrad explain {name}` prints:
-
-```
-{algorithms.explain(name).strip()}
-```
+{_optimised(name)}
 
 ## Run it
 
@@ -290,6 +272,75 @@ psigrad {name} \\
 
 {_curve(name, f"held-out accuracy of {name}", MEASURED)}
 """
+
+
+def _optimised(name: str) -> str:
+    """What the method minimises, part by part, and its declaration. `psigrad explain` says the same in the terminal."""
+    return f"""## What is optimised
+
+{_sections(algorithms.explain(name))}
+{_declaration(name)}
+`psigrad explain {name}` prints all this; `psigrad explain {name} OTHER` says what differs from another method."""
+
+
+def _declaration(name: str) -> str:
+    """The statement that declares a method, and its file; nothing for one that is declared elsewhere."""
+    for module in (catalog, preference_catalog):
+        path = Path(str(module.__file__))
+        source = path.read_text()
+        for node in ast.parse(source).body:
+            first = (
+                node.value.args[0]
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args
+                else None
+            )
+            if isinstance(first, ast.Constant) and first.value == name:
+                where = path.relative_to(DOCS.parent).as_posix()
+                return f"\n## As it is declared\n\nIn `{where}`:\n\n```python\n{ast.get_source_segment(source, node)}\n```\n"
+    return ""
+
+
+def _sections(explained: str) -> str:
+    """What `explain` prints as Markdown: a paragraph for each slot, formulas as blocks, the empty slots in one line."""
+    out: list[str] = []
+    empty: list[str] = []
+    shift = 0  # how far the lines of a part inside a part are moved to the right
+    for line in _unwrapped(explained):
+        indent, text = len(line) - len(line.lstrip()), line.strip()
+        slot, colon, part = text.partition(": ")
+        if not text:
+            continue
+        if indent == 0:
+            shift = 0
+            if part.startswith("none:") or (part == "none" and slot in ("critic", "entropy")):
+                empty.append(f"{slot}: {part}")
+            else:
+                out.append(f"**{slot}**: `{part}`" if colon and slot in SLOT_NAMES else text)
+        elif (text.startswith("with ") and indent == 4 + shift and "(" in text) or (
+            text.startswith("with ") and text.count(" ") == 1
+        ):
+            out.append(f"with `{text.removeprefix('with ')}`")
+            shift = indent
+        elif indent >= 8 + shift or (indent == 4 and not shift and not out[-1].startswith("**") and text.startswith("loss(")):
+            block = "    " + text
+            out[-1] += ("\n" if out[-1].startswith("    ") else "\n\n") + block if out[-1].startswith("    ") else ""
+            if not out[-1].endswith(block):
+                out.append(block)
+        else:
+            out.append(text)
+    return "\n\n".join([*out, *(["Empty slots: " + "; ".join(empty) + "."] if empty else [])])
+
+
+def _unwrapped(text: str) -> list[str]:
+    """Lines as they were before `explain` broke them: what goes on is indented by two more."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if lines and line.strip() and indent % 4 == 2:
+            lines[-1] += " " + line.strip()
+        else:
+            lines.append(line)
+    return lines
 
 
 def _head(name: str) -> str:
@@ -393,13 +444,7 @@ def preference_page(name: str) -> str:
     form = "prompt, completion, label" if name == "kto" else "prompt, chosen, rejected"
     return f"""{_head(name)}
 
-## What is optimised
-
-`psigrad explain {name}` prints:
-
-```
-{algorithms.explain(name).strip()}
-```
+{_optimised(name)}
 
 ## Run it
 

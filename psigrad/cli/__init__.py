@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from psigrad import __version__
-from psigrad.cli import begin, run_folders
+from psigrad.cli import answering, begin, run_folders
 from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
 from psigrad.cli.completion import completion
@@ -55,6 +55,10 @@ GROUPS = {
         "report": Command("draw report.html of a run again, or compare several runs", run_folders.report),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", run_folders.push),
         "studio": Command("the web application: grid world, runs, labelling desk, chat", run_folders.studio),
+    },
+    "answer with a model": {
+        "serve": Command("a model or a run behind the APIs of OpenAI and Anthropic, for any agent", answering.serve),
+        "chat": Command("talk to a model or a run on the terminal", answering.chat),
     },
     "the same mathematics, small": {
         "explain": Command("the formula a method optimises, term by term, or how two differ", maths.explain),
@@ -125,8 +129,7 @@ def _run(arguments: list[str]) -> int:
 # Commands of TRL that have another name here, and what to type.
 _OF_TRL = {
     "env": "`psigrad doctor` says what this machine offers and which versions there are",
-    "chat": "`psigrad studio RUNS` chats with checkpoints",
-    "vllm-serve": "a run starts vLLM itself with `--sampler vllm`",
+    "vllm-serve": "a run starts vLLM itself with `--sampler vllm`, and so does `psigrad serve MODEL --sampler vllm`",
 }
 
 

@@ -12,7 +12,7 @@ from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 
 WIDTH = 100
-_MEANING = {
+MEANING = {
     "psi": "psi (advantage A)",
     "ratio": "ratio ρ",
     "surrogate": "surrogate L",
@@ -43,7 +43,7 @@ def explain(method: Explained, other: Explained | None = None) -> str:
     if not isinstance(method, PolicyGradient):
         return _preference(method)
     blocks = [f"{method.name or 'custom method'} minimises", "    " + _formula(method), *_legend(method), ""]
-    for slot in _MEANING:
+    for slot in MEANING:
         blocks += [*_slot_lines(method, slot), ""]
     return "\n".join(blocks).rstrip() + "\n"
 
@@ -104,10 +104,10 @@ def _parts(method: Explained, slot: str) -> tuple[Any, ...]:
 def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
     parts = _parts(method, slot)
     if not parts:
-        return [f"{_MEANING[slot]}: {_ABSENT[slot]}"]
+        return [f"{MEANING[slot]}: {_ABSENT[slot]}"]
     lines: list[str] = []
     for part in parts:
-        lines += _wrap(f"{_MEANING[slot]}: {label(part)}", "") + _part_lines(part, "    ")
+        lines += _wrap(f"{MEANING[slot]}: {label(part)}", "") + _part_lines(part, "    ")
     return lines
 
 
@@ -154,12 +154,12 @@ def _difference(a: Explained, b: Explained) -> str:
     lines = [*_head(a, first), *_head(b, second), ""]
     if type(a) is not type(b):
         return "\n".join([*lines, "They learn from different data and have no parts in common."]) + "\n"
-    slots = [f.name for f in fields(a) if f.name in _MEANING or (not isinstance(a, PolicyGradient) and f.name != "name")]
+    slots = [f.name for f in fields(a) if f.name in MEANING or (not isinstance(a, PolicyGradient) and f.name != "name")]
     same = [slot for slot in slots if getattr(a, slot) == getattr(b, slot)]
     for slot in slots:
         if slot in same:
             continue
-        lines.append(f"{_MEANING.get(slot, slot)} differs")
+        lines.append(f"{MEANING.get(slot, slot)} differs")
         for name, method in ((first, a), (second, b)):
             lines += [f"  {name}:", *_side(method, slot)]
         lines.append("")

@@ -165,6 +165,13 @@ class Rule:
     """Which completions of the step to look at: those of the lowest "reward", or the "longest"."""
     signal: str = ""
     grave: bool = False
+    remedy: str = ""
+    """What to do, for people."""
+
+    @property
+    def advice(self) -> str:
+        """What is wrong, and what to do."""
+        return f"{self.says} {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -296,39 +303,54 @@ def _unscored_share(figures: Figures, memory: Memory) -> float | None:
 # fmt: off
 RULES = (
     Rule("not_finite", "Not a number", "A figure is NaN or infinite: gradients, losses or rewards have overflowed.", _not_finite,
-        above=0.5, until=0.5, grave=True),
+        above=0.5, until=0.5, grave=True,
+        remedy="Lower the learning rate, or clip the gradient harder; look for rewards or log-probs that are infinite."),
     Rule("flat_reward", "Rewards do not differ", "Within their groups all rewards are equal, so nothing can be learned.",
-        _of("reward_std", -1.0), above=-1e-6, until=-1e-3, patience=5, signal="reward_std"),
+        _of("reward_std", -1.0), above=-1e-6, until=-1e-3, patience=5, signal="reward_std",
+        remedy="Run `psigrad score --attack`: the reward, the column that it reads or the temperature may be wrong."),
     Rule("dead_groups", "Dead groups", "More than 80 % of the prompts have equal rewards: too easy, too hard, or one answer.",
-        _of("dead_groups"), above=0.8, until=0.6, patience=5, signal="dead_groups"),
+        _of("dead_groups"), above=0.8, until=0.6, patience=5, signal="dead_groups",
+        remedy="Take rows that the model solves sometimes, sample at temperature 1, or let DAPO replace such prompts."),
     Rule("truncated", "Cut completions", "More than 20 % of the completions reach the length limit; their ends are not judged.",
-        _of("truncated"), above=0.2, until=0.15, patience=3, worst="longest", signal="truncated"),
+        _of("truncated"), above=0.2, until=0.15, patience=3, worst="longest", signal="truncated",
+        remedy="Raise max_completion_length, or leave cut completions out (keep: not_truncated)."),
     Rule("cut_and_rewarded", "Cut more, rewarded more", "Completions are cut more often while the reward rises.",
-        _cut_while_rewarded, above=0.1, until=0.05, patience=2, worst="longest", signal="truncated"),
+        _cut_while_rewarded, above=0.1, until=0.05, patience=2, worst="longest", signal="truncated",
+        remedy="Read the longest: the reward may need no ending. Set missing_eos_penalty."),
     Rule("mismatch", "Sampler against trainer", "Their log-probs differ by more than 0.01: training is off-policy unawares.",
-        _of("mismatch"), above=0.01, until=0.005, patience=2, signal="mismatch", grave=True),
+        _of("mismatch"), above=0.01, until=0.005, patience=2, signal="mismatch", grave=True,
+        remedy="`psigrad check` says what samples otherwise than it trains; algorithm.correction corrects for it."),
     Rule("entropy", "Entropy is gone", "Less than a tenth of the entropy at the start is left; the policy no longer explores.",
-        _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy"),
+        _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy",
+        remedy="Nothing, where the task is solved. Else lower the learning rate or raise the upper clip, as DAPO does."),
     Rule("clipped", "Much is clipped",
         "More than 30 % of the tokens (in control: of the actions) lose their gradient to the clip: the updates are too large.",
-        _of("clipped"), above=0.3, until=0.2, patience=3, signal="clipped"),
+        _of("clipped"), above=0.3, until=0.2, patience=3, signal="clipped",
+        remedy="Lower the learning rate, or make fewer passes over a batch (num_iterations, num_minibatches)."),
     Rule("critic", "The critic misleads", "Explained variance is below 0: a constant would foresee the returns better.",
-        _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance"),
+        _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance",
+        remedy="Raise the critic's learning rate, or let it learn alone first (critic_warmup_steps)."),
     Rule("grad_norm", "A leap of the gradient", "Its norm is more than 4 deviations above that of the last 50 rows.",
-        _grad_norm_z, above=4.0, until=2.0, signal="grad_norm"),
+        _grad_norm_z, above=4.0, until=2.0, signal="grad_norm",
+        remedy="Nothing, where the figures go on as before. Else lower max_grad_norm and look at that step's rows."),
     Rule("longer", "Longer and no better",
         "Completions grew by half while the held-out metric stands still: a sign of reward hacking.", _longer_for_nothing,
-        above=0.5, until=0.3, patience=3, worst="longest", signal="length"),
+        above=0.5, until=0.3, patience=3, worst="longest", signal="length",
+        remedy="Read the longest, and take length out of the reward (soft_overlong) or out of the loss (dr_grpo)."),
     Rule("apart", "Reward up, held-out metric down",
         "The reward rises while the held-out metric falls: the policy exploits the reward.", _below_best, above=1.5, until=1.0,
-        patience=3, signal="held_out"),
+        patience=3, signal="held_out",
+        remedy="Keep the best checkpoint and mend the reward; a KL penalty (beta) only slows this."),
     Rule("cut", "Evaluated episodes were cut",
         "They had not ended after eval_max_steps (30,000 where the environment declares no limit) and count as far as they went.",
-        _of("eval/episodes/cut"), above=0.0, until=0.0),
+        _of("eval/episodes/cut"), above=0.0, until=0.0,
+        remedy="Raise eval_max_steps, or leave it where the task has no end."),
     Rule("unscored", "Without a score", "More than 5 % of the completions could not be judged.", _unscored_share, above=0.05,
-        until=0.02, worst="unscored", signal="unscored"),
+        until=0.02, worst="unscored", signal="unscored",
+        remedy="`psigrad score` says why, row by row; raise reward_timeout where a judge is slow."),
     Rule("silent", "Silent", "A running process has written nothing for two minutes or ten usual steps.",
-        lambda figures, memory: None, above=0.0, until=0.0, grave=True),
+        lambda figures, memory: None, above=0.0, until=0.0, grave=True,
+        remedy="Look at the process and its last event; the watchdog ends a run that hangs."),
 )
 # fmt: on
 BY_NAME = {rule.name: rule for rule in RULES}

@@ -111,8 +111,8 @@ class Announcer:
                 self._judge(before["step"], before)
         for alert in self._judge(step, row):
             rule = BY_NAME[alert.rule]
-            self._folder.event("warning", rule=rule.name, step=alert.step, value=alert.value, says=f"{rule.title}. {rule.says}")
-            print(f"psigrad: warning from step {alert.step:g} on: {rule.title}. {rule.says}", file=sys.stderr, flush=True)
+            self._folder.event("warning", rule=rule.name, step=alert.step, value=alert.value, says=f"{rule.title}. {rule.advice}")
+            print(f"psigrad: warning from step {alert.step:g} on: {rule.title}. {rule.advice}", file=sys.stderr, flush=True)
 
     def _judge(self, step: float, row: Mapping[str, Any]) -> list[Alert]:
         self._watch.see(step, {self._names.of(key): value for key, value in rows.figures(row).items()})

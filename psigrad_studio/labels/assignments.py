@@ -219,11 +219,11 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
 
 
 @writes
-def undo(session: Session, person: Person, project_id: int, key: str) -> Receipt:
+def undo(session: Session, person: Person, project_id: int, key: str, only: int | None = None) -> Receipt:
     """Take back the person's last current answer or skip in a project. The task is theirs again, and `next_task` returns it.
 
-    Another call with a new key takes back the one before. Raises `Conflict` where there is nothing to take back, and where
-    somebody else holds the skipped task now.
+    Another call with a new key takes back the one before; with `only`, the number of a vote, none but that one. Raises `Conflict`
+    where there is nothing to take back, and where somebody else holds the skipped task now.
     """
     project = people.require(session, person, project_id, "label")
     session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
@@ -235,6 +235,8 @@ def undo(session: Session, person: Person, project_id: int, key: str) -> Receipt
     assignment = session.scalar(last.where(Assignment.vote_id.is_not(None)).order_by(Assignment.vote_id.desc()).limit(1))
     if assignment is None:
         raise Conflict("There is nothing to undo.")
+    if only is not None and assignment.vote_id != only:
+        raise Conflict("Another answer was given since; undo that one first.")
     undone = session.get_one(Vote, assignment.vote_id)
     until = now(session) + project.lease_ms
     if undone.action == "vote":

@@ -148,7 +148,7 @@ def alert_of(alert: Alert) -> dict[str, Any]:
     return {
         "rule": alert.rule,
         "title": rule.title,
-        "says": rule.says,
+        "says": rule.advice,
         "signal": rule.signal,
         "grave": rule.grave,
         "step": alert.step,

@@ -115,7 +115,7 @@ def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
                     "whole": whole and all(entry["whole"] for entry in entries),
                     "more": cache.finder.more,
                     "signals": [asdict(signal) for signal in SIGNALS],
-                    "rules": [{"title": rule.title, "says": rule.says} for rule in RULES],
+                    "rules": [{"title": rule.title, "says": rule.advice} for rule in RULES],
                 }
             )
 

@@ -341,6 +341,9 @@ def test_a_choice_is_stored_with_its_lineage_and_tells_the_names(folder, tmp_pat
             # the first choice stands
             assert studio.post("/api/chat/choose", {**form, "choice": "tie"}).json == told
             stored.append((told, written(events)))
+            if choice == "tie":  # taken back once another is stored: only the newest can be
+                tie = form
+        assert studio.post("/api/chat/undo", {"duel": tie["duel"]}).status == 409
         database = connect(str(tmp_path / "labels.db"))
         person = people.local(database)
         assert projects.progress(database, person, told["project"]).answered == 4
@@ -355,6 +358,11 @@ def test_a_choice_is_stored_with_its_lineage_and_tells_the_names(folder, tmp_pat
         dumped = export.dump(database, person, told["project"])
         shown = [one["display"] for one in dumped]
         assert len(dumped) == 4 and all(sorted(order) == [0, 1] for order in shown)
+        # the newest is taken back, and the one before it then is the newest
+        assert studio.post("/api/chat/undo", {"duel": form["duel"]}).json == {"undone": True}
+        assert studio.post("/api/chat/undo", {"duel": tie["duel"]}).json == {"undone": True}
+        assert projects.progress(database, person, told["project"]).answered == 2
+        assert studio.post("/api/chat/undo", {"duel": "unknown"}).status == 422
         database.close()
 
 

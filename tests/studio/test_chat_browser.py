@@ -127,7 +127,9 @@ def test_two_answers_are_compared_by_keyboard_alone(opened):
     page.keyboard.type("say c:")
     page.keyboard.press("Enter")
     ended(page, "Both have ended. Which answer is better?")
-    assert page.evaluate("document.activeElement.dataset.choice") == "left"
+    assert page.evaluate("document.activeElement.className") == "choices"
+    page.keyboard.press("Enter")  # of somebody who types: no vote
+    expect(page.locator(".verdict")).to_have_count(0)
     assert page.locator(".answer h2").all_text_contents() == ["A", "B"]
     page.keyboard.press("2")
     expect(page.locator(".verdict")).to_contain_text("was better")
@@ -136,6 +138,9 @@ def test_two_answers_are_compared_by_keyboard_alone(opened):
     expect(page.locator(".answer").nth(1)).to_have_class(re.compile("better"))
     assert page.evaluate("document.activeElement.id") == "message"
     ended(page, "Stored.")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator(".verdict")).to_contain_text("Taken back")
+    ended(page, "Taken back.")
 
 
 def test_the_better_answer_goes_on_and_two_bad_ones_do_not(opened):

@@ -12,7 +12,7 @@ import pytest
 import psigrad
 
 ROOT = Path(__file__).parents[2]
-PACKAGE, STUDIO = ROOT / "psigrad", ROOT / "psigrad_studio"
+PACKAGE, STUDIO, GATEWAY = ROOT / "psigrad", ROOT / "psigrad_studio", ROOT / "psigrad_serve"
 # From top to bottom: a room may import from those behind it. A drawer of a room is named with it.
 ROOMS = (
     *("cli", "experiments", "compat", "preflight", "control", "language.recipes", "language.training", "language.loading"),
@@ -44,10 +44,10 @@ HOOKS = {"config/load.py": {"compat"}}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
 
-MODULES, STUDIO_MODULES = sorted(PACKAGE.rglob("*.py")), sorted(STUDIO.rglob("*.py"))
+MODULES, STUDIO_MODULES = sorted(PACKAGE.rglob("*.py")), sorted([*STUDIO.rglob("*.py"), *GATEWAY.rglob("*.py")])
 STUDIES = sorted((ROOT / "studies").rglob("*.py"))
-# The command that starts the studio: nothing else of the library may import it.
-STARTS_STUDIO = "cli/run_folders.py"
+# Who starts the studio, and who the gateway: nothing else of the library may import them.
+STARTS_STUDIO, STARTS_GATEWAY = {"cli/run_folders.py"}, {"cli/answering.py"}
 
 
 def room_of(path: Path) -> str:
@@ -70,7 +70,7 @@ def imports_of(source: str) -> set[str]:
             assert not node.level, "imports name the whole module: from psigrad.x import y"
             assert node.module
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name.split(".")[0] in ("psigrad", "psigrad_studio", "studies")}
+    return {name for name in found if name.split(".")[0] in ("psigrad", "psigrad_studio", "psigrad_serve", "studies")}
 
 
 def rooms_imported(source: str) -> set[str]:
@@ -94,13 +94,15 @@ def test_negative_control_an_import_upwards_is_noticed():
     assert not rooms_imported("from psigrad.language.models import tiny") - ALLOWED["language.training"]
 
 
-def imports_studio(source: str) -> bool:
-    return any(name.split(".")[0] == "psigrad_studio" for name in imports_of(source))
+def imports_studio(source: str, package: str = "psigrad_studio") -> bool:
+    return any(name.split(".")[0] == package for name in imports_of(source))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_one_command_imports_the_studio(path):
-    assert imports_studio(path.read_text()) == (str(path.relative_to(PACKAGE)) == STARTS_STUDIO)
+def test_only_one_command_imports_the_studio_and_one_the_gateway(path):
+    source, name = path.read_text(), str(path.relative_to(PACKAGE))
+    assert imports_studio(source) == (name in STARTS_STUDIO)
+    assert imports_studio(source, "psigrad_serve") == (name in STARTS_GATEWAY)
 
 
 @pytest.mark.parametrize("path", STUDIO_MODULES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -222,7 +224,7 @@ def twice(sources: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_modules_and_public_classes_have_names_of_their_own():
-    paths = [*PACKAGE.rglob("*.py"), *(ROOT / "psigrad_studio").rglob("*.py")]
+    paths = [*MODULES, *STUDIO_MODULES]
     assert not twice({str(path.relative_to(ROOT)): path.read_text() for path in paths})
 
 

@@ -143,12 +143,12 @@ def check_path(text: str, what: str = "") -> None:
 
 def refuse_run(text: str, what: str = "") -> None:
     """Raises `UserError` where a model's path is the folder of a run, naming the model in it."""
-    if inside := _model_inside(Path(text).expanduser()):
+    if inside := model_inside(Path(text).expanduser()):
         of = f" ({what})" if what else ""
         raise UserError(f"{text!r}{of} is the folder of a run, not of a model; give {str(inside)!r}.")
 
 
-def _model_inside(path: Path) -> Path | None:
+def model_inside(path: Path) -> Path | None:
     """The model in the folder of a run of psigrad or of transformers: the trained one, else that of the newest checkpoint."""
     if not path.is_dir() or _is_model(path):
         return None

@@ -188,7 +188,7 @@ def _warnings(run: RunData) -> Table | None:
         newest = found[0]
         times = Cell(f"{len(found):,} times" if len(found) > 1 else "once")
         ended = Cell("still", "n") if newest.ended is None else _number(newest.ended)
-        rows.append([Cell(RULES[rule].title), Cell(RULES[rule].says, "soft"), times, _number(newest.step), ended])
+        rows.append([Cell(RULES[rule].title), Cell(RULES[rule].advice, "soft"), times, _number(newest.step), ended])
     return Table(("", "", "", "last from step", "to step"), rows) if rows else None
 
 

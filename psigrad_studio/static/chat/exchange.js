@@ -19,7 +19,7 @@ export class Exchange {
     this.answers = titles.map((title) =>
       el("section", { class: "answer writing", "aria-label": `Answer of ${title}` },
         el("h2", {}, title), el("div", { class: "words", dir: "auto" }, el("p", { class: "text" })), el("p", { class: "facts" })));
-    this.choices = el("div", { class: "choices" });
+    this.choices = el("div", { class: "choices", tabindex: "-1" });
     this.node = el("article", { class: "exchange" },
       el("p", { class: "said", dir: "auto" }, content),
       el("div", { class: name === null ? "answers two" : "answers" }, ...this.answers),
@@ -86,8 +86,8 @@ export class Exchange {
     this.again(differ);
   }
 
-  /** Name the models. */
-  reveal({ names, choice, note }) {
+  /** Name the models; `undo` takes back what was stored. */
+  reveal({ names, choice, note }, undo) {
     names.forEach((name, side) => {
       this.answers[side].querySelector("h2").textContent = `${SIDES[side]}: ${name}`;
       this.answers[side].classList.toggle("better", choice === ["left", "right"][side]);
@@ -96,6 +96,7 @@ export class Exchange {
     this.leave(note ? `${said}. ${note}` : `${said}. Stored in the labels, project “Chat comparisons”.`);
     this.node.classList.toggle("out", choice === "both_bad");
     this.stored = note === "";
+    if (this.stored) this.choices.append(el("button", { type: "button", class: "quiet", onclick: undo }, "Undo"));
   }
 
   leave(verdict) {

@@ -120,7 +120,9 @@ function finish(exchange, content) {
     say("The answer has ended.");
   }
   draw();
-  if (open) exchange.node.querySelector(".choices button").focus();
+  // whoever types goes on typing: the group takes the focus, never a button of it, which Enter would press
+  if (document.activeElement === $("message") && $("message").value !== "") return;
+  if (open) exchange.choices.focus({ preventScroll: true });
   else $("message").focus();
 }
 
@@ -142,7 +144,7 @@ async function choose(choice) {
   open = null;
   exchange.choices.setAttribute("aria-busy", "true");
   try {
-    exchange.reveal(await post("/api/chat/choose", { duel: exchange.duel, choice }));
+    exchange.reveal(await post("/api/chat/choose", { duel: exchange.duel, choice }), () => takeBack(exchange));
     // a tie goes on with the left one; of two bad answers neither is part of the conversation
     if (choice !== "both_bad") keep(exchange, choice === "right" ? 1 : 0);
     say(exchange.stored ? "Stored." : "Not stored.");
@@ -153,6 +155,16 @@ async function choose(choice) {
   exchange.choices.removeAttribute("aria-busy");
   draw();
   if (open === null) $("message").focus();
+}
+
+async function takeBack(exchange) {
+  try {
+    await post("/api/chat/undo", { duel: exchange.duel });
+    exchange.leave("Taken back: not stored.");
+    say("Taken back.");
+  } catch (error) {
+    notice(error.message);
+  }
 }
 
 function skip() {

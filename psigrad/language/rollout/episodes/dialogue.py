@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from psigrad.language.models.attention import PackedLayout
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups, Ids, on_device, pack
-from psigrad.language.rollout.samplers.cache import SharedCache
+from psigrad.language.models.packing import Ids, on_device
+from psigrad.language.rollout.samplers.cache import SharedCache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.types import Completion, Dialogue, SamplingParams
 
@@ -68,14 +67,11 @@ class CachedDialogue(Dialogue):
         prompts = [self.contexts[live[n]] for n in firsts]
         waiting = np.setdiff1d(np.flatnonzero(self.held), live)
         self.cache.keep_waiting(self.prompt[waiting], self.slots[waiting])
-        inputs = pack(Groups(prompts, [[] for _ in prompts]), self.model.device)
-        assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
-        prefill = self.cache.prefill(inputs.layout, copies)
-        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, None, wanted=inputs.prefix_ends)
+        logits = prefill(self.model, self.cache, prompts, copies, None)
         self.prompt[live], self.slots[live], self.lengths[live] = self.cache.prompt, self.cache.slots, 0
         self.held[live] = True
         self.prefilled += sum(map(len, prompts))
-        return self.model.head(hidden).index_select(0, copies)
+        return logits
 
 
 class _Turn:

@@ -6,6 +6,7 @@ for the fused decoder: a prompt's keys and values are kept once for its whole gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.language.models.attention import Attending, PackedLayout
+from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
+from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
+from psigrad.language.models.packing import Groups, Ids, pack
 
 GROWTH = 64  # tokens by which the slots grow at least
 
@@ -300,3 +304,27 @@ class SharedDecode:
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Attend from one new token per sequence to its prompt and its earlier tokens, by the native kernel."""
         return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)
+
+
+def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
+    """An empty cache for this model: a slot holds up to `longest` tokens, of them `behind` (0: all) behind its prompt."""
+    if model.decoder is None:
+        return KVCache(slots, longest)
+    return SharedCache(slots, behind or longest, len(model.decoder.layers), model.decoder.heads, model.decoder.dtype)
+
+
+def prefill(
+    model: LanguageModel,
+    cache: KVCache | SharedCache,
+    prompts: Sequence[Ids],
+    copies: Tensor,
+    keep: ActivationCache | None,
+) -> Tensor:
+    """Read prompts into new slots of the cache, of which `copies` [n] names the prompt that each continues; the logits [n, V]
+    behind them.
+    """
+    inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
+    assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
+    layout = cache.prefill(inputs.layout, copies)
+    hidden = model.forward(inputs.input_ids, inputs.position_ids, layout, keep, wanted=inputs.prefix_ends)
+    return model.head(hidden).index_select(0, copies)

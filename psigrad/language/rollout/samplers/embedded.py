@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from psigrad.errors import UserError
-from psigrad.language.models.attention import PackedLayout
 from psigrad.language.models.fused.activation_cache import ActivationCache, CachedCompletion
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups, on_device, pack
+from psigrad.language.models.packing import Groups, on_device
 from psigrad.language.rollout.episodes.dialogue import CachedDialogue
-from psigrad.language.rollout.samplers.cache import KVCache, SharedCache
+from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, fits
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
@@ -85,19 +84,6 @@ class EmbeddedSampler(OwnWeights):
         check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
         return CachedDialogue(self.model, self.model.decoder, prompts, params)
 
-    @torch.inference_mode()
-    def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
-        """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
-        check_room(self.model, [request], params)
-        self.model.switch(training=False)
-        batch = _Batch(self.model, [request], params, 1, None, None)
-        batch.admit()
-        for place in range(params.max_tokens):
-            yield int(batch.ids[0, place])
-            if not batch.sequences.size:
-                return
-            batch.decode()
-
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """The recorded steps for these requests, those of the last call where they fit; None where steps are not recorded."""
         if not self.cuda_graphs or self.model.decoder is not None or self.model.root is not None or not requests:
@@ -162,10 +148,8 @@ class _Batch:
         self.firsts = firsts
         slots, longest = _room_for(requests, params, max_batch)
         self.recorded = recorded
-        self.cache: KVCache | SharedCache = KVCache(slots, longest) if recorded is None else recorded.cache
-        if model.decoder is not None:
-            decoder = model.decoder
-            self.cache = SharedCache(slots, params.max_tokens, len(decoder.layers), decoder.heads, decoder.dtype)
+        self.cache: KVCache | SharedCache
+        self.cache = new_cache(model, slots, longest, params.max_tokens) if recorded is None else recorded.cache
         self.sequences = np.zeros(0, dtype=np.int64)
         self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
@@ -189,17 +173,13 @@ class _Batch:
         while self.waiting and len(self.waiting[0][1]) <= room:
             groups.append(self.waiting.popleft())
             room -= len(groups[-1][1])
-        inputs = pack(Groups([self.requests[r].prompt_ids for r, _ in groups], [[] for _ in groups]), self.model.device)
-        assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
         copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)
         keep = self._keep()
         if keep is not None:
             lengths = [len(self.requests[r].prompt_ids) for r, _ in groups]
             starts = np.cumsum([keep.next_row(sum(lengths)), *lengths])
             self.prompt_rows |= {r: int(start) for (r, _), start in zip(groups, starts, strict=False)}
-        prefill, ends = self.cache.prefill(inputs.layout, copies), inputs.prefix_ends
-        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, keep, wanted=ends)
-        logits = self.model.head(hidden).index_select(0, copies)
+        logits = prefill(self.model, self.cache, [self.requests[r].prompt_ids for r, _ in groups], copies, keep)
         new = np.concatenate([members for _, members in groups])
         self.sequences = np.concatenate([self.sequences, new])
         self._draw(logits, new)

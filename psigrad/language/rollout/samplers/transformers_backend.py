@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.engine.streams import DrawnToken
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.samplers.embedded import OwnWeights, check_room
 from psigrad.language.rollout.types import Completion, FinishReason, Request, SamplingParams
@@ -55,7 +56,7 @@ class TransformersSampler(OwnWeights):
         yield [(place, [next(done) for _ in request.seeds]) for place, request in enumerate(requests)]
 
     @torch.inference_mode()
-    def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
+    def stream(self, request: Request, params: SamplingParams) -> Iterator[DrawnToken]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
         self.model.as_transformers().eval()
@@ -64,8 +65,9 @@ class TransformersSampler(OwnWeights):
         ids = torch.tensor([request.prompt_ids], device=self.model.device)
         for place in range(params.max_tokens):
             out = self.model.as_transformers()(input_ids=ids, past_key_values=cache, use_cache=True)
-            ids, cache = draw(out.logits[:, -1], params, seed, np.array([place])).ids[:, None], out.past_key_values
-            yield int(ids)
+            drawn, cache = draw(out.logits[:, -1], params, seed, np.array([place])), out.past_key_values
+            ids = drawn.ids[:, None]
+            yield DrawnToken(int(ids), float(drawn.logprobs), float(drawn.sampling_logprobs))
             if int(ids) in stops:
                 return
 

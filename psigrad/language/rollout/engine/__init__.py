@@ -1,0 +1,1 @@
+"""One model for many who ask: requests that come and go are decoded together."""

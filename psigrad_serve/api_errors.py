@@ -1,0 +1,47 @@
+"""What a bad request is told, in the words and forms of the two APIs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Anthropic's names of errors; all others are invalid_request_error."""
+_OPENAI = {404: "invalid_request_error", 401: "invalid_request_error", 413: "invalid_request_error", 500: "server_error"}
+
+
+class ApiError(Exception):
+    """A request that is refused: why, the field that is at fault, and OpenAI's code for it."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+
+    def openai(self) -> dict[str, Any]:
+        """OpenAI's body."""
+        kind = _OPENAI.get(self.status, KINDS.get(self.status, "invalid_request_error"))
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self, request_id: str = "") -> dict[str, Any]:
+        """Anthropic's body."""
+        said = {"type": KINDS.get(self.status, "invalid_request_error"), "message": self.message}
+        return {"type": "error", "error": said, "request_id": request_id}
+
+    def response(self, path: str, request_id: str) -> JSONResponse:
+        """The answer of the API that `path` belongs to."""
+        body = self.anthropic(request_id) if is_anthropic(path) else self.openai()
+        headers = {"retry-after": "1"} if self.status in (429, 503) else {}
+        return JSONResponse(body, self.status, headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a route is one of Anthropic's."""
+    return "/v1/messages" in path

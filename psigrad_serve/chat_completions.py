@@ -1,0 +1,168 @@
+"""OpenAI's chat completions: /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from psigrad import seeds
+from psigrad.language.rollout.engine.streams import DrawnToken
+from psigrad.language.rollout.episodes.tool_calls import ToolCall
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, SamplingForm, check_choice, read_form, read_stop
+from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
+
+
+class StreamOptions(BaseModel):
+    """Whether the stream ends with the usage."""
+
+    include_usage: bool = False
+
+
+class FunctionForm(BaseModel):
+    """A function that is offered."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolForm(BaseModel):
+    """A tool that is offered."""
+
+    type: Literal["function"]
+    function: FunctionForm
+
+
+class ChatForm(SamplingForm):
+    """The body."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    stop: str | list[str] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+    tools: list[ToolForm] = Field(default=[])
+    tool_choice: Any = None
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+
+
+class ChatCompletions:
+    """One request and its answer in this API's forms."""
+
+    def __init__(self, served: Served, body: dict[str, Any]) -> None:
+        self.served, self.form = served, read_form(ChatForm, body)
+        form = self.form
+        served.check_model(form.model)
+        tools = [tool.model_dump(exclude_none=True) for tool in form.tools] if check_choice(form.tool_choice) else []
+        row, offered = served.conversation(form.messages, tools, form.chat_template_kwargs)
+        asked = form.asked(form.max_completion_tokens or form.max_tokens)
+        top = form.top_logprobs if form.logprobs else 0
+        stop = read_stop(form.stop)
+        self.calls = [served.call(body, row, None, asked, n=form.n, stop=stop, top=top, offered=offered)]
+        self.stream = form.stream
+
+    @property
+    def call(self) -> Call:
+        """The only one."""
+        return self.calls[0]
+
+    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+        """The first events of a stream."""
+        self.calls = [answer.call for answer in answers]
+        self.id, self.created = f"chatcmpl-{identity(self.call)}", int(time.time())
+        self.counts = [0] * self.call.n
+        for k in range(self.call.n):
+            more = {"prompt_token_ids": self.call.prompt_ids} if self.form.return_token_ids and not k else {}
+            yield self._chunk([self._choice(k, {"role": "assistant", "content": ""})], **more)
+
+    def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
+        """The events of a piece."""
+        self.counts[piece.choice] += len(piece.tokens)
+        if piece.text or (piece.tokens and (self.form.logprobs or self.form.return_token_ids)):
+            choice = self._choice(piece.choice, {"content": piece.text})
+            if self.form.logprobs:
+                choice["logprobs"] = self._logprobs(piece.tokens)
+            if self.form.return_token_ids:
+                choice["token_ids"] = [token.id for token in piece.tokens]
+            yield self._chunk([choice])
+        for i, call in enumerate(tool_calls(self.call, piece.calls, piece.choice)):
+            yield self._chunk([self._choice(piece.choice, {"tool_calls": [{"index": i, **call}]})])
+        if piece.finish:
+            yield self._chunk([self._choice(piece.choice, {}, piece.finish)])
+
+    def end(self) -> Iterator[str]:
+        """The last events."""
+        if self.form.stream_options.include_usage:
+            yield self._chunk([], usage=usage(len(self.call.prompt_ids), sum(self.counts)))
+        yield "data: [DONE]\n\n"
+
+    def whole(self, answers: Sequence[ServedAnswer], replies: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+        """The answer at once."""
+        self.calls, form, own = [answer.call for answer in answers], self.form, replies[0]
+        choices = []
+        for k, reply in enumerate(own):
+            message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+            if reply.calls:
+                message |= {"content": reply.text or None, "tool_calls": tool_calls(self.call, reply.calls, k)}
+            logprobs = self._logprobs(reply.tokens) if form.logprobs else None
+            choice = {"index": k, "message": message, "logprobs": logprobs, "finish_reason": reply.finish}
+            choices.append(choice | ({"token_ids": [t.id for t in reply.tokens]} if form.return_token_ids else {}))
+        counted = usage(len(self.call.prompt_ids), sum(len(reply.tokens) for reply in own))
+        made = {"id": f"chatcmpl-{identity(self.call)}", "object": "chat.completion", "created": int(time.time())}
+        more = {"prompt_token_ids": self.call.prompt_ids} if form.return_token_ids else {}
+        return {**made, "model": form.model, "choices": choices, "usage": counted, **more}
+
+    def _choice(self, k: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        return {"index": k, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+    def _chunk(self, choices: Sequence[Any], **more: Any) -> str:
+        head = {"id": self.id, "object": "chat.completion.chunk", "created": self.created, "model": self.form.model}
+        return event({**head, "choices": choices, **more})
+
+    def _logprobs(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
+        return {"content": token_logprobs(self.served, tokens), "refusal": None}
+
+
+def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[str, Any]]:
+    """Tokens with their log-probs and the most probable ones; half a character has no bytes."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = served.text_of(token)
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    return [one(t.id, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]
+
+
+def event(content: Any, name: str = "") -> str:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n"
+
+
+def usage(prompt: int, completion: int) -> dict[str, Any]:
+    """What was counted."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def identity(call: Call, *more: int | str) -> str:
+    """A name for what a call gave: the same call by the same seed has the same."""
+    return f"{seeds.derive(call.seed, *more, *call.prompt_ids[-64:], len(call.prompt_ids)):016x}"
+
+
+def tool_calls(call: Call, calls: Sequence[ToolCall], choice: int) -> list[dict[str, Any]]:
+    """Calls as OpenAI has them. Names of calls have nine letters: Mistral's templates take no others."""
+    return [
+        {
+            "id": identity(call, "call", choice, i)[-9:],
+            "type": "function",
+            "function": {"name": made.name, "arguments": json.dumps(made.arguments, ensure_ascii=False)},
+        }
+        for i, made in enumerate(calls)
+    ]

@@ -1,0 +1,130 @@
+"""Bodies of requests: what is read of them, what is of no consequence here, and what is refused because it can't be had."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from psigrad.errors import nearest
+from psigrad_serve.api_errors import ApiError
+
+F = TypeVar("F", bound="SamplingForm")
+Count = Annotated[int, Field(ge=1)]
+_NAME = re.compile(r"(?!str$|list$)[A-Za-z_]+")
+MOST_CHOICES, MOST_TOP, MOST_STOPS = 128, 20, 16
+IDLE = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("verbosity", "reasoning_effort", "reasoning", "include", "cache_control", "betas"),
+    }
+)
+"""Fields that change nothing of what is sampled here."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "thinking": ({"type": "disabled"},),
+    "background": (False,),
+    "truncation": ("disabled",),
+}
+"""Fields that would change it and can't be had, and the values that ask for nothing."""
+
+
+class SamplingForm(BaseModel):
+    """What all the APIs share. `top_k`, `min_p`, `stop_token_ids` and `chat_template_kwargs` go beyond OpenAI's, as vLLM's do;
+    `return_token_ids` adds the tokens to the answer.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default=[])
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    return_token_ids: bool = False
+    stream: bool = False
+
+    def asked(self, max_tokens: int | None) -> dict[str, Any]:
+        """What `Served.call` is asked."""
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
+        return {name: getattr(self, name) for name in names} | {"max_tokens": max_tokens or 0}
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The object that a body is."""
+    try:
+        found = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"The body is not valid JSON ({error}).", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise ApiError(f"The body is JSON, and not an object but {type(found).__name__}.", code="invalid_json")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def read_form(form: type[F], body: Mapping[str, Any]) -> F:
+    """The form in a body; null is as good as nothing. Raises `ApiError` with the field at fault."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, values in NEUTRAL.items():
+        if name in given and name not in form.model_fields and given[name] not in values:
+            raise ApiError(
+                f"{name} is {json.dumps(given[name])[:80]}, which this server can't do; leave it out.",
+                param=name, code="unsupported_parameter",
+            )  # fmt: skip
+    kept = {name: value for name, value in given.items() if name in form.model_fields or name not in {*IDLE, *NEUTRAL}}
+    try:
+        return form.model_validate(kept)
+    except ValidationError as error:
+        # of a union the branch that was meant: where something else is wrong than the type
+        first = next((one for one in error.errors() if not one["type"].endswith("_type")), error.errors()[0])
+        place = _place(first["loc"])
+        if first["type"] == "extra_forbidden":
+            hint = nearest(place, form.model_fields) or "."
+            raise ApiError(f"Unrecognized request argument supplied: {place}{hint}", param=place) from None
+        if first["type"] == "missing":
+            raise ApiError(f"Missing required parameter: {place!r}.", param=place, code="missing_required_parameter") from None
+        raise ApiError(f"Invalid value for {place!r}: {first['msg']}.", param=place, code="invalid_value") from None
+
+
+def _place(location: Iterable[int | str]) -> str:
+    """A place in the body as the APIs write it: messages[0].content."""
+    text = ""
+    for part in location:
+        if isinstance(part, str) and not _NAME.fullmatch(part):  # of a union, the branch
+            continue
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings; empty ones would end everything at once."""
+    stops = tuple([stop] if isinstance(stop, str) else stop or ())
+    if len(stops) > MOST_STOPS or not all(stops):
+        raise ApiError(f"stop takes up to {MOST_STOPS} strings, none of them empty.", param="stop", code="invalid_value")
+    return stops
+
+
+def check_choice(choice: Any) -> bool:
+    """Whether tools are offered: a call can't be forced."""
+    if choice in (None, "auto", "none", {"type": "auto"}, {"type": "none"}):
+        return choice not in ("none", {"type": "none"})
+    raise ApiError(
+        f"tool_choice is {json.dumps(choice)[:80]}: a call can't be forced here, so give 'auto' or 'none'.",
+        param="tool_choice", code="unsupported_parameter",
+    )  # fmt: skip

@@ -1,0 +1,213 @@
+"""The application: routes, who may ask, and answers whole or as a stream. A session is named by the address or by the key.
+
+`/s/SESSION/v1/…` and the key `TOKEN.SESSION` name one; the recorder is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from psigrad.errors import UserError
+from psigrad_serve.anthropic_messages import AnthropicMessages, count_tokens
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.chat_completions import ChatCompletions
+from psigrad_serve.forms import read_json
+from psigrad_serve.responses_api import Responses
+from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece, gathered, merged
+from psigrad_serve.text_completions import TextCompletions
+
+T = TypeVar("T")
+LARGEST = 32 << 20
+"""Bytes of a body."""
+
+
+class Api(Protocol):
+    """One request in the forms of an API."""
+
+    calls: list[Call]
+    stream: bool
+
+    def __init__(self, served: Served, body: dict[str, Any]) -> None: ...
+
+    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+        """The first events of a stream."""
+        ...
+
+    def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
+        """The events of a piece of the choice at a place among those of all calls."""
+        ...
+
+    def end(self) -> Iterator[str]:
+        """The last events."""
+        ...
+
+    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+        """The answer at once."""
+        ...
+
+
+APIS: dict[str, type[Api]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/completions": TextCompletions,
+    "/v1/responses": Responses,
+    "/v1/messages": AnthropicMessages,
+}
+
+
+def gateway(served: Served, token: str = "") -> FastAPI:
+    """The application. Who asks has to give `token`, where there is one, as OpenAI's or Anthropic's key."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    routes = _routes(served)
+    app.include_router(routes)
+    app.include_router(routes, prefix="/s/{session}")
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(UserError, _refused)
+    app.add_exception_handler(Exception, _failed)
+    app.add_middleware(KeyGuard, token=token)
+    return app
+
+
+def _routes(served: Served) -> APIRouter:
+    routes = APIRouter()
+    began = int(time.time())
+
+    def model(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": began,
+            "owned_by": "psigrad",
+            "max_model_len": served.engine.model.max_length,
+        }
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model(name) for name in served.names or ("policy",)]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def one(name: str) -> dict[str, Any]:
+        served.check_model(name)
+        return model(name)
+
+    @routes.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> dict[str, Any]:
+        return count_tokens(served, read_json(await _body(request)))
+
+    for path, api in APIS.items():
+        routes.add_api_route(path, _asked(served, api), methods=["POST"])
+    return routes
+
+
+def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Response]]:
+    async def asked(request: Request) -> Response:
+        made = api(served, read_json(await _body(request)))
+        answers = [served.begin(request.state.session, call) for call in made.calls]
+        if not made.stream:
+            return JSONResponse(made.whole(answers, await unless_gone(request, gathered(answers))))
+        pieces = merged(answers)
+        first = await unless_gone(request, anext(pieces))
+        return StreamingResponse(_events(made, answers, first, pieces), media_type="text/event-stream")
+
+    return asked
+
+
+async def _events(
+    api: Api, answers: Sequence[ServedAnswer], first: tuple[int, ServedPiece], pieces: AsyncGenerator[tuple[int, ServedPiece]]
+) -> AsyncIterator[str]:
+    """The events of a stream; those of a piece leave together."""
+    async with contextlib.aclosing(pieces):
+        yield "".join([*api.begin(answers), *api.piece(*first)])
+        async for place, piece in pieces:
+            if text := "".join(api.piece(place, piece)):
+                yield text
+        if text := "".join(api.end()):
+            yield text
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST:
+            raise ApiError(f"The body has more than {LARGEST >> 20} MiB.", status=413)
+    return bytes(body)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` gives; it is cancelled when the client has gone."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError("The client has gone.", status=499)
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    refused = error if isinstance(error, ApiError) else ApiError(str(error))
+    return refused.response(request.url.path, request.state.id)
+
+
+def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = f"There is no {request.method} {request.url.path} here." if error.status_code in (404, 405) else str(error.detail)
+    return ApiError(said, status=error.status_code).response(request.url.path, request.state.id)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    """Whose traceback uvicorn prints."""
+    return ApiError("The server failed at this; its terminal says why.", status=500).response(request.url.path, request.state.id)
+
+
+class KeyGuard:
+    """Who has no token is refused before any route; the session is found, and each answer is given a name."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+        key, _, session = given.partition(b".")
+        request_id = f"req_{secrets.token_hex(12)}"
+        state = scope.setdefault("state", {})
+        named = scope["path"].split("/")
+        state["id"], state["session"] = request_id, session.decode("latin-1")
+        if len(named) > 3 and named[1] == "s":
+            state["session"] = named[2]
+
+        async def with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                name = request_id.encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
+            await send(message)
+
+        if self.token and not hmac.compare_digest(key, self.token):
+            why = "Incorrect API key provided" if given else "You didn't provide an API key"
+            refused = ApiError(f"{why}; give the token that the server printed.", status=401, code="invalid_api_key")
+            return await refused.response(scope["path"], request_id)(scope, receive, with_id)
+        await self.app(scope, receive, with_id)

@@ -1,0 +1,232 @@
+"""OpenAI's responses: /v1/responses, as far as agents use it: text and functions. The last of each session's are kept for
+`previous_response_id`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from psigrad.language.rollout.engine.streams import DrawnToken
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.chat_completions import event, identity, token_logprobs, tool_calls
+from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, check_choice, read_form
+from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
+
+KEPT = 1000
+"""Responses that are remembered; the oldest are forgotten first."""
+
+
+class ResponsesTool(BaseModel):
+    """A function that is offered."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesForm(SamplingForm):
+    """The body."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    previous_response_id: str | None = None
+    include: list[str] = Field(default=[])
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+    tools: list[ResponsesTool] = Field(default=[])
+    tool_choice: Any = None
+    store: bool = True
+    metadata: dict[str, Any] = Field(default={})
+
+
+class Responses:
+    """One request and its answer in this API's forms."""
+
+    def __init__(self, served: Served, body: dict[str, Any]) -> None:
+        self.served, self.form = served, read_form(ResponsesForm, body)
+        form = self.form
+        served.check_model(form.model)
+        offers = form.tools if check_choice(form.tool_choice) else []
+        tools = [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in offers]
+        self.messages = [*_before(served, form.previous_response_id), *_turns(form.input)]
+        opening = [{"role": "system", "content": form.instructions}] if form.instructions else []
+        row, offered = served.conversation([*opening, *self.messages], tools, form.chat_template_kwargs)
+        self.logprobs = "message.output_text.logprobs" in form.include or form.top_logprobs > 0
+        asked = form.asked(form.max_output_tokens)
+        self.calls = [served.call(body, row, None, asked, offered=offered, top=form.top_logprobs)]
+        self.stream, self.created = form.stream, int(time.time())
+
+    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+        """The first events of a stream."""
+        self.calls, self.number = [answer.call for answer in answers], itertools.count()
+        self.text, self.tokens = "", list[DrawnToken]()
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._response("in_progress", [], 0))
+
+    def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
+        """The events of a piece."""
+        at = {"item_id": self._name("msg"), "output_index": 0, "content_index": 0}
+        before, self.tokens = self.text, [*self.tokens, *piece.tokens]
+        if piece.text:
+            if not before:
+                yield self._event("response.output_item.added", output_index=0, item=self._said("", (), "in_progress"))
+                yield self._event("response.content_part.added", **at, part=self._part("", ()))
+            self.text += piece.text
+            logprobs = token_logprobs(self.served, piece.tokens) if self.logprobs else []
+            yield self._event("response.output_text.delta", **at, delta=piece.text, logprobs=logprobs)
+        if piece.finish:
+            whole = ServedChoice(self.text, self.tokens, piece.finish, piece.calls, piece.stopped)
+            yield from self._ended(whole, at)
+
+    def end(self) -> Iterator[str]:
+        """There is nothing behind the last piece's events."""
+        return iter(())
+
+    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+        """The answer at once."""
+        self.calls = [answer.call for answer in answers]
+        ((choice,),) = choices
+        self._remember(choice)
+        cut = choice.finish == "length"
+        return self._response("incomplete" if cut else "completed", self._output(choice), len(choice.tokens))
+
+    def _ended(self, choice: ServedChoice, at: Mapping[str, Any]) -> Iterator[str]:
+        output = self._output(choice)
+        self._remember(choice)
+        for place, item in enumerate(output):
+            if item["type"] == "message":
+                if not choice.text:  # nothing was said, and nothing begun
+                    yield self._event("response.output_item.added", output_index=0, item=self._said("", (), "in_progress"))
+                    yield self._event("response.content_part.added", **at, part=self._part("", ()))
+                part = item["content"][0]
+                yield self._event("response.output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
+                yield self._event("response.content_part.done", **at, part=part)
+            else:
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                yield self._event("response.output_item.added", output_index=place, item=begun)
+                its, text = {"item_id": item["id"], "output_index": place}, item["arguments"]
+                yield self._event("response.function_call_arguments.delta", **its, delta=text)
+                yield self._event("response.function_call_arguments.done", **its, arguments=text, name=item["name"])
+            yield self._event("response.output_item.done", output_index=place, item=item)
+        status = "incomplete" if choice.finish == "length" else "completed"
+        yield self._event(f"response.{status}", response=self._response(status, output, len(choice.tokens)))
+
+    def _output(self, choice: ServedChoice) -> list[dict[str, Any]]:
+        said = [self._said(choice.text, choice.tokens, "completed")] if choice.text or not choice.calls else []
+        return said + [
+            {"type": "function_call", "id": f"fc_{made['id']}", "call_id": made["id"], "status": "completed", **made["function"]}
+            for made in tool_calls(self.calls[0], choice.calls, 0)
+        ]
+
+    def _said(self, text: str, tokens: Sequence[DrawnToken], status: str) -> dict[str, Any]:
+        content = [self._part(text, tokens)] if status == "completed" else []
+        return {"type": "message", "id": self._name("msg"), "status": status, "role": "assistant", "content": content}
+
+    def _part(self, text: str, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
+        logprobs = token_logprobs(self.served, tokens) if self.logprobs else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _remember(self, choice: ServedChoice) -> None:
+        if not self.form.store:
+            return
+        said: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        if choice.calls:
+            said["tool_calls"] = tool_calls(self.calls[0], choice.calls, 0)
+        held = self.served.kept
+        held[self._name("resp")] = [*self.messages, said]
+        while len(held) > KEPT:
+            held.popitem(last=False)
+
+    def _name(self, prefix: str) -> str:
+        return f"{prefix}_{identity(self.calls[0])}"
+
+    def _response(self, status: str, output: list[Any], count: int) -> dict[str, Any]:
+        form, prompt = self.form, len(self.calls[0].prompt_ids)
+        used = {"input_tokens": prompt, "output_tokens": count, "total_tokens": prompt + count}
+        details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                   "output_tokens_details": {"reasoning_tokens": 0}}  # fmt: skip
+        return {
+            "id": self._name("resp"),
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            **{name: getattr(form, name) for name in ("instructions", "max_output_tokens", "model", "previous_response_id")},
+            "output": output,
+            "parallel_tool_calls": True,
+            "temperature": form.temperature,
+            "top_p": form.top_p,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": form.tool_choice or "auto",
+            "metadata": form.metadata,
+            "tools": [tool.model_dump() for tool in form.tools],
+            "truncation": "disabled",
+            "store": form.store,
+            "usage": None if status == "in_progress" else used | details,
+        }
+
+    def _event(self, kind: str, **more: Any) -> str:
+        return event({"type": kind, "sequence_number": next(self.number), **more}, kind)
+
+
+def _before(served: Served, name: str | None) -> list[dict[str, Any]]:
+    if name is None:
+        return []
+    if name not in served.kept:
+        raise ApiError(
+            f"The response {name!r} is not remembered here; send its conversation as input.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return served.kept[name]
+
+
+def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Input as messages in OpenAI's chat form; calls that follow one another are one turn's."""
+    if isinstance(given, str):
+        yield {"role": "user", "content": given}
+        return
+    said: dict[str, Any] | None = None
+    for i, item in enumerate(given):
+        kind = item.get("type", "message")
+        if said is not None and kind not in ("function_call", "reasoning"):
+            yield said
+            said = None
+        if kind == "message":
+            turn = {"role": item.get("role"), "content": _text(item.get("content"), f"input[{i}].content")}
+            if turn["role"] == "assistant":  # its calls may follow
+                said = turn
+            else:
+                yield turn
+        elif kind == "function_call":
+            said = said or {"role": "assistant", "content": ""}
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else _text(output, f"input[{i}].output")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+        elif kind != "reasoning":
+            kinds = "message, function_call, function_call_output, reasoning"
+            raise ApiError(f"input[{i}] is of type {kind!r}; this server reads {kinds}.", param=f"input[{i}].type")
+    if said is not None:
+        yield said
+
+
+def _text(content: Any, place: str) -> Any:
+    """The text of a content; what is no content is refused later, with the messages."""
+    if not isinstance(content, list):
+        return content
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ApiError(f"{place}[{i}] is of type {kind!r}; this model reads text.", param=f"{place}[{i}]")
+    return "".join(str(part.get("text", "")) for part in content)

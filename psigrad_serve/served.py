@@ -1,0 +1,282 @@
+"""A policy that is served: a request of whatever API becomes a `Call`, and a call pieces of text and tokens.
+
+`Recorder` is where training listens: it may settle how a session's calls are sampled, and hears of each completion before the
+client does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psigrad import seeds
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Row, RowError, validate
+from psigrad.language.data.templates import prompt_ids, stop_token_ids
+from psigrad.language.rollout.engine.engine import SamplingEngine
+from psigrad.language.rollout.engine.streams import DrawnToken
+from psigrad.language.rollout.episodes.tool_calls import ToolCall
+from psigrad.language.rollout.episodes.tools import CallForm, call_form_of
+from psigrad.language.rollout.types import SamplingParams
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.writer import Offered, Writer
+
+MOST_WAITING = 1024
+"""Completions that may wait in line; who comes then is told to come again."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request for completions of one prompt, in whatever API it came. Choice k is drawn with `seed_of(seed, k)`."""
+
+    request: Mapping[str, Any]
+    """The body as it came."""
+    row: Row
+    """The prompt as a dataset's row: text, or messages with their tools."""
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    top: int = 0
+    offered: Offered | None = None
+
+
+@dataclass(frozen=True)
+class ServedPiece:
+    """News of a choice: text that may be sent, and the tokens that were drawn. The last one has why it ended, and the calls."""
+
+    choice: int
+    text: str
+    tokens: Sequence[DrawnToken]
+    finish: str = ""
+    """stop, length or tool_calls; empty while it goes on."""
+    calls: Sequence[ToolCall] = ()
+    stopped: str = ""
+    """The stop string that ended it."""
+
+
+@dataclass
+class ServedChoice:
+    """A whole choice."""
+
+    text: str = ""
+    tokens: list[DrawnToken] = field(default_factory=list)
+    finish: str = ""
+    calls: Sequence[ToolCall] = ()
+    stopped: str = ""
+
+
+class Recorder:
+    """Told of all that is asked and sampled, in the server's event loop, so it must be quick. This one does nothing."""
+
+    def prepare(self, session_id: str, call: Call) -> Call:
+        """The call as it is to be sampled: with other tokens as its prompt, another seed or distribution. Whoever refuses raises
+        `ApiError`.
+        """
+        return call
+
+    def on_completion(
+        self,
+        session_id: str,
+        request: Call,
+        prompt_ids: tuple[int, ...],
+        completion_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        finish_reason: str,
+    ) -> None:
+        """A completion has ended, with stop, length, or cancelled: its client has gone. The client hears of it afterwards.
+
+        With a stop string the tokens go up to the one that completes it. `logprobs` are the policy's (`Completion.logprobs`).
+        """
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The seed of a choice: the first has that of the request, which is the sampler's own."""
+    return seeds.derive(seed, "choice", choice) if choice else seed
+
+
+class Served:
+    """A model with its engine under `names` (none: under any). `recorder` listens."""
+
+    def __init__(self, engine: SamplingEngine, names: Sequence[str] = (), recorder: Recorder | None = None) -> None:
+        self.engine, self.names, self.recorder = engine, tuple(names), recorder or Recorder()
+        self.tokenizer = engine.model.tokenizer
+        self.kept: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+        """Conversations by the name of the response that ended them."""
+        self._forms: dict[str, CallForm] = {}
+
+    def check_model(self, name: str) -> None:
+        """Refuse the name of another model."""
+        if self.names and name not in self.names:
+            raise ApiError(
+                f"The model {name!r} does not exist; this server has {', '.join(self.names)}.",
+                status=404, param="model", code="model_not_found",
+            )  # fmt: skip
+
+    def conversation(self, messages: Any, tools: Any, arguments: Any = None) -> tuple[Row, Offered | None]:
+        """Messages in OpenAI's form as a row."""
+        columns = {"tools": tools, "chat_template_kwargs": arguments}
+        raw = {"prompt": messages, **{name: value for name, value in columns.items() if value}}
+        try:
+            row = validate(raw, "prompt-only", "the request")
+        except RowError as error:
+            place = error.bad.column.replace("prompt", "messages", 1)
+            raise ApiError(f"{place or 'The request'} {error.bad.reason}.", param=place or None) from None
+        if not tools:
+            return row, None
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in self._forms:
+            self._forms[key] = call_form_of(self.tokenizer, **(arguments or {}))
+        functions = [tool["function"] for tool in tools]
+        parameters = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
+        return row, Offered(self._forms[key], parameters)
+
+    def tokens_of(self, row: Row) -> tuple[int, ...]:
+        """The tokens of a prompt."""
+        try:
+            return tuple(prompt_ids(self.tokenizer, row))
+        except RowError as error:
+            raise ApiError(f"{error.bad.reason[:1].upper()}{error.bad.reason[1:]}.", param="messages") from None
+        except UserError as error:
+            raise ApiError(str(error), param="messages" if isinstance(row.prompt, list) else "prompt") from None
+
+    def check_tokens(self, ids: Sequence[int]) -> None:
+        """Refuse tokens that the model does not have."""
+        size = self.engine.model.vocabulary
+        if max(ids) >= size:
+            raise ApiError(f"The prompt has the token {max(ids)}, and the model {size} tokens.", param="prompt")
+
+    def call(
+        self, request: Mapping[str, Any], row: Row, ids: tuple[int, ...] | None, asked: Mapping[str, Any], **more: Any
+    ) -> Call:
+        """The call of a row, whose tokens are `ids`, or where that is None its own. `asked` has max_tokens (0: as many as there
+        is room for), temperature, top_p, top_k, min_p, seed and stop_token_ids, where they are given. A limit beyond the model's
+        positions is the room there is.
+        """
+        ids = ids or self.tokens_of(row)
+        most = self.engine.model.max_length
+        if len(ids) >= most:
+            raise ApiError(
+                f"This model's maximum context length is {most} tokens and the prompt has {len(ids)}; shorten it.",
+                param="messages" if isinstance(row.prompt, list) else "prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        chat = stop_token_ids(self.tokenizer, row) if isinstance(row.prompt, list) else ()
+        params = SamplingParams(
+            max_tokens=min(asked.get("max_tokens") or most, most - len(ids)),
+            temperature=asked.get("temperature", 1.0),
+            top_p=asked.get("top_p", 1.0),
+            top_k=max(0, asked.get("top_k", 0)),
+            min_p=asked.get("min_p", 0.0),
+            stop_token_ids=(*asked.get("stop_token_ids", ()), *chat),
+        )
+        seed = asked.get("seed")
+        return Call(request, row, ids, params, secrets.randbits(63) if seed is None else seed % 2**64, **more)
+
+    def begin(self, session: str, call: Call) -> ServedAnswer:
+        """Stand in line for a call."""
+        if self.engine.waiting > MOST_WAITING:
+            raise ApiError(f"{MOST_WAITING} completions wait already; try again later.", status=429, code="rate_limit_exceeded")
+        return ServedAnswer(self, session, self.recorder.prepare(session, call))
+
+    def text_of(self, token: int) -> str:
+        """One token as text."""
+        text = self.tokenizer.decode([token])
+        return text if isinstance(text, str) else "".join(text)
+
+
+class ServedAnswer:
+    """The completions of a call, under way."""
+
+    def __init__(self, served: Served, session: str, call: Call) -> None:
+        self.served, self.session, self.call = served, session, call
+        engine = served.engine
+        try:
+            self.streams = [engine.submit(call.prompt_ids, call.params, seed_of(call.seed, k), call.top) for k in range(call.n)]
+        except UserError as error:
+            raise ApiError(str(error), code="context_length_exceeded") from None
+        self._recorded = [asyncio.Event() for _ in self.streams]
+
+    async def choice(self, k: int) -> AsyncGenerator[ServedPiece]:
+        """The pieces of a choice, as they come. Whoever leaves cancels it. The recorder hears of the choices in their order."""
+        call, stream, count, ended = self.call, self.streams[k], 0, False
+        writer = Writer(self.served.tokenizer, call.stop, call.offered)
+        try:
+            async with contextlib.aclosing(stream.chunks()) as chunks:
+                async for tokens in chunks:
+                    wanted = tokens[: writer.take([token.id for token in tokens])]
+                    count += len(wanted)
+                    yield ServedPiece(k, writer.news(), wanted)
+                    if writer.stopped:
+                        break
+            for before in self._recorded[:k]:
+                await before.wait()
+            ended = True
+        finally:
+            if not ended:
+                self._record(k, count, "cancelled")
+        writer.flush()
+        reason = "stop" if writer.stopped else stream.finish_reason or "stop"
+        self._record(k, count, reason)
+        text, calls = writer.end()
+        yield ServedPiece(k, text, (), "tool_calls" if calls else reason, calls, writer.stopped)
+
+    def _record(self, k: int, count: int, reason: str) -> None:
+        self._recorded[k].set()
+        made, call = self.streams[k].completion(count), self.call
+        self.served.recorder.on_completion(self.session, call, call.prompt_ids, made.ids, made.logprobs, reason)
+
+
+async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, ServedPiece]]:
+    """(place of the choice among those of all answers, piece), as they come. Whoever leaves cancels all."""
+    sources = [(answer, k) for answer in answers for k in range(answer.call.n)]
+    if len(sources) == 1:
+        async with contextlib.aclosing(answers[0].choice(0)) as only:
+            async for piece in only:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, ServedPiece] | BaseException | None] = asyncio.Queue()
+
+    async def pump(place: int, answer: ServedAnswer, k: int) -> None:
+        try:
+            async for piece in answer.choice(k):
+                queue.put_nowait((place, piece))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(place, *source)) for place, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            left -= found is None
+            if found is not None:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for answer, k in sources:  # who was cancelled before it began
+            answer.streams[k].cancel()
+
+
+async def gathered(answers: Sequence[ServedAnswer]) -> list[list[ServedChoice]]:
+    """The choices of each answer, when all have ended."""
+    made = [[ServedChoice() for _ in range(answer.call.n)] for answer in answers]
+    flat = [choice for own in made for choice in own]
+    async with contextlib.aclosing(merged(answers)) as pieces:
+        async for place, piece in pieces:
+            choice = flat[place]
+            choice.text += piece.text
+            choice.tokens += piece.tokens
+            choice.finish, choice.calls, choice.stopped = piece.finish, piece.calls, piece.stopped
+    return made

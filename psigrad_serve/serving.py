@@ -1,0 +1,112 @@
+"""Start the gateway: beside other work in a thread, or as the whole of a program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from psigrad.errors import UserError
+from psigrad.language.rollout.engine.engine import SamplingEngine
+from psigrad_serve.gateway import gateway
+from psigrad_serve.served import Served
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, PORTS = 8500, 20
+VARIABLE = "PSIGRAD_SERVE_TOKEN"
+"""The environment variable that may have the token; arguments of a program are seen by everybody on the machine."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A gateway that answers: `url` is OpenAI's base URL without /v1, `token` the key."""
+
+    url: str
+    token: str
+
+    def session_url(self, session: str) -> str:
+        """Where the requests of a session go: ANTHROPIC_BASE_URL, and with /v1 behind it OPENAI_BASE_URL."""
+        return f"{self.url}/s/{session}"
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A socket on `port`, or on the first free one from 8500 on. Raises `UserError` where there is none."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"The port is {port}; expected 1 to 65535, or none for the first free one from {FIRST_PORT} on.")
+    why = ""
+    for candidate in [port] if port else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]:
+        try:
+            found = socket.create_server((host, candidate), backlog=1024)
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return found
+        except OSError as error:
+            why = error.strerror or str(error)
+    raise UserError(f"{host}:{port} cannot be used: {why}; name another with --port, or none for a free one.")
+
+
+def serve(engine: SamplingEngine, names: Sequence[str], listening: socket.socket, token: str, say: Callable[[str], None]) -> None:
+    """Answer until Ctrl-C, under these names. Without a `token` there is a new one, which is told."""
+    known = token or os.environ.get(VARIABLE, "")
+    key = known or secrets.token_urlsafe(24)
+    host, port = listening.getsockname()[:2]
+
+    def greet() -> None:
+        say(f"psigrad serve  http://{host}:{port}/v1  {', '.join(names)}")
+        say(f"The token is that of {'--token' if token else VARIABLE}." if known else f"The token is {key}; keep it to yourself.")
+        say("Ctrl-C ends it.")
+
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once the server has ended in order
+        _server(Served(engine, names), key, greet).run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def running(served: Served, token: str | None = None) -> Iterator[Running]:
+    """A gateway in a thread of this process, on a free port of this machine. The engine stays the caller's."""
+    token = secrets.token_urlsafe(24) if token is None else token
+    listening, ready = socket.create_server((LOOPBACK, 0), backlog=1024), threading.Event()
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    server = _server(served, token, ready.set)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), name="gateway", daemon=True)
+    thread.start()
+    try:
+        while not ready.wait(0.1):
+            if not thread.is_alive():
+                raise RuntimeError("The gateway did not start.")
+        yield Running(f"http://{LOOPBACK}:{listening.getsockname()[1]}", token)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def _server(served: Served, token: str, ready: Callable[[], None]) -> _Server:
+    config = uvicorn.Config(
+        gateway(served, token),
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=2,
+    )
+    return _Server(config, ready)

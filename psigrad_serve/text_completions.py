@@ -1,0 +1,114 @@
+"""OpenAI's plain completions: /v1/completions. A prompt is text or tokens, one or several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import decode
+from psigrad.language.rollout.engine.streams import DrawnToken
+from psigrad_serve.chat_completions import StreamOptions, event, identity, usage
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, SamplingForm, read_form, read_stop
+from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
+
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class TextForm(SamplingForm):
+    """The body."""
+
+    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    max_tokens: Count | None = 16
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    stop: str | list[str] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    echo: bool = False
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+
+
+class TextCompletions:
+    """One request and its answer in this API's forms."""
+
+    def __init__(self, served: Served, body: dict[str, Any]) -> None:
+        self.served, self.form = served, read_form(TextForm, body)
+        form = self.form
+        served.check_model(form.model)
+        stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens), form.logprobs or 0
+        self.calls = [served.call(body, *each, asked, n=form.n, stop=stop, top=top) for each in self._prompts(form.prompt)]
+        self.stream = form.stream
+
+    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+        """The first events of a stream."""
+        self.calls = [answer.call for answer in answers]
+        self.id, self.created = f"cmpl-{identity(self.calls[0])}", int(time.time())
+        self.count, self.places = 0, [0] * sum(call.n for call in self.calls)
+        if self.form.echo:
+            for place, call in enumerate(each for each in self.calls for _ in range(each.n)):
+                self.places[place] = len(self._echoed(call))
+                yield self._chunk([self._choice(place, self._echoed(call), (), 0)])
+
+    def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
+        """The events of a piece; `place` counts the choices of all prompts."""
+        self.count += len(piece.tokens)
+        if piece.text or piece.finish or (piece.tokens and (self.form.logprobs is not None or self.form.return_token_ids)):
+            choice = self._choice(place, piece.text, piece.tokens, self.places[place])
+            self.places[place] += len(piece.text)
+            yield self._chunk([choice | {"finish_reason": piece.finish or None}])
+
+    def end(self) -> Iterator[str]:
+        """The last events."""
+        if self.form.stream_options.include_usage:
+            yield self._chunk([], usage=usage(sum(len(call.prompt_ids) for call in self.calls), self.count))
+        yield "data: [DONE]\n\n"
+
+    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+        """The answer at once."""
+        self.calls = [answer.call for answer in answers]
+        made = [
+            self._choice(0, self._echoed(call) + choice.text, choice.tokens, len(self._echoed(call)))
+            | {"finish_reason": choice.finish}
+            | ({"prompt_token_ids": call.prompt_ids} if self.form.return_token_ids else {})
+            for call, own in zip(self.calls, choices, strict=True)
+            for choice in own
+        ]
+        head = {"id": f"cmpl-{identity(self.calls[0])}", "object": "text_completion", "created": int(time.time())}
+        counts = usage(
+            sum(len(call.prompt_ids) for call in self.calls), sum(len(choice.tokens) for own in choices for choice in own)
+        )
+        listed = [choice | {"index": place} for place, choice in enumerate(made)]
+        return {**head, "model": self.form.model, "choices": listed, "usage": counts}
+
+    def _prompts(self, given: Any) -> Iterator[tuple[Row, tuple[int, ...] | None]]:
+        many = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        for prompt in many:
+            if isinstance(prompt, str):
+                yield Row("the request", prompt=prompt), None
+            else:
+                self.served.check_tokens(prompt)
+                yield Row("the request", prompt=decode(self.served.tokenizer, prompt)), tuple(prompt)
+
+    def _echoed(self, call: Call) -> str:
+        return str(call.row.prompt) if self.form.echo else ""
+
+    def _choice(self, place: int, text: str, tokens: Sequence[DrawnToken], offset: int) -> dict[str, Any]:
+        made: dict[str, Any] = {"index": place, "text": text, "logprobs": None, "finish_reason": None}
+        if self.form.return_token_ids:
+            made["token_ids"] = [token.id for token in tokens]
+        if self.form.logprobs is not None:
+            words = [self.served.text_of(token.id) for token in tokens]
+            tops = [{self.served.text_of(i): logprob for i, logprob in token.top} for token in tokens]
+            made["logprobs"] = {
+                "tokens": words,
+                "token_logprobs": [token.logprob for token in tokens],
+                "top_logprobs": tops if self.form.logprobs else None,
+                "text_offset": [offset + sum(map(len, words[:i])) for i in range(len(words))],
+            }
+        return made
+
+    def _chunk(self, choices: Sequence[Any], **more: Any) -> str:
+        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.form.model}
+        return event({**head, "choices": choices, **more})

@@ -1,0 +1,136 @@
+"""Tokens to text while they come: half of a character waits for its other half, stop strings are never sent, nor are calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from psigrad.language.data.templates import decode
+from psigrad.language.rollout.episodes.tool_calls import FAMILIES, ToolCall
+from psigrad.language.rollout.episodes.tools import CallForm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_HALF = "\ufffd"
+# Tokens that are decoded together at most, and those of them that stay as the context of the next ones.
+_WINDOW, _CONTEXT = 64, 16
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The tools of a request: how the model writes calls, and of each tool the schemas of its parameters."""
+
+    form: CallForm
+    parameters: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What a call may begin with."""
+        families = [family for family in FAMILIES if self.form.family in ("", family.name)]
+        return tuple(family.opens for family in families)
+
+    @property
+    def bare(self) -> bool:
+        """Whether a turn that is a JSON object is a call."""
+        return any(family.bare for family in FAMILIES if self.form.family in ("", family.name))
+
+
+@dataclass
+class Writer:
+    """The text of one completion."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: Sequence[str] = ()
+    offered: Offered | None = None
+    text: str = ""
+    """All of it so far, up to a stop string."""
+    stopped: str = ""
+    """The stop string that ended it."""
+    sent: int = 0
+    _ids: list[int] = field(default_factory=list)
+    _shown: int = 0
+    """Characters of the window's text that are in `text`."""
+
+    def take(self, ids: Sequence[int]) -> int:
+        """The next tokens; how many of them are wanted: those up to the one that completes a stop string."""
+        if not self.stops:
+            self._take(ids)
+            return len(ids)
+        for i, token in enumerate(ids):
+            self._take([token])
+            if self.stopped:
+                return i + 1
+        return len(ids)
+
+    def _take(self, ids: Sequence[int]) -> None:
+        self._ids += ids
+        self._grow(decode(self.tokenizer, self._ids).rstrip(_HALF))
+        if len(self._ids) > _WINDOW:
+            window = decode(self.tokenizer, self._ids)
+            if not window.endswith(_HALF) or len(self._ids) > 4 * _WINDOW:
+                self._grow(window)
+                self._ids = self._ids[-_CONTEXT:]
+                self._shown = len(decode(self.tokenizer, self._ids))
+
+    def flush(self) -> None:
+        """There are no more tokens."""
+        self._grow(decode(self.tokenizer, self._ids))
+
+    def news(self) -> str:
+        """What may be sent and was not."""
+        text = self.text[self.sent : max(self.sent, self._safe())]
+        self.sent += len(text)
+        return text
+
+    def end(self) -> tuple[str, list[ToolCall]]:
+        """(what was not sent, the calls): a turn whose calls can't be read is text."""
+        read = [] if self.offered is None else self.offered.form.read(self.text, self.offered.parameters)
+        calls = [call for call in read if isinstance(call, ToolCall)]
+        if not calls or len(calls) < len(read):
+            return self.text[self.sent :], []
+        begun = self._first_mark(behind_thought=True)
+        if begun < self.sent:  # a call without a mark
+            begun = self.sent if self.sent else len(self.text) - len(self.text.lstrip())
+        return self.text[self.sent : begun].rstrip(), calls
+
+    def _grow(self, window: str) -> None:
+        new = window[self._shown :]
+        if not new or self.stopped:
+            return
+        self._shown, before = len(window), len(self.text)
+        self.text += new
+        found = [(at, stop) for stop in self.stops if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        if found:
+            at, self.stopped = min(found)
+            self.text = self.text[:at]
+
+    def _safe(self) -> int:
+        """How much of the text is neither a call nor the beginning of a stop string or of a call's mark."""
+        marks = () if self.offered is None else self.offered.marks
+        if self.offered is not None:
+            if self.offered.form.response_template is not None or (
+                self.offered.bare and self.text.lstrip()[:1] in ("{", "[", "")
+            ):
+                return 0
+            if (begun := self._first_mark()) < len(self.text):
+                return len(self.text[:begun].rstrip())
+        if self.stopped:
+            return len(self.text)
+        longest = max((overlap(self.text, word) for word in (*self.stops, *marks)), default=0)
+        safe = len(self.text) - longest
+        # white space before a call is not said
+        return len(self.text[:safe].rstrip()) if marks else safe
+
+    def _first_mark(self, behind_thought: bool = False) -> int:
+        assert self.offered is not None
+        thoughts = {family.thought for family in FAMILIES if self.offered.form.family in ("", family.name)}
+        start = max((self.text.rfind(thought) for thought in thoughts), default=0) if behind_thought else 0
+        places = [at for mark in self.offered.marks if (at := self.text.find(mark, max(start, 0))) >= 0]
+        return min(places, default=len(self.text))
+
+
+def overlap(text: str, word: str) -> int:
+    """How many characters at the end of the text are the beginning of the word, and not all of it."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

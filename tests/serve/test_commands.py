@@ -1,0 +1,90 @@
+"""`psigrad serve` and `psigrad chat`, as they are typed."""
+
+from __future__ import annotations
+
+import io
+
+import openai
+import pytest
+
+from psigrad import cli
+from psigrad_serve import serving
+from psigrad_serve.served import Served
+
+
+@pytest.fixture(scope="module")
+def run_folder(small_model, tmp_path_factory):
+    """A run with its model, as training leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    small_model.save(folder / "model")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_serve_opens_the_runs_model_and_hands_it_on(run_folder, monkeypatch, capsys):
+    seen = []
+
+    def instead(engine, names, listening, token, say):
+        with serving.running(Served(engine, names), token) as at:
+            client = openai.OpenAI(base_url=f"{at.url}/v1", api_key="mine", max_retries=0)
+            seen.append([model.id for model in client.models.list()])
+            seen.append(client.completions.create(model="b", prompt="the", max_tokens=3, seed=1).usage.completion_tokens)
+        seen.append((engine.max_batch, listening.getsockname()[0]))
+        listening.close()
+
+    monkeypatch.setattr(serving, "serve", instead)
+    words = ["serve", str(run_folder), "--name", "a", "b", "--token", "mine", "--max-batch", "3", "--threads", "1"]
+    assert cli.main(words) == 0
+    assert seen == [["a", "b"], 3, (3, "127.0.0.1")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["serve"], "serve got no models and takes one"), (["serve", "a", "b"], "serve got 2 models"),
+     (["serve", "./nowhere"], "There is no folder './nowhere'"), (["serve", "x", "--port", "99999"], "port is 99999"),
+     (["serve", "x", "--host", "203.0.113.9"], "203.0.113.9"), (["serve", "x", "--prot", "1"], "did you mean '--port'"),
+     (["chat"], "chat got no models"), (["chat", "./nowhere"], "There is no folder")],
+    ids=" ".join,
+)  # fmt: skip
+def test_mistakes_are_said_in_a_sentence(words, said, capsys):
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_token_is_told_once_unless_it_is_yours(small_model, monkeypatch):
+    from psigrad.language.rollout.engine.engine import SamplingEngine
+
+    class Server:
+        def __init__(self, served, token, greet):
+            self.token, self.greet = token, greet
+
+        def run(self, sockets):
+            made.append(self.token)
+            self.greet()
+
+    made, said = [], []
+    monkeypatch.setattr(serving, "_server", Server)
+    for token, variable in (("", ""), ("", "from the environment"), ("typed", "")):
+        monkeypatch.setenv(serving.VARIABLE, variable)
+        with serving.listen() as listening:
+            serving.serve(SamplingEngine(small_model), ["m"], listening, token, said.append)
+    assert len(made[0]) == 32 and made[1:] == ["from the environment", "typed"]
+    text = "\n".join(said)
+    assert text.count(made[0]) == 1 and "from the environment" not in text and "typed" not in text
+    assert f"of {serving.VARIABLE}" in text and "of --token" in text
+
+
+def test_chat_answers_line_by_line_until_an_empty_one(run_folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n/new\nhello\n\nnever read\n"))
+    how = ["--max-tokens", "6", "--seed", "3", "--temperature", "0", "--system", "Be brief."]
+    assert cli.main(["chat", str(run_folder), *how, "--threads", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("> ") == 5 and said.endswith("\n")
+    first, _, _, again, _ = [answer.split("\n")[0] for answer in said.split("> ")[1:]]
+    assert first == again, "greedy, and a new conversation each"
+
+
+def test_help_is_there(capsys):
+    for command in ("serve", "chat"):
+        assert cli.main([command, "--help"]) == 0
+        assert f"psigrad {command} MODEL_OR_RUN" in capsys.readouterr().out

@@ -1,0 +1,118 @@
+"""The server under load and under clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+from timing import until
+
+HI = [{"role": "user", "content": "Hi there"}]
+ASK = {"model": "tiny", "messages": HI}
+
+
+def posted(served, body: bytes, path: str = "/v1/chat/completions", key: str = ""):
+    """(status, what is answered) to a body as it is."""
+    headers = {"Authorization": f"Bearer {key or served.at.token}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(served.at.url + path, body, headers), timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_64_streams_at_once_say_what_each_says_alone(served):
+    async def said(client, seed):
+        text = ""
+        async for chunk in await client.chat.completions.create(**ASK, seed=seed, max_tokens=24, stream=True):
+            text += chunk.choices[0].delta.content or ""
+        return text
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{served.at.url}/v1", api_key=served.at.token, max_retries=0) as client:
+            together = await asyncio.gather(*(said(client, seed) for seed in range(64)))
+            return together, [await said(client, seed) for seed in (0, 31, 63)]
+
+    together, alone = asyncio.run(all_of_them())
+    assert [together[seed] for seed in (0, 31, 63)] == alone and len(set(together)) > 60
+    assert not served.engine.active and not served.engine.waiting
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes_frees_its_place_and_is_recorded_as_gone(served, stream):
+    served.heard.completions.clear()
+    body = json.dumps({**ASK, "max_tokens": 900, "temperature": 5, "seed": 3, "stream": stream}).encode()
+    host, port = served.at.url.removeprefix("http://").split(":")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.at.token}\r\n"
+    for _ in range(12):  # more than there are places
+        with socket.create_connection((host, int(port))) as line:
+            line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            if stream:
+                assert b"200" in line.recv(64)
+            else:
+                until(lambda: served.engine.active)
+    until(lambda: not served.engine.active and not served.engine.waiting)
+    until(lambda: len(served.heard.completions) == 12)
+    ids, reason = served.heard.completions[0][3], served.heard.completions[0][5]
+    assert reason == "cancelled" and len(ids) < 900
+    assert posted(served, json.dumps({**ASK, "max_tokens": 2}).encode())[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [(b"{", "not valid JSON"), (b"[]", "not an object but list"), (b"", "not valid JSON"), (b"\xff\xfe", "not valid JSON"),
+     (b'{"model": "tiny", "temperature": NaN}', "NaN is no number"), (b"[" * 100_000, "not valid JSON"),
+     (b'{"model": "tiny"}', "Missing required parameter: 'messages'"), (b'{"messages": [{"role": "user"}]}', "'model'")],
+    ids=range(8),
+)  # fmt: skip
+def test_a_body_that_is_no_request_is_refused_in_both_apis_words(served, body, words):
+    status, answer = posted(served, body)
+    assert status == 400 and words in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
+    status, answer = posted(served, body, "/v1/messages")
+    assert status == 400 and answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_what_is_not_there_is_said_in_json(served):
+    status, answer = posted(served, b"{}", "/v1/embeddings")
+    assert (status, answer["error"]["message"]) == (404, "There is no POST /v1/embeddings here.")
+    status, answer = posted(served, b"{}", "/v1/models")
+    assert status == 405 and answer["error"]["param"] is None
+
+
+def test_a_body_that_is_too_large_is_refused(served, monkeypatch):
+    monkeypatch.setattr("psigrad_serve.gateway.LARGEST", 1000)
+    assert posted(served, b" " * 2000)[0] == 413
+
+
+def test_a_server_that_is_full_says_so(served, monkeypatch):
+    monkeypatch.setattr("psigrad_serve.served.MOST_WAITING", -1)
+    status, answer = posted(served, json.dumps(ASK).encode())
+    assert status == 429 and answer["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_failure_of_the_engine_is_the_servers_fault_and_passes(served, monkeypatch, caplog):
+    def broken(self):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("psigrad.language.rollout.engine.live_batch.LiveBatch.step", broken)
+        status, answer = posted(served, json.dumps({**ASK, "max_tokens": 5}).encode())
+    assert status == 500 and answer["error"]["type"] == "server_error" and "memory" not in answer["error"]["message"]
+    assert posted(served, json.dumps({**ASK, "max_tokens": 5}).encode())[0] == 200
+
+
+def test_other_threads_of_the_process_may_ask_the_engine_meanwhile(served):
+    from psigrad.language.rollout.types import SamplingParams
+
+    found = []
+    asking = threading.Thread(target=lambda: found.append(served.engine.submit((5, 6), SamplingParams(9), 1).result()))
+    asking.start()
+    assert posted(served, json.dumps({**ASK, "max_tokens": 9}).encode())[0] == 200
+    asking.join()
+    assert found[0].ids == served.sampled((5, 6), 1, max_tokens=9).ids
