@@ -22,7 +22,7 @@ from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
-from psigrad.language.models.probe import choose_attention, fuse, texts_of
+from psigrad.language.models.probe import LENGTH, choose_attention, fuse, shared_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ class Pretrained(ABC):
             switch_dropout_off(hf)
             self.network, fused, self.decoder = hf, self.decoder, None
             try:
-                self.why_padded = choose_attention(self, hf)
+                self.why_padded = choose_attention(hf, self._texts, self._probe)
                 if fused is not None and fused.recompute:
                     recompute_activations(hf)
             finally:
@@ -111,12 +111,18 @@ class Pretrained(ABC):
             self.network.train(training)
 
     @abstractmethod
-    def numbers(self, texts: Groups, packed: bool) -> Tensor:
+    def _probe(self, texts: Groups, packed: bool) -> Tensor:
         """What the model says of `texts`, to tell whether one way to compute it is as good as another."""
 
     @abstractmethod
-    def sample_texts(self, length: int) -> list[list[int]]:
+    def _sample_texts(self, length: int) -> list[list[int]]:
         """Two texts of `length` tokens such as the model meets."""
+
+    def _texts(self) -> Groups:
+        """What ways to compute are compared on, drawn once."""
+        if self.texts is None:
+            self.texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
+        return self.texts
 
     def forward(
         self,
@@ -185,13 +191,13 @@ class Pretrained(ABC):
             hf = self.as_transformers()
             switch_dropout_off(hf)
             if not self.why_padded:
-                self.why_padded = choose_attention(self, hf)
+                self.why_padded = choose_attention(hf, self._texts, self._probe)
             if lora is not None:
                 self.adapter = with_lora(hf, lora, adapter, task)
             if gradient_checkpointing:
                 recompute_activations(hf)
             if not self.why_padded:
-                self.decoder, self.why_unfused = fuse(self, gradient_checkpointing)
+                self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
         drops = lora is not None and lora.dropout > 0
         self.train_mode = gradient_checkpointing or drops
         if gradient_checkpointing and self.decoder is None and not drops:
@@ -223,7 +229,7 @@ class Pretrained(ABC):
     def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
         """The numbers on the model's own texts, and the direction of the gradient of their sum, parameter by parameter."""
         with torch.enable_grad():
-            found = self.numbers(texts_of(self), packed=True)
+            found = self._probe(self._texts(), packed=True)
             slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True)
         return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
 
@@ -289,7 +295,7 @@ def switch_dropout_off(hf: PreTrainedModel) -> None:
 def _check_repeatable(model: Pretrained) -> None:
     """Refuse a model that computes otherwise in training mode each time: gradient checkpointing needs that mode."""
     with torch.enable_grad():  # training mode is where a gradient is wanted
-        one, other = (model.numbers(texts_of(model), packed=not model.why_padded).detach() for _ in range(2))
+        one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
             f"{type(model.network).__name__} draws random numbers in training mode that psigrad cannot switch off (two passes "

@@ -75,11 +75,11 @@ class LanguageModel(Pretrained):
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
         return super().trainable() | head
 
-    def numbers(self, texts: Groups, packed: bool) -> Tensor:
+    def _probe(self, texts: Groups, packed: bool) -> Tensor:
         """The log-probs of the completions."""
         return self.evaluate(texts, packed=packed).logp
 
-    def sample_texts(self, length: int) -> list[list[int]]:
+    def _sample_texts(self, length: int) -> list[list[int]]:
         """Two texts that the model writes itself."""
         begin = self.tokenizer.bos_token_id
         first = self.eos_token_ids[0] if begin is None else int(begin)

@@ -22,8 +22,6 @@ from psigrad.language.models.packing import Groups, lay_out
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from psigrad.language.models.backbone import Pretrained
-
 # Tokens of a text, and the window that a longer one is shortened to meanwhile, so that the texts reach beyond it.
 LENGTH, WINDOW = 14, 4
 # In float32: the largest difference, as a share of that between bfloat16 and float32. Right ways stay below 0.001.
@@ -36,24 +34,25 @@ Numbers = Callable[[], Tensor]
 
 
 @torch.no_grad()
-def choose_attention(model: Pretrained, hf: PreTrainedModel) -> str:
+def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
     """Why the packed forward can't be used for this model: an empty string where it reproduces the model's own attention.
 
-    Leaves the model with our attention where that works, else with its own.
+    `texts_of()` gives texts of the model's own, `probe(texts, packed)` what it says of them, without the decoder. Leaves the
+    model with our attention where that works, else with its own.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
 
     own = hf.config._attn_implementation
-    texts, failure = _try(hf, own, lambda: texts_of(model))
+    texts, failure = _try(hf, own, texts_of)
     if texts is None:  # some models take SDPA for granted and refuse it when they run (softcapped attention)
         own = "eager"
-        texts, failure = _try(hf, own, lambda: texts_of(model))
+        texts, failure = _try(hf, own, texts_of)
     if texts is None:
         raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal model of transformers.")
 
     def numbers(packed: bool) -> Tensor:
         hf.set_attn_implementation(IMPLEMENTATION if packed else own)
-        return model.numbers(texts, packed)
+        return probe(texts, packed)
 
     reason, failure = _try(hf, IMPLEMENTATION, lambda: difference(hf, lambda: numbers(False), lambda: numbers(True)))
     if reason == "":
@@ -64,24 +63,28 @@ def choose_attention(model: Pretrained, hf: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
-def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
+def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
     """The fused decoder where it reproduces the model's own modules, else None and why."""
     hf = model.as_transformers()
     try:
         decoder = Decoder(hf, recompute)
-    except Unsupported as reason:
-        return None, str(reason)
-    inputs = lay_out(texts_of(model), model.device, packed=True)
+    except Unsupported as error:
+        return None, str(error)
+    inputs = lay_out(texts, model.device, packed=True)
+
+    def own() -> Tensor:
+        hidden: Tensor = model.target_hidden(inputs)
+        return hidden
 
     def fused() -> Tensor:
         model.decoder = decoder if hf.dtype == decoder.stored == torch.bfloat16 else Decoder(hf, exact=True)
         try:
-            return model.target_hidden(inputs)
+            return own()
         finally:
             model.decoder = None
 
     with _perturb_fresh_adapters(decoder):
-        reason = difference(hf, lambda: model.target_hidden(inputs), fused)
+        reason = difference(hf, own, fused)
     return (None, f"the fused forward is not the model's own: {reason}") if reason else (decoder, "")
 
 
@@ -113,16 +116,13 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).pow(2).mean().sqrt())
 
 
-def texts_of(model: Pretrained) -> Groups:
-    """Two prompts of unlike length, with completions that share them, in texts of the model's own: enough to tell a model that
-    leaks between packed sequences.
+def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
+    """Two texts as prompts of unlike length, with completions that share them: enough to tell a model that leaks between packed
+    sequences.
     """
-    if model.texts is None:
-        one, other = model.sample_texts(min(LENGTH, model.max_length))
-        third, half = len(one) // 3, len(one) // 2
-        completions = ((one[third:], one[third : third + 1]), (other[half : half + 2], other[half:]))
-        model.texts = Groups((one[:third], other[:half]), completions)
-    return model.texts
+    third, half = len(one) // 3, len(one) // 2
+    completions = ((one[third:], one[third : third + 1]), (other[half : half + 2], other[half:]))
+    return Groups((one[:third], other[:half]), completions)
 
 
 def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) -> list[list[int]]:

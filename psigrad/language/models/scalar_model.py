@@ -48,11 +48,11 @@ class ScalarModel(Pretrained):
         """Whether it was trained on plain prompts as they are, though its tokenizer has a chat template."""
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
-    def numbers(self, texts: Groups, packed: bool) -> Tensor:
+    def _probe(self, texts: Groups, packed: bool) -> Tensor:
         """V before the tokens of the completions."""
         return self.values(texts, packed=packed)
 
-    def sample_texts(self, length: int) -> list[list[int]]:
+    def _sample_texts(self, length: int) -> list[list[int]]:
         """Two plain sentences: the model writes nothing."""
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] or [0] for text in TEXTS]
         return [(row * length)[:length] for row in rows]

@@ -71,13 +71,13 @@ def one_layer_off(hf, seed, share=0.01):
 
 def spoil_packed(monkeypatch, seed):
     """The packed way computes another model."""
-    numbers = LanguageModel.numbers
+    numbers = LanguageModel._probe
 
     def spoilt(self, texts, packed):
         with one_layer_off(self.network, seed) if packed else contextlib.nullcontext():
             return numbers(self, texts, packed)
 
-    monkeypatch.setattr(LanguageModel, "numbers", spoilt)
+    monkeypatch.setattr(LanguageModel, "_probe", spoilt)
 
 
 def spoil_fused(monkeypatch, seed):

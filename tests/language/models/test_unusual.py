@@ -129,7 +129,7 @@ def test_nothing_is_random_when_activations_are_recomputed(config, tokenizer, mo
     config = deepcopy(config)
     torch.manual_seed(0)
     model = prepare(Causal.from_config(config), tokenizer, gradient_checkpointing=True)
-    one, other = (model.numbers(GROUPS, packed=True) for _ in range(2))
+    one, other = (model._probe(GROUPS, packed=True) for _ in range(2))
     assert model.train_mode and torch.equal(one, other)
     assert model.network.training
     monkeypatch.setattr(backbone, "switch_dropout_off", lambda hf: hf.eval())
