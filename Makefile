@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-verifiers bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-verifiers test-tinker bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
+	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
@@ -155,6 +156,7 @@ test-lm-eval: $(LM_EVAL_VENV)/.installed
 
 # verifiers pins mcp, and brings fifty packages along.
 VERIFIERS_VENV ?= .venv-verifiers
+TINKER_VENV ?= .venv-tinker
 $(VERIFIERS_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VERIFIERS_VENV)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(VERIFIERS_VENV)/lib/python3*/site-packages)/psigrad.pth
@@ -163,6 +165,15 @@ $(VERIFIERS_VENV)/.installed: $(INSTALLED)
 
 test-verifiers: $(VERIFIERS_VENV)/.installed
 	PATH="$$PWD/$(VERIFIERS_VENV)/bin:$$PATH" PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/verifiers
+
+$(TINKER_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(TINKER_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(TINKER_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check tinker==0.38.0
+	@touch $(TINKER_VENV)/.installed
+
+test-tinker: $(TINKER_VENV)/.installed
+	PYTHONPATH=. $(TINKER_VENV)/bin/python -m pytest -m tinker tests/tinker
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py

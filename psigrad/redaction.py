@@ -19,6 +19,7 @@ _TOKEN = "".join(f"(?<!{kind}[_-])" for kind in _OF_TEXT) + "token"
 # Names of environment variables that hold secrets. An AUTHOR is none, nor are TOKENIZERS_PARALLELISM and MAX_TOKENS.
 SECRET_NAME = re.compile(rf"{_TOKEN}(?!iz|s$)|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth(?!ors?(_|$))", re.IGNORECASE)
 _WORD = rf"(?:api|access|private)[_-]?key|secret|password|passwd|credentials?|authorization|{_TOKEN}"
+_NAMED = r"(?:api|access|private)[_-]?key|password|passwd"
 _KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
 _QUOTED = r"'[^']+'|\"[^\"]+\""
 _SPOKEN = tuple(
@@ -27,6 +28,7 @@ _SPOKEN = tuple(
         r"(\w://)[^/?#\s\"'<>]+(?=@)",
         r"([?&][\w.-]*(?:key|token|secret|passw\w*|sig|signature|auth)=)[^&\s\"'#<>]+",
         rf"((?:{_WORD})=)(?:{_QUOTED}|[^\s\"',;)&]+)",
+        rf"((?:{_NAMED})[\"']?:\s+[\"']?)(?=[^\s\"']*\d)[^\s\"',;]{{6,}}",
         rf"(--[\w.-]*(?:{_WORD})\s+)(?:{_QUOTED}|[^\s\"']+)",
         rf"([\"'](?:[\w-]*(?:{_WORD}))[\"']\s*:\s*[\"'])[^\"']+",
         r"(\b(?:Bearer|Authorization:\s*\w+)\s+)(?:(?=\S*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{16,})",
@@ -50,7 +52,10 @@ def hide(value: Any) -> Any:
 def values() -> list[bytes]:
     """The values of this process' variables whose names say that they are secret, as they stand in a line of JSON."""
     held = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
-    return [json.dumps(value)[1:-1].encode() for value in sorted(held, key=len, reverse=True) if not os.path.exists(value)]
+    shown = [value for value in sorted(held, key=len, reverse=True) if not (os.sep in value and os.path.exists(value))]
+    # lines are written both ways
+    forms = [json.dumps(value, ensure_ascii=plain)[1:-1] for value in shown for plain in (True, False)]
+    return [form.encode(errors="surrogateescape") for form in dict.fromkeys(forms)]
 
 
 def without(lines: bytes, secret: list[bytes]) -> bytes:

@@ -67,10 +67,16 @@ APIS: dict[str, type[Api]] = {
 
 def gateway(served: Served, token: str = "") -> FastAPI:
     """The application. Who asks has to give `token`, where there is one, as OpenAI's or Anthropic's key."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     routes = _routes(served)
+    app = guarded(token)
     app.include_router(routes)
     app.include_router(routes, prefix="/s/{session}")
+    return app
+
+
+def guarded(token: str = "") -> FastAPI:
+    """An application without routes, its guard and its words for errors."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(UserError, _refused)

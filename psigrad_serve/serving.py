@@ -8,15 +8,15 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.engine.engine import SamplingEngine
-from psigrad_serve.gateway import gateway
+from psigrad_serve.gateway import gateway, guarded
 from psigrad_serve.served import Served
+from psigrad_serve.tinker_api import TinkerServer
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 8500, 20
@@ -62,23 +62,25 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     raise UserError(f"{host}:{port} cannot be used: {why}; name another with --port, or none for a free one.")
 
 
-def serve(engine: SamplingEngine, names: Sequence[str], listening: socket.socket, token: str, say: Callable[[str], None]) -> None:
-    """Answer until Ctrl-C, under these names. Without a `token` there is a new one, which is told."""
+def serve(served: Served | TinkerServer, listening: socket.socket, token: str, say: Callable[[str], None]) -> None:
+    """Answer until Ctrl-C. Without a `token` there is a new one, which is told."""
     known = token or os.environ.get(VARIABLE, "")
-    key = known or secrets.token_urlsafe(24)
+    tinker = isinstance(served, TinkerServer)
+    key = known or ("tml-" if tinker else "") + secrets.token_urlsafe(24)  # Tinker's client takes no other keys
     host, port = listening.getsockname()[:2]
 
     def greet() -> None:
-        say(f"psigrad serve  http://{host}:{port}/v1  {', '.join(names)}")
+        names = (served.name,) if isinstance(served, TinkerServer) else served.names
+        say(f"psigrad serve  http://{host}:{port}{'' if tinker else '/v1'}  {', '.join(names)}")
         say(f"The token is that of {'--token' if token else VARIABLE}." if known else f"The token is {key}; keep it to yourself.")
         say("Ctrl-C ends it.")
 
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once the server has ended in order
-        _server(Served(engine, names), key, greet).run(sockets=[listening])
+        _server(served, key, greet).run(sockets=[listening])
 
 
 @contextlib.contextmanager
-def running(served: Served, token: str | None = None) -> Iterator[Running]:
+def running(served: Served | TinkerServer, token: str | None = None) -> Iterator[Running]:
     """A gateway in a thread of this process, on a free port of this machine. The engine stays the caller's."""
     token = secrets.token_urlsafe(24) if token is None else token
     listening, ready = socket.create_server((LOOPBACK, 0), backlog=1024), threading.Event()
@@ -97,9 +99,14 @@ def running(served: Served, token: str | None = None) -> Iterator[Running]:
         listening.close()
 
 
-def _server(served: Served, token: str, ready: Callable[[], None]) -> _Server:
+def _server(served: Served | TinkerServer, token: str, ready: Callable[[], None]) -> _Server:
+    if isinstance(served, TinkerServer):
+        app = guarded(token)
+        app.include_router(served.routes())
+    else:
+        app = gateway(served, token)
     config = uvicorn.Config(
-        gateway(served, token),
+        app,
         ws="none",
         lifespan="off",
         log_level="error",

@@ -28,7 +28,7 @@ from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import api, demo, sample, sft
-from psigrad.processes.workers.lifetime import die_with_parent
+from psigrad.processes.proc import die_with_parent
 from psigrad.records.report.plots import COLOURS
 from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import figures, parse_row

@@ -104,7 +104,9 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("--hub-token 'a b$' --steps 3", "--hub-token *** --steps 3"),
         ("api_key='a b' other=1", "api_key=*** other=1"),
         ("Authorization: Basic YWxhZGRpbjpvcGVu", "Authorization: Basic ***"),
+        ("X-Api-Key: abc123def, password: hunter2pass", "X-Api-Key: ***, password: ***"),
         # what is none
+        ("the password: at least 12 characters", None),
         ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
         ("mail me@host, see https://host/@me", None),
         ("the token that was drawn: 17", None),
@@ -146,6 +148,18 @@ def test_short_values_and_paths_of_variables_are_left(monkeypatch, tmp_path):
         redaction.without(json.dumps({"a": 'false innocent quoted"secret'}).encode(), redaction.values())
         == b'{"a": "false innocent ***"}'
     )
+
+
+def test_values_are_found_as_either_writer_of_json_writes_them_and_a_word_that_a_file_is_called_is_no_path(monkeypatch, tmp_path):
+    for name in [n for n in list(redaction.os.environ) if redaction.SECRET_NAME.search(n)]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hunter2pass").touch()
+    monkeypatch.setenv("MY_PASSWORD", "hunter2pass")
+    monkeypatch.setenv("MY_SECRET", "pässwörd-71")
+    for plain in (True, False):
+        line = json.dumps({"a": "pässwörd-71 hunter2pass"}, ensure_ascii=plain).encode()
+        assert redaction.without(line, redaction.values()) == b'{"a": "*** ***"}'
 
 
 def test_a_sandbox_services_token_is_read_from_the_variable_that_is_named(monkeypatch):

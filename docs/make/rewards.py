@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psigrad.language.rewards import builtin
+from psigrad.language.rewards.instructions import KINDS, IFEval
 
 PAGE = Path(__file__).parents[1] / "rewards.md"
 MARKS = ("<!-- examples: python docs/make/rewards.py -->\n", "<!-- end of examples -->\n")
@@ -95,7 +96,49 @@ COMPARED = {
             ("", "<think>a <answer>3</answer></think><answer>4</answer>"),
         ],
     ),
+    "choice": (
+        "The letter that the completion chooses: its first line if that is a letter, else the last one in a `\\boxed{…}` or "
+        "behind “answer is”, else the one that it begins with. The answer is a letter, or the number of a choice from 0.",
+        [
+            ("B", "B"),
+            ("1", " (b)"),
+            ("C", "A rock is dry, so the answer is C."),
+            ("D", r"Thus \boxed{\text{D}}"),
+            ("A", "Answer: A, the rock"),
+        ],
+        [("B", "A"), ("1", "C"), ("C", "It is wet."), ("D", "The answer is D? No, the answer is A."), ("A", "")],
+    ),
 }
+# Of each kind of instruction its parameters, a completion that follows it, and one that does not.
+INSTRUCTIONS = {
+    "keywords:existence": ({"keywords": ["river"]}, "A RIVER", "A lake"),
+    "keywords:frequency": ({"keyword": "sun", "frequency": 2, "relation": "at least"}, "sun and Sunday", "sun"),
+    "keywords:forbidden_words": ({"forbidden_words": ["sure"]}, "Surely not.", "I am sure."),
+    "keywords:letter_frequency": ({"letter": "z", "let_frequency": 2, "let_relation": "less than"}, "Zip", "Zigzag"),
+    "language:response_language": ({"language": "de"}, "", ""),
+    "length_constraints:number_sentences": ({"num_sentences": 2, "relation": "at least"}, "He ran. Mr. Fox hid.", "Mr. Fox ran."),
+    "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
+    "length_constraints:number_words": ({"num_words": 3, "relation": "less than"}, "two words", "these three words"),
+    "length_constraints:nth_paragraph_first_word": (
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"}, "First.\n\nThen, a", "First.\n\nAnd then"),
+    "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[name], [address]", "[name]"),
+    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Bye.\n\nP.S. more", "Bye."),
+    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* one\n- two", "1. one\n2. two"),
+    "detectable_format:constrained_response": ({}, "My answer is maybe.", "Maybe."),
+    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*one* and **two**", "*one*"),
+    "detectable_format:multiple_sections": (
+        {"section_spliter": "Section", "num_sections": 2}, "Section 1\na\nSection 2\nb", "Section 1\na"),
+    "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', "{a: 1}"),
+    "detectable_format:title": ({}, "<<On rivers>>", "# On rivers"),
+    "combination:two_responses": ({}, "one\n******\ntwo", "one\n******\none"),
+    "combination:repeat_prompt": ({"prompt_to_repeat": "Say hello."}, "Say hello. Hello!", "Hello!"),
+    "startend:end_checker": ({"end_phrase": "Is there more?"}, "Done. Is there more?", "Is there more? No."),
+    "startend:quotation": ({}, '"A river."', 'A "river".'),
+    "change_case:capital_word_frequency": ({"capital_frequency": 2, "capital_relation": "at least"}, "I SAY so", "I say so"),
+    "change_case:english_capital": ({}, "", ""),
+    "change_case:english_lowercase": ({}, "", ""),
+    "punctuation:no_comma": ({}, "Rivers; seas.", "Rivers, seas."),
+}  # fmt: skip
 REFUSED = {
     "numeric": [r"2\sqrt{3}", "1, 2, 3", "x = 5", "5 apples", "12,34"],
     "math": ["2x +", "1 2 3", "5 if n is even", "???", "9^{9^{9}}"],
@@ -143,7 +186,22 @@ def section() -> str:
     for name in ("length", "soft_overlong"):
         costs = builtin.NAMES[name](completions=[""] * len(LENGTHS), completion_ids=[[0] * n for n in LENGTHS])
         lines.append(f"| `{name}` | " + " | ".join(f"{cost:.4g}" for cost in costs) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *instructions()]) + "\n"
+
+
+def instructions() -> list[str]:
+    """The kinds of instructions. Raises where one says anything else than is expected; languages need another package."""
+    assert set(INSTRUCTIONS) == set(KINDS)
+    lines = ["\n**`ifeval`.** The kinds of instructions. Those without examples tell the language by py3langid.\n"]
+    lines += ["| instruction | parameters | followed | not followed |", "|---|---|---|---|"]
+    for kind, (given, *texts) in INSTRUCTIONS.items():
+        said = ", ".join(f"{name} {value if isinstance(value, list) else repr(value)}" for name, value in given.items())
+        if any(texts):
+            found = IFEval()(texts, instruction_id_list=[[kind]] * 2, kwargs=[[given]] * 2)
+            assert found == [1.0, 0.0], kind
+        shown = [code(text) if text else "" for text in texts]
+        lines.append(f"| `{kind}` | {code(said) if said else ''} | {' | '.join(shown)} |")
+    return lines
 
 
 def page() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from functools import partial
 from typing import Any
 
 from psigrad.cli import flags
@@ -17,22 +19,33 @@ def serve(arguments: list[str]) -> int:
     usage = "psigrad serve MODEL_OR_RUN [--name NAME ...] [--port N] [--host ADDRESS] [--token TOKEN] [--max-batch N]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N]")
-        print("       [--chat-template-path FILE] [--trust-remote-code]\n")
+        print("       [--chat-template-path FILE] [--trust-remote-code]")
+        print("       psigrad serve MODEL --tinker [--state FOLDER]\n")
         print("The model behind the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).")
+        print("With --tinker it is the Tinker API: its client trains adapters of the model here, kept in --state.")
         print("It binds this machine only, and asks for the token that it prints, or that PSIGRAD_SERVE_TOKEN has.")
         return 0
     models, listed, rest = flags.parse_lists(arguments, "--name")
-    given = flags.plain("serve", rest, {**_MODEL, "port": 0, "host": "127.0.0.1", "token": ""})
-    port, host, token = given.pop("port"), given.pop("host"), given.pop("token")
+    mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": "runs/tinker"}
+    given = flags.plain("serve", rest, {**_MODEL, **mine})
+    port, host, token, tinker, state = (given.pop(name) for name in mine)
     path = _only("serve", models, usage)
     from psigrad_serve import serving
 
     listening = serving.listen(host, port)
+    names = tuple(listed["--name"]) or (path.rstrip("/"),)
+    say = partial(print, flush=True)
+    if tinker:
+        from psigrad_serve.tinker_api import TinkerServer
+
+        with contextlib.closing(TinkerServer.of(path, names[0], state, given)) as trained:
+            serving.serve(trained, listening, token, say)
+        return 0
     from psigrad.language.loading.served_model import opened_engine
+    from psigrad_serve.served import Served
 
     with opened_engine(path, **given) as engine:
-        names = tuple(listed["--name"]) or (path.rstrip("/"),)
-        serving.serve(engine, names, listening, token, lambda text: print(text, flush=True))
+        serving.serve(Served(engine, names), listening, token, say)
     return 0
 
 

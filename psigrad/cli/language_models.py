@@ -204,6 +204,7 @@ def evaluate(arguments: list[str]) -> int:
 
     done = evaluate.run(config)
     terminal.print_figures(done.figures)
+    terminal.print_lines((f"{name}: {value}", "") for name, value in done.settings.items())
     terminal.print_completions(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
     if done.unscored:
         print(f"psigrad: {done.unscored}", file=sys.stderr)

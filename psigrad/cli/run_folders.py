@@ -1,6 +1,10 @@
-"""Commands on run folders: draw their report, upload their model, look at them in the studio."""
+"""Commands on run folders, and on the votes of people: replay, report, upload, the studio."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
 
 from psigrad.cli import flags
 from psigrad.errors import UserError
@@ -21,6 +25,31 @@ def report(arguments: list[str]) -> int:
     return 0
 
 
+_REPLAY = "psigrad replay RUN --step N [--method NAME|MAPPING ...] [--output FILE]"
+
+
+def replay(arguments: list[str]) -> int:
+    """Recompute a step of a run; exit status 1 where it is not the recorded one."""
+    if flags.asks_for_help(arguments):
+        print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest checkpoint before it and the run's rows, and say")
+        print("what is not as it is recorded. With --method also what other methods would have done with the same completions:")
+        print("dapo, rloo, …, or a variant such as '{preset: grpo, kl: null}'. The page with every token goes to RUN/replays/.")
+        return 0
+    names, listed, rest = flags.parse_lists(arguments, "--step", "--method", "--output")
+    if len(names) != 1 or rest or len(listed["--step"]) != 1 or len(listed["--output"]) > 1:
+        raise UserError(f"replay takes one run folder and one step; the usage is {_REPLAY}.")
+    from psigrad.config.nested import read_value
+    from psigrad.language.recipes import replay
+    from psigrad.records.report import replay_page, terminal
+
+    number, methods = flags.whole_number("--step", listed["--step"][0]), [read_value(text) for text in listed["--method"]]
+    found = replay.replay(names[0], number, methods)
+    print("\n".join(replay.lines_of(found)))
+    terminal.print_columns(found.methods)
+    print(f"page: {replay_page.write(found, ''.join(listed['--output']))}")
+    return 1 if found.differences else 0
+
+
 def push(arguments: list[str]) -> int:
     """Upload a finished run's model."""
     usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"
@@ -37,6 +66,39 @@ def push(arguments: list[str]) -> int:
     from psigrad.runs import hub
 
     print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))
+    return 0
+
+
+_JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
+
+
+def judge_report(arguments: list[str]) -> int:
+    """Print how a judge compares with people's votes and with itself."""
+    if flags.asks_for_help(arguments):
+        print(f"{_JUDGE_REPORT}\n\nHow a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself")
+        print("(order, length, its own model's texts). VOTES is a file that the labelling desk exports, or its database with")
+        print("--project NAME. Each pair is shown to the judge in both orders, as by the reward ranking.\n")
+    names, listed, rest = flags.parse_lists(arguments, "--criteria")
+    texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
+    usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
+    given = flags.plain("judge-report VOTES", rest, usual)
+    if len(names) != 1:
+        raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
+    from psigrad.config.nested import read_value
+    from psigrad.language.rewards.group_ranking import GroupRanking
+    from psigrad.records.report import terminal
+    from psigrad_studio import judge_report as command
+
+    criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}
+    where = {name: given[name] for name in ("model", "base_url", "api_key_variable", "cache")}
+    judge = GroupRanking(criteria=criteria, **where)
+    judge.check()
+    votes = command.votes_of(names[0], given["project"])
+    found = command.report(judge, votes, most=given["max_pairs"], own=given["self_model"])
+    terminal.print_summary(found.rows)
+    print("\n".join(command.lines_of(found)))
+    if given["output"]:
+        Path(given["output"]).write_text(json.dumps(asdict(found), indent=1) + "\n")
     return 0
 
 

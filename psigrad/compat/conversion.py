@@ -124,6 +124,8 @@ def _as_tuple(value: Any) -> Any:
 
 def _tell(cls: type[Any], translation: Translation, made: Conversion) -> None:
     """What was not taken, and why; what is no setting of the method is none of the settings."""
+    if made.settings.get("run.max_steps"):
+        made.settings.pop("run.num_train_epochs", None)  # a default of TRL's, which its max_steps overrides
     for one, sentence in translation.refused:
         row = TABLE.get(one.name, NOTHING)
         if one.name in ("warmup_ratio", "optim.warmup_steps"):

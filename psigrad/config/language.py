@@ -300,6 +300,14 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     run: _AtOnce = field(default_factory=Run)
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
+    benchmark: Annotated[Literal["", "gsm8k", "math", "mmlu"], MAIN] = ""
+    """The shape of the rows: they are asked and judged as that benchmark's are, unless a reward is named."""
+    num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
+    """With a benchmark: worked examples before each question."""
+    fewshot_dataset: Annotated[str, Needs("num_fewshot")] = ""
+    """Rows that the examples are taken from, the first ones; empty: the first ones of the dataset, which are then not asked."""
+    output: Annotated[str, MAIN] = ""
+    """JSON file for the figures, the settings that made them, and every completion."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ def _over(below: Any, above: Any) -> Any:
     return {**below, **above} if sections else above
 
 
+def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
+    """The settings that `to_dict` wrote to the file `source`. Raises `UserError` where they are no such settings."""
+    return _build(cls, {name: value for name, value in values.items() if name not in ("format", "recipe")}, source)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """The settings as plain JSON values; `load` of them gives the same settings.
 

@@ -248,7 +248,7 @@ class Run:
     """Run folder; empty: runs/<recipe>-<time>."""
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
     """Optimiser steps (SFT) or collect-and-update steps (online); 0: num_train_epochs decides."""
-    num_train_epochs: Annotated[Positive, LENGTH, MAIN] = 1.0
+    num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0
     """Passes over the data, where max_steps is 0; half a pass is 0.5. TRL: 3."""
     seed: Annotated[int, MAIN] = 0
     """The one seed; every other is derived from it."""

@@ -202,10 +202,14 @@ def _steps(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def latest(root: Path) -> Latest:
-    """The newest checkpoint under `root` that verifies; the lines in `ignored` say why newer ones do not."""
+def latest(root: Path, most: int | None = None) -> Latest:
+    """The newest checkpoint under `root` that verifies, of step `most` or before; the lines in `ignored` say why newer ones do
+    not.
+    """
     ignored = []
     for path in _steps(root):
+        if most is not None and (step_of(path) or 0) > most:
+            continue
         try:
             manifest = verify(path)
         except CheckpointError as error:

@@ -281,7 +281,8 @@ def _is_users(module: ModuleType) -> bool:
 
 
 def _is_library(path: Path) -> bool:
-    return any(path.is_relative_to(home) for home in _libraries())
+    """Whether it is Python's, psigrad's or an installed package's, also where another environment's packages are on the path."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(path.is_relative_to(h) for h in _libraries())
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from psigrad_studio.json_api import RequestForm, json_response
 from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import projects
 from psigrad_studio.labels.projects import ProjectSettings
-from psigrad_studio.runs import rollout_views
+from psigrad_studio.runs import replays, rollout_views
 from psigrad_studio.runs.curves import curves
 from psigrad_studio.runs.rollout_index import RolloutQuery
 from psigrad_studio.runs.run_cache import RunCache, alert_of
@@ -74,6 +74,12 @@ class RolloutsForm(RunForm):
     order: Literal["newest", "oldest", "best", "worst"] = "newest"
     first: Row = 0
     count: Annotated[int, Field(ge=1, le=200)] = 50
+
+
+class ReplayForm(RunForm):
+    """One of a run's replays, by its place among their names."""
+
+    n: Row
 
 
 class GroupForm(RunForm):
@@ -129,6 +135,14 @@ def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
     def about(form: RunForm) -> Response:
         with work():
             return json_response(_about(cache, form.run, settings.work_seconds))
+
+    @routes.post("/replay")
+    def replayed(form: ReplayForm) -> Response:
+        with work():
+            found = replays.replay(cache.place(form.run).path, form.n)
+            if not found:
+                raise HTTPException(404)
+            return json_response(found)
 
     @routes.get("/picture")
     def picture(run: str = "") -> Response:
@@ -207,6 +221,7 @@ def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
         "settings": {key: str(value)[:300] for key, value in flatten(config_of(place.path)).items()},
         "events": [{str(k)[:60]: str(v)[:300] for k, v in event.items()} for event in told[-40:]],
         "first_rows": _first_rows(history.events),
+        "replays": replays.names(place.path),
         "picture": cache.picture(run) is not None,
         "rollouts": len(index),
         "index_generation": index.generation,

@@ -6,6 +6,7 @@ import json
 import re
 from collections import UserDict
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -26,6 +27,7 @@ from psigrad.experiments.declarations import BiasSettings
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.preflight.settings import BenchConfig, PlanConfig
 
+ROOT = Path(__file__).parents[2]
 REWARD = f"{tiny_rewards.__file__}:of_text"
 DRAWN = ["--max-completion-length", "4", "--eval-prompts", "4"]
 ADAPTER = (
@@ -94,6 +96,9 @@ def alone(tmp_path, monkeypatch):
 def command(name, job, folder, *more):
     """The command line of a run on the tiny job."""
     _, rows, given, _ = RUNS.get(name) or RUNS["grpo"]
+    if "--reward" in more:  # in place of the usual one: several add up
+        at = given.index("--reward")
+        given = [*given[:at], *given[at + 2 :]]
     words = [name, "--model", str(job / "base"), "--dataset", str(job / f"{rows}.jsonl"), *given, *more]
     if name == "sample":
         return [*words, "--output", str(folder / "rows.jsonl")]
@@ -148,30 +153,89 @@ def test_vllm_is_given_its_memory(job, alone, monkeypatch):
     assert (given["memory"], given["sleep"], given["tensor_parallel_size"]) == (0.3, True, 2)
 
 
-# What another value than a default is, where the type does not say it.
+ENDS = " ".join(map(str, range(0, 270, 2)))  # half of all tokens, or a tiny model would never come to the end of a turn
+# What another value than a default is, where the type does not say it; for one command where it differs there.
 OTHER = {
-    "evaluation.eval_prompts": 3, "data.max_rows": 3, "data.max_prompt_length": 2, "sampling.max_completion_length": 3,
-    "sampling.top_k": 2, "sampling.min_p": 0.5, "sampling.top_p": 0.3, "sampling.sampler": "transformers",
-    "evaluation.eval_temperature": 0, "evaluation.metric": "exact", "reward_weights": "3",
-    "optim.max_grad_norm": 0.01, "optim.warmup_steps": 1, "optim.adam_epsilon": 0.1, "max_length": 5, "batch_size": 3,
-    "evaluation.num_generations_eval": 3, "best_of": 3, "keep": "best", "data.split": "other",
+    "evaluation.eval_prompts": 3, "data.max_rows": 20, "data.max_prompt_length": 2, "sampling.max_completion_length": 3,
+    "sampling.top_k": 2, "sampling.min_p": 0.5, "sampling.top_p": 0.3, "sampling.stop_token_ids": ENDS,
+    "evaluation.eval_temperature": 0, "evaluation.metric": "exact", "reward_weights": "3", "reward": f"{REWARD} exact",
+    "optim.max_grad_norm": 0.01, "optim.warmup_steps": 1, "optim.adam_epsilon": 0.1, "max_length": 4, "batch_size": 3,
+    "evaluation.num_generations_eval": 3, "best_of": 3, "keep": "best", "max_logp_difference": 1e-12, "max_unscored": 0.9,
+    "reference_dtype": "bfloat16", "model.dtype": "bfloat16", "loss": "ipo", "algorithm": "rloo", "teacher_prompt": "answer",
+    "data.eval_dataset": "{rows}", "model.lora_target_modules": "q_proj",
+    "model.lora_modules_to_save": "lm_head", "record_tokens": 1, "run.save_steps": 1, "run.save_total_limit": 1,
+    "server": "http://127.0.0.1:9", "prompts_per_step": 3,
 }  # fmt: skip
-# What a file of rows, a model of a folder, right rows and a CPU need none of; and what other tests show.
-ELSEWHERE = {"data.split", "model.revision", "model.trust_remote_code", "data.bad_rows", "sampling.stop_token_ids", "model.dtype"}
-ELSEWHERE |= {"data.plain_prompts", "sampling.cuda_graphs"}  # of models with a chat template, and of GPUs
-ELSEWHERE |= {"sampling.sampler"}  # which draws the same under the same seeds
-ELSEWHERE |= {
-    "model.adapter",
-    "model.lora_save",
-    "cache_reference",
-    "filter_metric",
-}  # without an adapter, a cache, several rewards
+OTHER_OF = {("kto", "evaluation.eval_prompts"): 9,
+            ("kto", "loss"): '{"preset":"kto","desirable_weight":3}',
+            ("sample", "data.max_rows"): 3, ("eval", "data.max_rows"): 3}  # fmt: skip
+# What a run needs besides, so that the setting can have an effect.
+LORA = "--lora-rank 2"
+CRITIC = "algorithm.psi=gae algorithm.critic=value_loss"
+NO_SERVER = "--server http://127.0.0.1:9 --server-attempts 1 --server-timeout 0.2"
+TALK = f"--environment {tiny_rewards.__file__}:Talker --max-turns 2 --stop-token-ids {ENDS}"
+BESIDES = {
+    "run.num_train_epochs": "--max-steps 0", "max_refills": "--dynamic-sampling --reward exact",
+    "run.save_total_limit": "--save-steps 1",
+    "max_logp_difference": "--keep-activations-gb 0", "max_unscored": f"--reward {tiny_rewards.__file__}:of_some",
+    "server": "--server-attempts 1",
+    **dict.fromkeys(("critic_shared", "critic_learning_rate", "critic_warmup_steps"), CRITIC),
+    **{f"model.lora_{leaf}": LORA for leaf in ("alpha", "dropout", "target_modules", "modules_to_save", "save")},
+    "model.use_rslora": f"{LORA} --lora-alpha 8", "model.use_dora": LORA, "ref_model_mixup_alpha": "--ref-model-sync-steps 1",
+    "server_attempts": NO_SERVER,
+    **dict.fromkeys(("max_turns", "max_turn_length", "max_observation_length"), TALK),
+    "bradley_terry": "--keep pairs",
+    # so many draws that rounding decides one of them
+    **{(name, "model.dtype"): "--max-completion-length 48 --num-generations-eval 24" for name in ("eval", "sample")},
+}  # fmt: skip
+# What the tiny job cannot show, and the test that shows it.
+ELSEWHERE = {
+    "model.path": "runs/test_pins.py::test_another_base_model_is_refused_by_name",
+    "model.revision": "runs/test_pins.py::test_a_revision_is_what_is_loaded_and_pinned",
+    "model.trust_remote_code": "runs/test_pins.py::test_code_that_comes_with_a_model_never_runs_unasked",
+    "model.adapter": "language/loading/test_adapters.py::test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all",
+    **dict.fromkeys(
+        ("model.chat_template_path", "model.eos_token"),
+        "language/data/test_chat.py::test_a_template_and_an_eos_are_taken_from_the_settings",
+    ),
+    "model.chat_template_kwargs": "language/data/test_chat.py::test_arguments_of_the_run_hold_where_a_row_says_nothing",
+    "train_empty_thinking": "language/data/test_templates.py::"
+    "test_an_empty_thought_is_trained_only_where_it_is_asked_for_or_written",
+    "data.dataset": "preflight/test_check.py::test_the_dataset_is_looked_at",
+    **dict.fromkeys(("data.split", "data.eval_split"), "language/loading/test_given_model.py::test_datasets_frames_and_splits"),
+    "data.columns": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
+    "data.bad_rows": "language/recipes/test_row_limits.py::test_such_rows_are_left_out_and_counted_when_asked",
+    "data.plain_prompts": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
+    "sampling.sampler": "language/rollout/test_samplers.py::"
+    "test_embedded_and_generate_write_the_same_tokens_and_the_trainer_agrees",
+    "sampling.cuda_graphs": "gpu/test_gpu.py::test_a_recorded_step_writes_what_a_step_writes",
+    "cache_reference": "language/training/test_offline_tasks.py::test_the_reference_is_computed_once_and_found_by_content",
+    "filter_metric": "language/training/test_learn.py::"
+    "test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named",
+    "reference": "runs/test_pins.py::test_another_reference_is_refused_by_name",
+    "reward_model": "language/training/test_critic.py::test_a_reward_model_and_a_reward_function_are_mixed_by_weight",
+    "critic": "language/training/test_critic.py::test_a_critic_starts_from_the_reward_model_that_was_trained",
+    "environment": "language/rollout/test_episodes.py::test_environments_are_named_or_refused",
+    "tools": "language/rollout/test_episodes.py::test_tools_are_called_by_type_and_their_mistakes_are_answers",
+    "server_timeout": "language/rollout/test_openai_server.py::"
+    "test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too",
+    "server_key_variable": "language/rollout/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
+    **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
+    "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
+}
 
 
-def another(name, setting):
-    """A value of a setting that is not its default, as a flag's; None where there is none to be had."""
-    if name in OTHER:
-        return [flag_of(name), str(OTHER[name])]
+def test_what_this_file_cannot_show_another_does():
+    for setting, place in ELSEWHERE.items():
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), setting
+
+
+def another(command_name, name, setting):
+    """A value of a setting that is not its default, as a flag's."""
+    value = OTHER_OF.get((command_name, name), OTHER.get(name))
+    if value is not None:
+        return [flag_of(name), *str(value).split()]
     if setting.type is bool:
         return [flag_of(name) if not setting.default else flag_of(name).replace("--", "--no-", 1)]
     if get_origin(setting.type) is Literal:
@@ -196,30 +260,43 @@ def seen(name, job, folder, capsys, *more):
 
 
 def judged(cls):
-    """Settings whose effect one run shows: not those of speed, nor those without effect for want of another."""
+    """The settings whose effect a run here shows: not those of speed, of the machine or of one start, where no value is named."""
     for name, setting in settings_of(cls).items():
-        plain = setting.type in (bool, int, float) or get_origin(setting.type) is Literal or name in OTHER
-        if plain and not {RECORDED, MACHINE, FREE} & setting.marks and name not in ELSEWHERE:
+        if name not in ELSEWHERE and (name in OTHER or not {RECORDED, MACHINE, FREE} & setting.marks):
             yield name, setting
 
 
+def without_effect(name, job, folder, capsys, settings, besides):
+    """Those of the settings that change nothing one can see, each tried alone."""
+    bases, same = {}, []
+    for i, (setting, about) in enumerate(settings):
+        more = (*besides, *BESIDES.get((name, setting), BESIDES.get(setting, "")).split())
+        if more not in bases:
+            bases[more] = seen(name, job, folder / f"base{len(bases)}", capsys, *more)
+        words = [word.replace("{rows}", str(job / f"{RUNS[name][1]}.jsonl")) for word in another(name, setting, about)]
+        found = seen(name, job, folder / str(i), capsys, *more, *words)
+        about_it = [re.sub("[-_ ]", "", word) for word in (setting.rpartition(".")[2], *words[1:]) if len(word) > 2]
+        refused_otherwise = (
+            found[0] and not bases[more][0] and not any(word in re.sub("[-_ ]", "", found[2]) for word in about_it)
+        )
+        if found == bases[more] or refused_otherwise:
+            same.append(f"{' '.join(words)[:80]} {found[2] if refused_otherwise else ''}")
+    # negative controls: the same twice, and a setting at its default changes nothing
+    assert bases[besides] == seen(name, job, folder / "again", capsys, *besides)
+    assert bases[besides] == seen(name, job, folder / "default", capsys, *besides, "--seed", "0")
+    return same
+
+
 @pytest.mark.parametrize("name", ["eval", "sample"])
-def test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys, besides=()):
-    cls = RUNS[name][0]
-    base = seen(name, job, alone / "base", capsys, *besides)
-    assert base == seen(name, job, alone / "again", capsys, *besides), "negative control: the same twice"
-    same = []
-    for i, (setting, about) in enumerate(judged(cls)):
-        if seen(name, job, alone / str(i), capsys, *besides, *another(setting, about)) == base:
-            same.append(setting)
-    assert set(same) == set()
+def test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys):
+    assert without_effect(name, job, alone, capsys, judged(RUNS[name][0]), ()) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward", "grpo"])
 def test_each_setting_alone_changes_what_training_leaves(name, job, alone, capsys):
     longer = ("--max-steps", "3", "--learning-rate", "0.01")
-    test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys, longer)
+    assert without_effect(name, job, alone, capsys, judged(RUNS[name][0]), longer) == []
 
 
 def test_temperature_0_is_greedy_whatever_the_seed(job, alone, capsys):

@@ -24,12 +24,12 @@ def run_folder(small_model, tmp_path_factory):
 def test_serve_opens_the_runs_model_and_hands_it_on(run_folder, monkeypatch, capsys):
     seen = []
 
-    def instead(engine, names, listening, token, say):
-        with serving.running(Served(engine, names), token) as at:
+    def instead(served, listening, token, say):
+        with serving.running(served, token) as at:
             client = openai.OpenAI(base_url=f"{at.url}/v1", api_key="mine", max_retries=0)
             seen.append([model.id for model in client.models.list()])
             seen.append(client.completions.create(model="b", prompt="the", max_tokens=3, seed=1).usage.completion_tokens)
-        seen.append((engine.max_batch, listening.getsockname()[0]))
+        seen.append((served.engine.max_batch, listening.getsockname()[0]))
         listening.close()
 
     monkeypatch.setattr(serving, "serve", instead)
@@ -67,7 +67,7 @@ def test_the_token_is_told_once_unless_it_is_yours(small_model, monkeypatch):
     for token, variable in (("", ""), ("", "from the environment"), ("typed", "")):
         monkeypatch.setenv(serving.VARIABLE, variable)
         with serving.listen() as listening:
-            serving.serve(SamplingEngine(small_model), ["m"], listening, token, said.append)
+            serving.serve(Served(SamplingEngine(small_model), ["m"]), listening, token, said.append)
     assert len(made[0]) == 32 and made[1:] == ["from the environment", "typed"]
     text = "\n".join(said)
     assert text.count(made[0]) == 1 and "from the environment" not in text and "typed" not in text

@@ -30,6 +30,7 @@ CHANGING = {
         "Nothing",
         "Readback",
         "ServedModel",
+        "TokenStream",  # tokens come to it
         "Translation",
         "TrlScript",
     ),

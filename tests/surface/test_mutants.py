@@ -26,7 +26,7 @@ for kind, (old, new) in json.loads(sys.argv[1]).items():
     assert old in source
     mutants.changed = lambda *_: (source, source.replace(old, new))
     mutant = mutants.Mutant(file, 1, "none", 0, old, new)
-    found[kind] = mutants.killed(mutant, sys.argv[2:], float(120 if kind != "endless" else 5))
+    found[kind] = mutants.killed(mutant, sys.argv[2:], float(120 if kind != "endless" else 5)).killed
 print(json.dumps(found))
 """
 
@@ -70,6 +70,51 @@ def test_annotations_messages_and_assertions_are_left_alone():
 
     assert all(idle(text) for text in ("['a']", "int | None =", "int | None:", "x + 1", "x > 1", "True"))
     assert not any(idle(text) for text in ("3)", "x < 2", "x * 2", "[4]"))
+
+
+def test_what_changes_functions_alone_is_swapped_also_where_they_are_decorated_or_within_others():
+    before = """
+import functools
+LIMIT = 3
+def plain(x, least=1):
+    return max(x, least) + 1
+class Held:
+    @functools.cached_property
+    def size(self):
+        return 2 * LIMIT
+def outer(f):
+    def inner(x):
+        return f(x) + 1
+    return inner
+@outer
+def decorated(x):
+    return x
+"""
+    file = Path("/tmp/some.py")
+    space = {}
+    exec(compile(before, str(file), "exec"), space)
+
+    def swapped(old, new):
+        return mutants.swaps_of(before, before.replace(old, new), file)
+
+    for old, new in (
+        ("LIMIT = 3", "LIMIT = 4"),
+        ("least=1", "least=2"),
+        ("@outer\n", ""),
+        ("@functools.cached_property", "@property"),
+    ):
+        assert swapped(old, new) is None, "runs on import"
+    assert swapped("+ 1", "+ 1") == []
+    found = [*swapped("least) + 1", "least) - 1"), *swapped("2 * LIMIT", "3 * LIMIT"), *swapped("f(x) + 1", "f(x) + 5")]
+    assert [old.co_qualname for old, _ in found] == ["plain", "Held.size", "outer", "outer.<locals>.inner"]
+    mutants.swap(found)
+    assert (space["plain"](3), space["Held"]().size, space["decorated"](1)) == (2, 9, 6)
+
+
+def test_what_has_noticed_much_comes_first_and_patience_ends_the_list():
+    coverage = mutants.Coverage({("f.py", 3): {"a", "b", "c"}}, {"a": 1.0, "b": 2.0, "c": 9.0})
+    one = mutants.Mutant("f.py", 3, "", 0, "", "")
+    assert coverage.of(one, {"b": 5}) == ["b", "a", "c"] and coverage.of(one, {}, 4.0) == ["a", "b"]
 
 
 def test_a_line_is_tried_with_the_tests_that_run_it_the_quickest_first_and_not_for_ever():

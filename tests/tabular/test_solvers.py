@@ -278,6 +278,16 @@ def test_every_sweep_is_yielded_and_none_changes_afterwards():
         assert [s.iteration for s in sweeps] == list(range(1, len(sweeps) + 1))
 
 
+def test_the_bounds_of_evaluation_sweeps_are_those_of_the_last_change():
+    """One state that pays 1 for ever, γ = ½: V = 1, 1.5, 1.75 … of 2. After a change of c there is c to gain, exactly."""
+    mdp = MDP(np.ones((1, 1, 1)), np.ones((1, 1)), 0.5)
+    sweeps = tabular.modified_policy_iteration(mdp, sweeps=1)
+    for kind, value in (("back up", 1.0), ("evaluate", 1.5), ("back up", 1.75), ("evaluate", 1.875)):
+        sweep = next(sweeps)
+        assert (sweep.step, float(sweep.value[0])) == (kind, value)
+        assert value + sweep.low == pytest.approx(2.0, abs=1e-9)
+
+
 def test_an_in_place_sweep_is_the_textbook_loop():
     mdp = GridWorld(slip=0.2).mdp()
     value = np.zeros(64)

@@ -25,7 +25,7 @@ from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
 from psigrad.language.recipes import api, evaluate, online_settings
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
-from psigrad.processes.workers.lifetime import die_with_parent
+from psigrad.processes.proc import die_with_parent
 from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import parse_row
 from psigrad.runs import machine

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from psigrad import seeds
+from psigrad import __version__, seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
+from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
+from psigrad.language.data.benchmarks import BENCHMARKS, as_prompts
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_dataset
@@ -20,6 +25,9 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
+from psigrad.language.rewards.letter_choice import BenchmarkReward, Choice
+from psigrad.language.rewards.math_answers import Math
+from psigrad.language.rewards.resolve import name_of
 from psigrad.language.rewards.reward_pool import explain_unscored
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.openai_server import ServedModel
@@ -27,7 +35,9 @@ from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import SamplingParams, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
 from psigrad.language.training.online.collect import score
+from psigrad.records.pins import identify_data, identify_model
 from psigrad.records.read import prompt_text
+from psigrad.records.run_folder import to_line
 from psigrad.runs import machine
 
 
@@ -38,6 +48,20 @@ class Report:
     figures: dict[str, Any]
     trajectories: list[Trajectory]
     rows: list[Row]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What made the figures: template, examples, extraction, decoding, model and data."""
+
+    def save(self, output: str) -> None:
+        """Write all of it as JSON."""
+        completions = [
+            {"source": self.rows[t.row].source, "prompt": prompt, "completion": t.text, "score": t.reward, "reason": t.reason}
+            for t, prompt in zip(self.trajectories, self.prompts, strict=True)
+        ]
+        whole = {"figures": self.figures, "settings": self.settings, "completions": completions}
+        try:
+            Path(output).write_bytes(to_line(whole))
+        except OSError as error:
+            raise UserError(f"{output} cannot be written: {error.strerror}; name another file as --output.") from error
 
     @property
     def unscored(self) -> str:
@@ -56,6 +80,10 @@ def run(config: EvalConfig) -> Report:
 
     Raises `UserError` on mistakes of the user, among them rewards that score no completion at all.
     """
+    if config.benchmark and not (config.reward or config.reward_model or config.evaluation.metric):
+        shape = BENCHMARKS[config.benchmark]
+        compare = Choice() if config.benchmark == "mmlu" else Math()
+        config = replace(config, reward=(BenchmarkReward(config.benchmark, compare, shape.stop),))
     rewards = bool(config.reward or config.reward_model or config.environment)
     if not (config.evaluation.metric or rewards):
         raise UserError(
@@ -68,7 +96,36 @@ def run(config: EvalConfig) -> Report:
     found = sample_and_score(config, True)
     if found.trajectories and all(t.reward is None for t in found.trajectories):
         raise UserError(f"{found.unscored} Fix the reward function or the dataset.")
+    found = replace(found, settings=settings_beside(config, found))
+    if config.output:
+        found.save(config.output)
     return found
+
+
+def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
+    """What a score depends on, to stand beside it."""
+    shape, sampling, evaluation = BENCHMARKS.get(config.benchmark), config.sampling, config.evaluation
+    chat = found.rows and isinstance(found.rows[0].prompt, list)
+    examples = config.fewshot_dataset or "the first rows of the dataset, which are not asked"
+    scored = [name_of(one) if callable(one) else json.dumps(one) if isinstance(one, Mapping) else one for one in config.reward]
+    comparison = {"gsm8k": "math", "math": "math", "mmlu": "choice"}
+    made = {
+        "model": " ".join(filter(None, (config.server, config.model.path, identify_model(config.model.path) or ""))),
+        "dataset": f"{config.data.dataset} {identify_data(str(config.data.dataset)) or ''}".strip(),
+        "rows": len(found.rows),
+        "template": shape.head + shape.template if shape else "the rows' own prompts",
+        "sent": "as one user turn of the chat template" if chat else "as plain text",
+        "few-shot": f"{config.num_fewshot} from {examples}" if config.num_fewshot else "none",
+        "extraction": f"{comparison[config.benchmark]}{f', of what stands before {shape.stop!r}' if shape.stop else ''}"
+        if shape and scored == [config.benchmark]
+        else " + ".join([*scored, *config.reward_model, str(evaluation.metric)]).strip("+ "),
+        "decoding": f"temperature {evaluation.eval_temperature:g}{' (greedy)' * (evaluation.eval_temperature == 0)}, "
+        f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}, at most {sampling.max_completion_length} "
+        f"tokens, {evaluation.num_generations_eval} per prompt{f', best of {config.best_of}' * (config.best_of > 1)}, seed "
+        f"{config.run.seed}, sampler {'the server' if config.server else sampling.sampler}",
+        "psigrad": __version__,
+    }
+    return made
 
 
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
@@ -187,9 +244,27 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
 def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None, tokenizer: Any) -> list[Row]:
     """The rows of the dataset, or those that the environment brings along, as the model reads them."""
     own, data = own_rows(config, episodes), config.data
-    rows = read_dataset(data, "prompt-only", data.dataset, data.split, _say).rows if own is None else own
+    benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
+    if own is None and isinstance(config, EvalConfig) and benchmark:
+        rows = _benchmark_rows(config)
+    else:
+        rows = read_dataset(data, "prompt-only", data.dataset, data.split, _say).rows if own is None else own
     (rows,) = for_model(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, _say)
     return offer_tools(config, rows)
+
+
+def _benchmark_rows(config: EvalConfig) -> list[Row]:
+    """The dataset's rows as a benchmark's prompts, behind their examples."""
+    asked = {"prompt": "{" + BENCHMARKS[config.benchmark].asked + "}"}
+    data = replace(config.data, columns={**asked, **columns_of(config.data.columns)})
+    rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, _say).rows, config.num_fewshot
+    if config.fewshot_dataset:
+        shots = read_dataset(data, "prompt-only", config.fewshot_dataset, data.split, _say).rows
+    else:
+        shots, rows = rows[:count], rows[count:]
+    if len(shots) < count or not rows:
+        raise UserError(f"num_fewshot is {count}, for which there are too few rows ({len(shots) + len(rows)}); give more rows.")
+    return as_prompts(config.benchmark, rows, shots[:count])
 
 
 def _say(kind: str, text: str, **fields: Any) -> None:

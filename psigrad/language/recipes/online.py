@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for, judgeable_rows
 from psigrad.language.rollout.samplers.samplers import sampling_params
-from psigrad.language.training.learners import Follower, Learner, State, begin
+from psigrad.language.training.learners import Begun, Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
 from psigrad.language.training.online.online_rl import train
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.processes.parallel.world import World
 from psigrad.runs import session
+from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
 
@@ -34,43 +36,64 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user,
     `ValueError` where the algorithm's parts do not fit.
     """
-    algorithm = method(config)
-    check(config, algorithm)
-    rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
-    with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
+    check(config, method(config))
+    setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
+    with session.open_run(config, "online") as journal:
+        if (done := session.load_finished(config, journal, lasting_pins(config, setup))) is not None:
             return done
-        checkpoint = session.newest_checkpoint(journal)
+        with open_job(config, journal, session.newest_checkpoint(journal), setup, given) as (job, begun):
+            if config.optim.rehearse:
+                check_online(job)
+            after = train(job, begun.state, begun.save)
+            return finish(config, journal, job.model, ledger=after.ledger, **count_tasks(job.sampler))
+
+
+@contextlib.contextmanager
+def open_job(
+    config: OnlineConfig,
+    journal: Journal,
+    checkpoint: Path | None,
+    setup: tuple[RewardSetup, RewardSetup | None],
+    given: GivenModel | None = None,
+    *,
+    scores: bool = True,
+    reference: bool = False,
+) -> Iterator[tuple[Online, Begun]]:
+    """The parts of a run that begins, or goes on from a checkpoint, and where it begins. `setup` is the reward and the held-out
+    metric; without `scores` nothing is scored or evaluated. `reference`: load one, whether the algorithm reads it or not.
+    """
+    algorithm, (rewards, metric), evaluator = method(config), setup, None
+    with contextlib.ExitStack() as stack:
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
         rows, held_out = judgeable_rows(*rows_for(config, episodes, model.tokenizer, journal.tell), rewards, metric, journal)
-        wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
-        reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
-        scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))
-        evaluator = None
-        if held_out:
+        evaluates = bool(held_out) and scores
+        wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
+        own_reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
+        scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal)) if scores else None
+        if evaluates:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
-            evaluator = evaluator_for(config, model, metric or rewards, judge, held_out, reference, episodes, world=journal.world)
+            by = metric or rewards
+            evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), journal)
-        prompts = row_limits.add_teacher_prompts(prompts, config, model, reference)
+        prompts = row_limits.add_teacher_prompts(prompts, config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal))
         algorithm = correct(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
-        if reference is not None and config.ref_model_sync_steps:
-            learners.append(Follower(reference, "reference"))
-        fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held_out))
-        pins = collect_pins(config, model.tokenizer, rows, held_out, (rewards, metric))
-        begun = begin(config, journal, learners, pins, checkpoint, fresh, counted)
+        if own_reference is not None and config.ref_model_sync_steps:
+            learners.append(Follower(own_reference, "reference"))
+        fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, rows, held_out, setup)
+        begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
         job = Online(
             config=config,
             algorithm=algorithm,
             model=model,
-            reference=reference,
+            reference=own_reference,
             sampler=sampler,
             scorer=scorer,
             optimizer=policy.optimizer,
@@ -84,10 +107,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             reward_weights=rewards.weights,
             collector=stack.enter_context(collector_of(config, sampler, journal.world)),
         )
-        if config.optim.rehearse:
-            check_online(job)
-        after = train(job, begun.state, begun.save)
-        return finish(config, journal, model, ledger=after.ledger, **count_tasks(sampler))
+        yield job, begun
 
 
 def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> ValueModel:

@@ -35,8 +35,9 @@ def correct(
     algorithm: PolicyGradient | OnlinePreference, config: OnlineConfig, sampler: Sampler, model: LanguageModel, journal: Journal
 ) -> PolicyGradient | OnlinePreference:
     """The algorithm, with truncated importance weights where the sampler's log-probs are not exactly the trainer's and the
-    settings say nothing about the correction slot.
+    settings say nothing about the correction slot. What the algorithm makes no use of is told.
     """
+    _tell_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (
         isinstance(config.algorithm, Mapping) and "correction" in config.algorithm
     )
@@ -86,6 +87,19 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         )
 
 
+def _tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
+    """Say which settings away from their defaults this algorithm gives no effect (`idle` knows those that others give none)."""
+    needs = {}
+    if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
+        needs = dict.fromkeys(("max_refills", "filter_metric"), "dynamic_sampling")
+    if not (algorithm.needs_reference or config.evaluation.eval_kl):
+        needs |= dict.fromkeys(("reference_dtype", "ref_model_sync_steps"), "a KL term (algorithm.kl)")
+    defaults = OnlineConfig()
+    if unused := [name for name in needs if getattr(config, name) != getattr(defaults, name)]:
+        texts = [f"{name} is {getattr(config, name)!r} and has no effect without {needs[name]}." for name in unused]
+        journal.tell("no_effect", " ".join(texts), settings=unused)
+
+
 def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, needs_reward: bool) -> None:
     name = algorithm.name or "the algorithm"
     if config.reference and not (algorithm.needs_reference or config.evaluation.eval_kl):
@@ -119,10 +133,10 @@ def check_following(config: OnlineConfig, adapter: bool) -> None:
 
 
 def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    asked = config.critic or config.critic_shared or config.critic_learning_rate or config.critic_warmup_steps
-    if asked and not algorithm.needs_critic:
+    own = ("critic", "critic_shared", "critic_learning_rate", "critic_warmup_steps")
+    if (asked := [name for name in own if getattr(config, name)]) and not algorithm.needs_critic:
         raise UserError(
-            f"The settings configure a critic, but {algorithm.name or 'the algorithm'} has none; remove these settings."
+            f"The settings configure a critic, but {algorithm.name or 'the algorithm'} has none; remove {', '.join(asked)}."
         )
     if config.critic_shared and (config.critic or config.critic_learning_rate):
         raise UserError(

@@ -12,6 +12,9 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.rewards.code import Code
+from psigrad.language.rewards.group_ranking import GroupRanking
+from psigrad.language.rewards.instructions import IFEval
+from psigrad.language.rewards.letter_choice import Choice
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
@@ -211,6 +214,7 @@ def _import_wrapped(kind: str, function: str) -> Callable[..., Any]:
 
 NAMES: dict[str, Callable[..., Any]] = {
     "exact": exact,
+    "choice": Choice(),
     "numeric": Numeric(),
     "math": math,
     "format": Format(),
@@ -220,6 +224,8 @@ NAMES: dict[str, Callable[..., Any]] = {
     "soft_overlong": SoftOverlong(),
     "code": Code(),
     "rubric": Rubric(),
+    "ranking": GroupRanking(),
+    "ifeval": IFEval(),
     "verl": Verl(),
     "verifiers": Verifiers(),
 }

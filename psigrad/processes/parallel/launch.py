@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,10 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 
 from psigrad.errors import UserError
 from psigrad.processes.parallel.world import RankLost
+from psigrad.processes.proc import die_with_parent
 
 # Seconds that the other processes get to end by themselves once one has failed; characters of its last words.
 GRACE, WORDS = 10.0, 8000
@@ -70,7 +71,7 @@ class _Rank:
         environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
         quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         command = [sys.executable, "-m", "psigrad", *arguments]
-        self.process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent(os.getpid()), **quiet)  # type: ignore[call-overload]
+        self.process = subprocess.Popen(command, env=environment, preexec_fn=partial(_prepare, os.getpid()), **quiet)  # type: ignore[call-overload]
         if rank:
             threading.Thread(target=self._listen, daemon=True).start()
 
@@ -90,15 +91,9 @@ class _Rank:
         return code if code >= 0 else 128 - code
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    def prepare() -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
+def _prepare(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    die_with_parent(parent)
 
 
 def _passing(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None], None]:

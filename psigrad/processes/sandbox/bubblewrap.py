@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from psigrad.processes.proc import began
 from psigrad.processes.sandbox import cgroup, seccomp
 from psigrad.processes.sandbox.enclosure import BARE, USERS, command, memory_file, user_of
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, Tier
@@ -124,13 +125,9 @@ def _wait_until_gone(born: BinaryIO) -> None:
     text = born.read()
     if not text:
         return  # it never came so far
-    stat = Path("/proc", str(json.loads(text)["child-pid"]), "stat")
-    end = time.monotonic() + 10
+    process, end = int(json.loads(text)["child-pid"]), time.monotonic() + 10
     while time.monotonic() < end:
-        try:
-            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
-                return
-        except OSError:
+        if not began(process):
             return
         time.sleep(0.001)
     raise SandboxError("A sandbox did not end within 10 s of being killed.")

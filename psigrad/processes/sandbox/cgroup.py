@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from psigrad.processes.proc import began
 from psigrad.processes.sandbox.executor import SandboxError
 
 ROOT = Path("/sys/fs/cgroup")
@@ -83,7 +84,7 @@ def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
     Raises `SandboxError` where the machine has such groups and this one cannot be made or limited.
     """
     sweep()
-    name, made = f"{os.getpid()}-{_began(os.getpid())}-{next(_NUMBERS)}", list[Path]()
+    name, made = f"{os.getpid()}-{began(os.getpid())}-{next(_NUMBERS)}", list[Path]()
     limits = (
         ("pids.max", processes),
         ("memory.max", memory_bytes),
@@ -111,18 +112,9 @@ def sweep() -> None:
     """Remove the groups whose owner was killed before it could, with whoever is still in them."""
     for place in {ROOT / "psigrad", *(ROOT / controller / "psigrad" for controller in ("pids", "memory"))}:
         for folder in place.glob("*-*-*") if os.access(place, os.W_OK) else ():
-            owner, began, _ = folder.name.split("-")
-            if _began(int(owner)) != began:
+            owner, since, _ = folder.name.split("-")
+            if began(int(owner)) != since:
                 _remove(Group([folder]), [folder])
-
-
-def _began(process: int) -> str:
-    """When a process began, in the kernel's ticks; empty: there is none, or only its remains."""
-    try:
-        fields = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _remove(group: Group, folders: list[Path]) -> None:

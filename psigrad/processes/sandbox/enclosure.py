@@ -6,9 +6,11 @@ filter, and a process namespace that ends with it. What is inside reaches no soc
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ BARE = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")}
 _FIRST_USER, USERS, _PROCESSES = 1_500_000_000, 64, 1 << 22
 _PLACES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "sandbox", "LOGNAME": "sandbox"}
 _NUMBERS = itertools.count()
+# Seconds for which what was found in a folder holds; what is made there later, a worker that runs sees anyway.
+_FRESH = 60.0
 # Of the machine's settings, what programs look up.
 _SETTINGS = (
     "/etc/alternatives",
@@ -86,7 +90,7 @@ def command(
         *("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"),
         *(*space, "/tmp", *space, "/dev/shm", *space, "/run", "--remount-ro", "/dev"),
         *(part for path in seen if not path.startswith("/usr/") for part in _in_its_place(path)),
-        *(part for path in special_files(shown) for part in ("--ro-bind", "/dev/null", path)),
+        *(part for path in _special_files(shown) for part in ("--ro-bind", "/dev/null", path)),
         *(part for number, place in files for part in ("--perms", "0444", "--ro-bind-data", str(number), place)),
         *("--hostname", "sandbox", "--chdir", folder, *(() if variables is None else ("--clearenv",))),
         *(part for name, value in {**(variables or {}), **_PLACES}.items() for part in ("--setenv", name, value)),
@@ -133,6 +137,16 @@ def special_files(folders: Sequence[str]) -> Iterator[str]:
                 left += [entry.path] if entry.path != sys.prefix else []
             elif not (entry.is_symlink() or entry.is_file(follow_symlinks=False)):
                 yield entry.path
+
+
+def _special_files(folders: Sequence[str]) -> Iterator[str]:
+    """`special_files`, looked for once in a minute: a working folder may hold a million files, and workers come and go."""
+    yield from filter(os.path.lexists, _found_in(tuple(folders), int(time.monotonic() / _FRESH)))
+
+
+@functools.lru_cache(maxsize=8)
+def _found_in(folders: tuple[str, ...], minute: int) -> tuple[str, ...]:
+    return tuple(special_files(folders))
 
 
 def memory_file(content: bytes) -> int:

@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from psigrad.processes.workers.lifetime import die_with_parent
+from psigrad.processes.proc import die_with_parent, stat_of
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
 # Seconds in which what a worker left behind must have ended.
@@ -35,9 +35,7 @@ def keep(parent: int) -> None:
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        die_with_parent()
-        if os.getppid() != own:
-            os._exit(0)  # it died before prctl could tell
+        die_with_parent(own)
         os.setsid()
         return
     signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGKILL))
@@ -86,12 +84,9 @@ def _send(processes: set[int], number: int) -> None:
 
 def _below(root: int) -> set[int]:
     """The processes that this one started, and those that they did."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    stats = {process: stat_of(process) for process in (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))}
     found, fresh = set[int](), {root}
     while fresh:
-        fresh = {process for process, parent in parents.items() if parent in fresh}
+        fresh = {process for process, stat in stats.items() if stat is not None and stat.parent in fresh}
         found |= fresh
     return found

@@ -1,9 +1,7 @@
-"""When a process must end: with its parent, or where it shares more memory than it may have."""
+"""When a worker must end: where it shares more memory than it may have."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -14,12 +12,6 @@ from pathlib import Path
 # Seconds between two looks.
 _OFTEN = 0.1
 _STATUS = Path("/proc/self/status")
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends. Only Linux knows such a thing."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def limit_shared_memory(most: int) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from psigrad.processes.proc import began
 from psigrad.processes.sandbox import Enclosure, cgroup
 from psigrad.processes.workers import child
 from psigrad.redaction import SECRET_NAME
@@ -79,17 +80,21 @@ class Worker:
         self._kept = enclosure is None
         # an enclosure ends whole, with its first process
         parent = str(os.getpid() if self._kept else 0)
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-P", "-c", _START, str(request_read), str(response_write), parent],
-            pass_fds=(request_read, response_write, *given),
-            stdin=subprocess.DEVNULL,
-            stdout=print_write,
-            stderr=print_write,
-            env={**pick_variables(variables), MARK: self._mark},
-            start_new_session=True,
-        )
-        for descriptor in (request_read, response_write, print_write, *given):
-            os.close(descriptor)
+        try:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-P", "-c", _START, str(request_read), str(response_write), parent],
+                pass_fds=(request_read, response_write, *given),
+                stdin=subprocess.DEVNULL,
+                stdout=print_write,
+                stderr=print_write,
+                env={**pick_variables(variables), MARK: self._mark},
+                start_new_session=True,
+            )
+        except OSError:  # such as no memory for a fork: a pool tries again, and would run out of descriptors too
+            _close(self._requests, self._responses, printed)
+            raise
+        finally:
+            _close(request_read, response_write, print_write, *given)
         threading.Thread(target=_forward, args=(printed, name), name=f"output of {name}", daemon=True).start()
         os.set_blocking(self._requests, False)
         os.set_blocking(self._responses, False)
@@ -167,9 +172,13 @@ class Worker:
         status = self.process.wait()
         _kill_marked(self._mark)
         cgroup.sweep()
-        os.close(self._requests)
-        os.close(self._responses)
+        _close(self._requests, self._responses)
         return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
@@ -215,11 +224,6 @@ def _marked(wanted: bytes) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0") and not _is_dead(folder):
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and began(int(folder.name)):
                 found.append(int(folder.name))
     return found
-
-
-def _is_dead(folder: Path) -> bool:
-    """Killed, and waiting for its parent to notice."""
-    return (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"

@@ -67,6 +67,12 @@ def print_figures(values: Mapping[str, Any]) -> None:
     _print(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])
 
 
+def print_columns(columns: Mapping[str, Mapping[str, Any]]) -> None:
+    """Figures of several, side by side."""
+    names = dict.fromkeys(name for figures in columns.values() for name in figures)
+    _print(["", *columns], [[name, *(show_number(figures.get(name)) for figures in columns.values())] for name in names])
+
+
 def print_completions(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
     """A few completions with their rewards."""
     rows = list(zip(map(prompt_text, prompts), completions, map(show_number, rewards), strict=True))

@@ -266,6 +266,16 @@ def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end
     assert collect(never, 0, 0, Clock()).entries["issued"] == 3 * 4
 
 
+def test_a_group_that_differs_by_the_penalty_on_length_alone_is_replaced(tokenizer, monkeypatch):
+    alike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)]
+    unlike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.0, exact=0.0, soft_overlong=0.0)]
+    drawn = iter([alike, unlike])
+    monkeypatch.setattr("psigrad.language.training.online.collect.rollout", lambda *given, **named: next(drawn))
+    run = make(tokenizer, "dapo", function=equal, num_generations=2, prompts_per_step=1, max_refills=1)
+    collected = collect(run, 0, 0, Clock())
+    assert collected.groups == [unlike] and collected.cursor == 2
+
+
 def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
     def failing(share: float):
         def function(completions, completion_ids, **columns):

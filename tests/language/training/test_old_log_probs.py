@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tiny_rewards
 import torch
 from tiny_jobs import make_job, online_config
 
@@ -17,7 +20,10 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Trajectory
-from psigrad.language.training.online.forward import log_probs, reference_log_probs, to_batch
+from psigrad.language.training.online.figures import Tally
+from psigrad.language.training.online.forward import add_old_values, log_probs, reference_log_probs, to_batch
+from psigrad.objective.catalog import GRPO
+from psigrad.processes.parallel.world import ALONE
 
 
 def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_adapter():
@@ -42,6 +48,33 @@ def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_ad
     assert torch.equal(reference_log_probs(model, batch, 1000, 1.0), base)
 
 
+@pytest.mark.parametrize(
+    ("exact", "single", "step", "again"),
+    [(True, False, 0, False), (False, True, 0, False), (False, False, 0, True), (True, True, 1, True)],
+    ids=["an exact sampler", "one pass", "an inexact sampler and several passes", "older weights"],
+)
+def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys(exact, single, step, again):
+    """The sampler says log p = 0 of each token: those stay, or are the model's own log_softmax."""
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    model = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2), tokenizer)
+    group = [
+        Trajectory(0, k, (5, 6), Completion((7, 8), (0.0, 0.0), (0.0, 0.0), "stop", k), 0, reward=float(k)) for k in range(2)
+    ]
+    settings = SimpleNamespace(micro_batch_tokens=1000, model=Model())
+    run = SimpleNamespace(model=model, config=settings, params=SimpleNamespace(temperature=0.5), world=ALONE, critic=None,
+                          reference=None, exact_sampling=exact, single_pass=single)  # fmt: skip
+    with torch.no_grad():
+        logits = model.as_transformers()(torch.tensor([[5, 6, 7, 8]])).logits[0, 1:3]
+    own = (logits / 0.5).log_softmax(-1)[torch.arange(2), torch.tensor([7, 8])].expand(2, 2)
+    tally = Tally(world=ALONE)
+    found = add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
+    assert tally.compares is not again, "where the sampler's stand, the first step holds them against the trainer's"
+    torch.testing.assert_close(found.logp_old, own if again else torch.zeros(2, 2), rtol=0, atol=2e-5)
+    settings.model = Model(lora_dropout=0.5)  # then they differ by what is dropped, which is no fault
+    add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
+    assert not tally.compares
+
+
 @pytest.mark.parametrize("shift", [0.0, 0.5])
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_again(tmp_path, monkeypatch, shift, iterations):
@@ -61,3 +94,19 @@ def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_a
             online.run(config)
     else:
         online.run(config)
+
+
+def test_in_a_single_pass_the_ratio_is_1_whatever_the_sampler_says(tmp_path, monkeypatch):
+    """π_old is the policy that is trained, so a sampler whose log-probs are off by 0.3 leaves every weight as it was."""
+    steps, job, found = EmbeddedSampler.steps, make_job(tmp_path), {}
+    for shift in (0.0, 0.3):
+
+        def shifted(self, requests, params, cache=None, shift=shift):
+            for step in steps(self, requests, params, cache):
+                yield [(i, [replace(c, logprobs=tuple(x + shift for x in c.logprobs)) for c in group]) for i, group in step]
+
+        monkeypatch.setattr(EmbeddedSampler, "steps", shifted)
+        config = replace(online_config(job, tmp_path / f"run{shift}", max_steps=1), num_iterations=1, num_minibatches=1)
+        result = online.run(replace(config, max_logp_difference=1.0, reward=(f"{tiny_rewards.__file__}:of_text",)))
+        found[shift] = (Path(result.model) / "model.safetensors").read_bytes()
+    assert found[0.0] == found[0.3] != (job / "base" / "model.safetensors").read_bytes()

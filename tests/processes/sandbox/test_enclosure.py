@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from psigrad.processes.proc import began
 from psigrad.processes.sandbox import Enclosure, SandboxError, cgroup, enclosure, seccomp
 
 
@@ -24,7 +25,7 @@ def test_a_limit_that_cannot_be_set_is_an_error(monkeypatch, tmp_path):
 
 def test_the_group_of_a_dead_owner_is_swept_also_where_its_number_is_anothers(monkeypatch, tmp_path):
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    own = f"{os.getpid()}-{cgroup._began(os.getpid())}-0"
+    own = f"{os.getpid()}-{began(os.getpid())}-0"
     for name in (own, f"{os.getpid()}-1-0", "999999999-5-0"):
         (tmp_path / "pids" / "psigrad" / name).mkdir(parents=True)
     cgroup.sweep()
@@ -50,6 +51,21 @@ def test_sockets_and_fifos_of_shown_folders_are_hidden(tmp_path):
     assert sorted(enclosure.special_files([str(tmp_path)])) == [str(tmp_path / "deep" / "fifo"), str(tmp_path / "socket")]
     line = enclosure.command("user", shown=[str(tmp_path)])
     assert line[line.index(str(tmp_path / "socket")) - 1] == "/dev/null"
+
+
+def test_a_folder_is_not_walked_anew_for_each_worker(monkeypatch, tmp_path):
+    """Within a minute; and what has gone since is not bound, which bwrap could not."""
+    walked, now = [], [0.0]
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    monkeypatch.setattr(enclosure, "special_files", lambda folders: walked.append(folders) or [str(fifo)])
+    monkeypatch.setattr(enclosure.time, "monotonic", lambda: now[0])
+    for at, times, hidden in ((0, 1, True), (59, 1, True), (61, 2, True), (62, 2, False)):
+        now[0] = at
+        if not hidden:
+            fifo.unlink()
+        assert (str(fifo) in enclosure.command("user", shown=[str(tmp_path)])) is hidden
+        assert len(walked) == times
 
 
 def test_a_worker_sees_what_it_imports_from_and_never_everything(monkeypatch, tmp_path):

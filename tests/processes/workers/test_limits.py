@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
+from psigrad.processes.workers import process
 from psigrad.processes.workers.process import SHOWN, list_withheld, pick_variables
 
 
@@ -24,9 +25,9 @@ def scored(function, texts=("a", "b"), **settings):
 def alive_with(mark):
     """Processes whose command line has this word."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and mark in process.info["cmdline"]:
-            found.append(process.pid)
+    for one in psutil.process_iter(["cmdline"]):
+        if one.info["cmdline"] and mark in one.info["cmdline"]:
+            found.append(one.pid)
     return found
 
 
@@ -217,3 +218,15 @@ def test_where_a_reward_raised_is_named_by_file_and_line():
     line = raises.__code__.co_firstlineno + 1
     (result,) = scored(raises, ["a"])
     assert result == Unscored(f"mine raised ZeroDivisionError: float division by zero (test_limits.py, line {line})")
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch):
+    def no_memory(*given, **named):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(process.subprocess, "Popen", no_memory)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(OSError, match="Cannot allocate"):
+            process.Worker("module:function", None, {})
+    assert os.listdir("/proc/self/fd") == before

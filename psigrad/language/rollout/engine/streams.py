@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Container, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class TokenStream:
     def __post_init__(self) -> None:
         self.news = asyncio.Event()
 
-    async def chunks(self) -> AsyncIterator[list[DrawnToken]]:
+    async def chunks(self) -> AsyncGenerator[list[DrawnToken]]:
         """What has been drawn since the last look, never nothing. Whoever leaves cancels the completion."""
         seen = 0
         try:

@@ -103,6 +103,7 @@ def collect(
             phase=phase,
             world=world,
         )
+        fresh = fresh if run.recorded is None else run.recorded(fresh)
         cursor += len(wanted)
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)

@@ -122,7 +122,7 @@ def learn(
     if run.critic is not None:  # it follows the same schedule from a peak of its own
         own = replace(config.optim, learning_rate=run.critic.learning_rate)
         optimizers.append((run.critic.optimizer, learning_rate(own, state.step, run.total_steps)))
-    seen = TokenFigures(sum(map(len, groups[: config.record_tokens])), prepared)
+    seen = run.token_figures(sum(map(len, groups[: config.record_tokens])), prepared)
     ids = torch.unique(batch.group).cpu()
     for iteration in range(config.num_iterations):
         for share in minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration):

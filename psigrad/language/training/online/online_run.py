@@ -13,9 +13,10 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams
+from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.update import Optimizer
-from psigrad.objective import PolicyGradient
+from psigrad.objective import PolicyGradient, Prepared
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel.world import World
 from psigrad.runs.journal import Journal
@@ -58,6 +59,10 @@ class Online:
     """The weight of each part of the rewards, by name; 1 for others."""
     collector: Executor | None = None
     """One thread that collects while steps train; None: collections are made between them."""
+    recorded: Callable[[list[Trajectory]], list[Trajectory]] | None = None
+    """In a replay: the completions with what was recorded of them, in place of what a scorer gives."""
+    token_figures: Callable[[int, Prepared], TokenFigures] = TokenFigures
+    """Who looks at the log-probs of a step as they are computed."""
 
     @property
     def world(self) -> World:

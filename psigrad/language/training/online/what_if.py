@@ -1,0 +1,167 @@
+"""What a method does with a collection: its gradient, and what it says of every token. Weights may move, and can be put back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import load_tensors, tensors_of
+from psigrad.language.training.online.figures import TokenFigures
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.update import Optimizer
+from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared
+from psigrad.objective.parts.ratio import exp_ratio
+from psigrad.objective.parts.surrogate import clip_fractions
+
+Gradient = dict[str, Tensor]
+
+
+class WatchedOptimizer:
+    """An optimiser whose gradients are added up over a collection's optimiser steps. Unless it `applies`, no weight moves."""
+
+    def __init__(self, inner: Optimizer, applies: bool) -> None:
+        self.inner, self.applies, self.nonfinite = inner, applies, inner.nonfinite
+        self.gradient: Gradient = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def norm(self) -> float:
+        """The norm, as the optimiser finds it; what it is of is kept."""
+        norm = self.inner.norm()
+        for name, weight in self.inner.parameters.items():
+            found = self.inner.masters[name].grad if self.inner.masters[name].grad is not None else self.inner.held[name].grad
+            parts = [] if found is None else [(slice(None), found)]
+            for rows, part in (*parts, *(self.inner.sums.blocks(weight) if weight in self.inner.sums.uses else ())):
+                self.gradient.setdefault(name, torch.zeros_like(weight, dtype=torch.float32))[rows] += part
+        return norm
+
+    def apply(self, norm: float, lr: float) -> None:
+        """Step, or let go of the gradient."""
+        if self.applies:
+            self.inner.apply(norm, lr)
+        else:
+            self.inner.clear()
+
+
+class WatchedTokens(TokenFigures):
+    """Also what a token weighs: the gradient is Σ weight·∇log π(token), over all passes; above 0 it becomes more likely."""
+
+    def __init__(self, rows: int, prepared: Prepared) -> None:
+        super().__init__(len(prepared.batch.mask), prepared)
+        self.weight = torch.zeros_like(self.logp)
+
+    def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
+        """As in `TokenFigures`; the weights come with the backward pass."""
+        super().see(rows, evaluation)
+        if evaluation.logp.requires_grad:
+            evaluation.logp.register_hook(partial(self._weigh, rows.cpu()))
+
+    def _weigh(self, rows: Tensor, slope: Tensor) -> None:
+        self.weight[rows] -= slope.detach().float().cpu()
+
+
+@dataclass
+class MethodWatch:
+    """What a method did with a collection. The fields are filled as it learns; those per token stay empty for losses on pairs."""
+
+    algorithm: Any
+    optimizer: WatchedOptimizer
+    single_pass: bool
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    tokens: WatchedTokens | None = None
+
+    def watch_tokens(self, rows: int, prepared: Prepared) -> WatchedTokens:
+        """To be a run's `token_figures`."""
+        self.tokens = WatchedTokens(rows, prepared)
+        return self.tokens
+
+    def columns(self) -> dict[str, Tensor]:
+        """[N, T] advantage, ratio, clipped (1 or 0) and weight of each token at its last pass; NaN where there was none."""
+        if self.tokens is None or not isinstance(self.algorithm, PolicyGradient):
+            return {}
+        batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()
+        mask, logp = batch.mask.cpu(), self.tokens.logp
+        moved = self.algorithm.ratio(logp, logp if self.single_pass else batch.logp_old.cpu(), mask)
+        hits = list(clip_fractions(self.algorithm.surrogate, moved, advantage).values())
+        clipped = torch.stack(hits).any(0) if hits else torch.zeros_like(mask)
+        seen = mask & ~logp.isnan()
+        made = {"advantage": advantage, "ratio": exp_ratio(moved), "clipped": clipped.float(), "weight": self.tokens.weight}
+        return {name: x.float().masked_fill(~(mask if name == "advantage" else seen), math.nan) for name, x in made.items()}
+
+    def trajectories(self) -> list[Trajectory]:
+        """Those of the rows of `columns`."""
+        return [] if self.tokens is None else list(self.tokens.prepared.batch.inputs)
+
+    def figures(self, own: MethodWatch) -> dict[str, Any]:
+        """What stands in a column of the table, beside the run's `own`."""
+        norm = self.metrics.get("grad_norm", 0.0)
+        most = self.optimizer.optim.max_grad_norm
+        found: dict[str, Any] = {
+            "loss": self.metrics.get("loss"),
+            "gradient norm": norm,
+            "gradient norm after clipping": min(norm, most) if most else norm,
+            "cosine to the run's gradient": cosine(self.optimizer.gradient, own.optimizer.gradient),
+            "optimiser steps": self.metrics.get("updates", 0),
+        }
+        if self.tokens is None:
+            return found
+        columns, prepared = self.columns(), self.tokens.prepared
+        for name in ("advantage", "ratio"):
+            values = columns[name][~columns[name].isnan()]
+            for kind, of in (("least", torch.min), ("greatest", torch.max)):
+                found[f"{kind} {name}"] = float(of(values)) if len(values) else math.nan
+        seen = ~columns["weight"].isnan()
+        return found | {
+            "completions": len(prepared.keep),
+            "completions left out by a filter": int((~prepared.keep).sum()),
+            "completions with a gradient": int(prepared.needs_gradient.sum()),
+            "tokens trained on": int(seen.sum()),
+            "clipped tokens": int(columns["clipped"][seen].sum()),
+            "tokens pushed the other way": self._opposed(own),
+        }
+
+    def _opposed(self, own: MethodWatch) -> int:
+        if own.tokens is None or self.tokens is None:
+            return 0
+        mine, theirs = (
+            {t.completion.seed: row for t, row in zip(seen.prepared.batch.inputs, seen.weight, strict=True)}
+            for seen in (self.tokens, own.tokens)
+        )
+        width = min(self.tokens.weight.shape[1], own.tokens.weight.shape[1])
+        return sum(int((mine[seed][:width] * theirs[seed][:width] < 0).sum()) for seed in mine.keys() & theirs.keys())
+
+
+def cosine(a: Gradient, b: Gradient) -> float:
+    """⟨a, b⟩ / (‖a‖·‖b‖), in double precision; NaN where one is 0."""
+
+    def product(x: Gradient, y: Gradient) -> float:
+        return math.fsum(float((x[name].double() * y[name].double()).sum()) for name in x.keys() & y.keys())
+
+    norms = math.sqrt(product(a, a) * product(b, b))
+    return product(a, b) / norms if norms else math.nan
+
+
+def remember(run: Online) -> Callable[[], None]:
+    """What puts the weights that learn, and the optimisers, back to what they are now."""
+    optimizers = [run.optimizer, *([run.critic.optimizer] if run.critic is not None else [])]
+    held = [
+        ({n: p.detach().clone() for n, p in one.held.items()}, {n: x.clone() for n, x in tensors_of(one).items()})
+        for one in optimizers
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for one, (weights, tensors) in zip(optimizers, held, strict=True):
+            for name, weight in weights.items():
+                one.held[name].copy_(weight)
+            load_tensors(one, tensors)
+
+    return restore

@@ -1,0 +1,200 @@
+"""What the Tinker API trains: adapters on one base model, their losses, their optimiser, and their states on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from psigrad.language.models import language_model
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.lora import Lora
+from psigrad.language.models.packing import Groups
+from psigrad_serve.api_errors import ApiError
+
+ALPHA = 32.0
+"""Of every adapter, as Tinker's are."""
+AT_ONCE = 4096
+"""Tokens of a forward pass."""
+_STATE = "training_state.safetensors"
+_DATUM = ("target_tokens", "weights", "advantages", "logprobs")
+
+
+@dataclass(frozen=True)
+class TinkerDatum:
+    """A sequence that is trained on: `targets` [T] follow its first token, and each has numbers of its loss [T]."""
+
+    first: int
+    targets: tuple[int, ...]
+    numbers: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], inputs: Mapping[str, Tensor]) -> TinkerDatum:
+        """From the tokens that are read and those that are to be predicted behind each."""
+        if "target_tokens" not in inputs or inputs["target_tokens"].dim() != 1:
+            raise ApiError("A datum has no target_tokens in one dimension; several targets at a place can't be had here.")
+        if unknown := sorted(set(inputs) - set(_DATUM)):
+            raise ApiError(f"A datum has {', '.join(unknown)}; this server knows {', '.join(_DATUM)}.")
+        targets = tuple(inputs["target_tokens"].tolist())
+        if len(targets) != len(tokens) or not tokens:
+            raise ApiError(f"A datum has {len(tokens)} tokens and {len(targets)} targets; there is one for each.")
+        if targets[:-1] != tuple(tokens[1:]):
+            raise ApiError("The targets of a datum are not its tokens moved by one place, which alone can be had here.")
+        numbers = {name: values for name, values in inputs.items() if name != "target_tokens"}
+        if wrong := next((name for name, values in numbers.items() if values.shape != (len(targets),)), None):
+            raise ApiError(f"{wrong} has {tuple(numbers[wrong].shape)} numbers for {len(targets)} targets.")
+        return cls(tokens[0], targets, numbers)
+
+    def number(self, name: str, loss: str) -> Tensor:
+        """[T] of a kind that the loss needs."""
+        if name not in self.numbers:
+            raise ApiError(f"{loss} needs {name}, which a datum does not have.")
+        return self.numbers[name]
+
+
+Loss = Callable[[Tensor, TinkerDatum, Mapping[str, float]], Tensor]
+
+
+def _cross_entropy(logp: Tensor, datum: TinkerDatum, how: Mapping[str, float]) -> Tensor:
+    return -(logp * datum.number("weights", "cross_entropy")).sum()
+
+
+def _ratio(logp: Tensor, datum: TinkerDatum, loss: str) -> tuple[Tensor, Tensor]:
+    return (logp - datum.number("logprobs", loss)).exp(), datum.number("advantages", loss) * datum.numbers.get("weights", 1.0)
+
+
+def _importance_sampling(logp: Tensor, datum: TinkerDatum, how: Mapping[str, float]) -> Tensor:
+    ratio, advantage = _ratio(logp, datum, "importance_sampling")
+    return -(ratio * advantage).sum()
+
+
+def _ppo(logp: Tensor, datum: TinkerDatum, how: Mapping[str, float]) -> Tensor:
+    ratio, advantage = _ratio(logp, datum, "ppo")
+    return -torch.minimum(ratio * advantage, _clip(ratio, how) * advantage).sum()
+
+
+def _cispo(logp: Tensor, datum: TinkerDatum, how: Mapping[str, float]) -> Tensor:
+    ratio, advantage = _ratio(logp, datum, "cispo")
+    return -(_clip(ratio, how).detach() * logp * advantage).sum()
+
+
+def _dro(logp: Tensor, datum: TinkerDatum, how: Mapping[str, float]) -> Tensor:
+    _, advantage = _ratio(logp, datum, "dro")
+    distance = logp - datum.number("logprobs", "dro")
+    return -(logp * advantage - how.get("beta", 0.05) / 2 * distance**2).sum()
+
+
+def _clip(ratio: Tensor, how: Mapping[str, float]) -> Tensor:
+    return ratio.clamp(how.get("clip_low_threshold", 0.8), how.get("clip_high_threshold", 1.2))
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+}
+"""Sums over tokens, as Tinker's are: -Σ w log p, -Σ r A, -Σ min(r A, clip(r) A), -Σ sg(clip(r)) A log p, and
+-Σ (A log p - β/2 (log p - log q)²), with r = p/q and q the log-probs that a datum brings.
+"""
+
+
+@dataclass
+class TinkerModel:
+    """An adapter in training."""
+
+    base: str
+    rank: int
+    model: LanguageModel
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.trainable().values())
+
+    @classmethod
+    def fresh(cls, base: str, rank: int, seed: int, device: str = "cpu") -> TinkerModel:
+        """A fresh adapter of this rank, drawn from the seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls(base, rank, language_model.load(base, lora=Lora(rank, ALPHA), device=device))
+
+    def forward_backward(
+        self, data: Sequence[TinkerDatum], loss: str, how: Mapping[str, float], backward: bool = True
+    ) -> tuple[list[Tensor], float]:
+        """Log-probs of each datum's targets [T], and the sum of the losses, whose gradient is added to what is there."""
+        if loss not in LOSSES:
+            raise ApiError(f"There is no loss {loss!r} here; there are {', '.join(LOSSES)}.")
+        found: list[Tensor] = []
+        total = 0.0
+        for part in _parts(data):
+            with torch.set_grad_enabled(backward):
+                groups = Groups([(datum.first,) for datum in part], [[datum.targets] for datum in part])
+                logp = self.model.evaluate(groups).logp
+                own = [row[: len(datum.targets)] for row, datum in zip(logp, part, strict=True)]
+                summed = torch.stack([LOSSES[loss](row, datum, how) for row, datum in zip(own, part, strict=True)]).sum()
+            if backward:
+                summed.backward()
+            found += [row.detach().float().cpu() for row in own]
+            total += float(summed.detach())
+        return found, total
+
+    def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, clip: float) -> float:
+        """One step of AdamW on what has been added up; the gradient's norm."""
+        for group in self.optimizer.param_groups:
+            group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.model.trainable().values()), clip if clip > 0 else float("inf")))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def save(self, folder: Path, optimizer: bool) -> None:
+        """The adapter in peft's form, and all that training goes on from. It is there whole or not at all."""
+        beside = folder.with_name(f".{folder.name}.new")
+        shutil.rmtree(beside, ignore_errors=True)
+        self.model.save(beside)
+        named = self.model.trainable()
+        state = {f"weight.{name}": p.detach().contiguous() for name, p in named.items()}
+        if optimizer:
+            for name, p in named.items():
+                held = self.optimizer.state.get(p, {})
+                state |= {f"optimizer.{key}.{name}": value.contiguous() for key, value in held.items()}
+        save_file(state, beside / _STATE)
+        for file in beside.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        """Go on from a state, with its optimiser or a fresh one. Gradients that were added up are forgotten."""
+        state, named = load_file(folder / _STATE), self.model.trainable()
+        if {f"weight.{name}" for name in named} != {name for name in state if name.startswith("weight.")}:
+            raise ApiError("The state is of an adapter of another form.")
+        self.optimizer = torch.optim.AdamW(named.values())
+        with torch.no_grad():
+            for name, p in named.items():
+                p.copy_(state[f"weight.{name}"])
+                p.grad = None
+                if optimizer and f"optimizer.step.{name}" in state:
+                    keys = ("step", "exp_avg", "exp_avg_sq")
+                    self.optimizer.state[p] = {key: state[f"optimizer.{key}.{name}"] for key in keys}
+
+
+def _parts(data: Sequence[TinkerDatum]) -> list[list[TinkerDatum]]:
+    """The data in order, in parts of at most `AT_ONCE` tokens."""
+    parts: list[list[TinkerDatum]] = []
+    size = 0
+    for datum in data:
+        size += len(datum.targets) + 1
+        if not parts or size > AT_ONCE:
+            parts.append([])
+            size = len(datum.targets) + 1
+        parts[-1].append(datum)
+    return parts

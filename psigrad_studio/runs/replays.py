@@ -1,0 +1,66 @@
+"""What `psigrad replay` left in a run's folder: by method its figures, and what it does to every token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from psigrad.records.read import escape
+from psigrad.records.report.replay_page import FOLDER
+from psigrad.records.rows import number, parse_row
+from psigrad_studio.runs.files import content
+from psigrad_studio.runs.tokens import finite
+
+_MOST, _MOST_BYTES, _MOST_TOKENS = 50, 32 << 20, 2000
+
+
+def names(run: Path) -> list[str]:
+    """The replays of a run, by name and in order: where one stands is what it is asked for by."""
+    try:
+        return sorted(path.stem for path in (run / FOLDER).glob("step-*.json"))[:_MOST]
+    except OSError:
+        return []
+
+
+def replay(run: Path, n: int) -> dict[str, Any]:
+    """The n-th replay as far as it has the shape that psigrad writes; empty where there is none."""
+    known = names(run)
+    found = parse_row(content(run / FOLDER / f"{known[n]}.json", _MOST_BYTES)) if n < len(known) else None
+    if found is None:
+        return {}
+    methods = {str(name)[:100]: own for name, own in _items(found.get("methods"))}
+    figures = dict.fromkeys(str(key)[:100] for own in methods.values() for key, _ in _items(own))
+    return {
+        "name": known[n],
+        "differences": [escape(str(line))[:300] for line in _list(found.get("differences"))[:50]],
+        "methods": list(methods),
+        "figures": [[name, [finite(number(dict(_items(own)).get(name))) for own in methods.values()]] for name in figures],
+        "groups": [_group(group) for group in _list(found.get("groups"))[:8] if isinstance(group, dict)],
+    }
+
+
+def _group(group: dict[str, Any]) -> dict[str, Any]:
+    prompt = group.get("prompt")
+    said = prompt if isinstance(prompt, str) else "\n".join(str(m.get("content")) for m in _list(prompt) if isinstance(m, dict))
+    completions = [c for c in _list(group.get("completions"))[:64] if isinstance(c, dict)]
+    return {"row": number(group.get("row")), "prompt": escape(said)[:4000], "completions": [_completion(c) for c in completions]}
+
+
+def _completion(completion: dict[str, Any]) -> dict[str, Any]:
+    texts = [escape(str(text)) for text in _list(completion.get("tokens"))[:_MOST_TOKENS]]
+    tables = []
+    for name, columns in _items(completion.get("methods")):
+        table: dict[str, Any] = {"text": texts}
+        for key in ("advantage", "ratio", "clipped", "weight"):
+            values = [finite(number(x)) for x in _list(dict(_items(columns)).get(key))[: len(texts)]]
+            table[key] = values + [None] * (len(texts) - len(values))
+        tables.append({"method": str(name)[:100], "tokens": {**table, "mask": [x is not None for x in table["weight"]]}})
+    return {"k": number(completion.get("k")), "reward": finite(number(completion.get("reward"))), "methods": tables}
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

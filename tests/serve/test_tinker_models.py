@@ -1,0 +1,99 @@
+"""What the Tinker API trains: losses by hand, gradients by the padded oracle, and states that go on to the same bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from psigrad.language.models.packing import Rows
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.tinker_models import LOSSES, TinkerDatum, TinkerModel
+
+TOKENS = (5, 9, 30, 12, 7, 44, 101)
+MORE = (8, 200, 17, 33)
+
+
+def datum(tokens=TOKENS, **numbers):
+    inputs = {"target_tokens": torch.tensor(tokens[1:])} | {name: torch.tensor(values) for name, values in numbers.items()}
+    return TinkerDatum.of(tokens[:-1], inputs)
+
+
+@pytest.fixture
+def base(small_model, tmp_path):
+    small_model.save(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+def test_losses_are_the_sums_of_the_formulas():
+    own = TinkerDatum(1, (2, 3), {"logprobs": torch.tensor([-1.0, -2.0]), "advantages": torch.tensor([2.0, -1.0])})
+    logp = torch.tensor([-1.0 + math.log(1.5), -2.0 + math.log(0.5)])  # ratios 1.5 and 0.5
+    values = {name: float(LOSSES[name](logp, own, {})) for name in LOSSES if name != "cross_entropy"}
+    assert values["importance_sampling"] == pytest.approx(-(1.5 * 2 + 0.5 * -1))
+    assert values["ppo"] == pytest.approx(-(1.2 * 2 + 0.8 * -1)), "clipped where clipping lowers the objective"
+    assert values["cispo"] == pytest.approx(-(1.2 * 2 * float(logp[0]) + 0.8 * -1 * float(logp[1])))
+    dro = float((logp * own.numbers["advantages"]).sum()) - 0.025 * (math.log(1.5) ** 2 + math.log(0.5) ** 2)
+    assert values["dro"] == pytest.approx(-dro)
+    weighed = TinkerDatum(1, (2, 3), {"weights": torch.tensor([0.0, 3.0])})
+    assert float(LOSSES["cross_entropy"](logp, weighed, {})) == pytest.approx(-3 * float(logp[1]))
+    wide = {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0}
+    assert float(LOSSES["ppo"](logp, own, wide)) == pytest.approx(values["importance_sampling"])
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo"])
+@pytest.mark.parametrize(("packed", "gap"), [(True, 1e-6), (False, 1e-5)], ids=["own", "oracle"])
+def test_the_gradient_is_psigrads_own_and_that_of_the_padded_oracle(base, loss, packed, gap):
+    made, steps = TinkerModel.fresh(base, 4, seed=3), range(len(TOKENS) - 1)
+    numbers = {"advantages": [1.0 - i for i in steps], "logprobs": [-5.5 - 0.1 * i for i in steps]}
+    if loss == "cross_entropy":
+        numbers = {"weights": [0.5 * (i % 3) for i in steps]}
+    data = [datum(**numbers), datum(MORE, **{name: values[:3] for name, values in numbers.items()})]
+    (first, _), (rest, _) = (made.forward_backward([each], loss, {}) for each in data)
+    added = torch.cat([p.grad.flatten() for p in made.model.trainable().values()])
+    for p in made.model.trainable().values():
+        p.grad = None
+    logp = made.model.evaluate(Rows([TOKENS, MORE], [[False, *[True] * 6], [False, *[True] * 3]]), packed=packed).logp
+    own = [logp[0, 1:7], logp[1, 1:4]]
+    sum(LOSSES[loss](row, each, {}) for row, each in zip(own, data, strict=True)).backward()
+    want = torch.cat([p.grad.flatten() for p in made.model.trainable().values()])
+    assert float((added - want).norm() / want.norm()) < gap < 1e-3 < float(want.norm())
+    assert torch.allclose(rest[0], own[1].detach(), atol=1e-5) and len(first[0]) == 6
+
+
+def test_a_state_goes_on_to_the_same_bits_and_without_its_optimiser_does_not(base, tmp_path):
+    def train(model, steps):
+        for _ in range(steps):
+            model.forward_backward([datum(weights=[1.0] * 6)], "cross_entropy", {})
+            model.step(1e-2, (0.9, 0.95), 1e-12, 0.01, 1.0)
+        return [p.detach().clone() for p in model.model.trainable().values()]
+
+    first = TinkerModel.fresh(base, 4, seed=3)
+    train(first, 2)
+    first.save(tmp_path / "state", optimizer=True)
+    first.save(tmp_path / "state", optimizer=True)  # again, in its place
+    whole = train(first, 2)
+    again = TinkerModel.fresh(base, 4, seed=99)
+    again.load(tmp_path / "state", optimizer=True)
+    assert all(map(torch.equal, whole, train(again, 2)))
+    again.load(tmp_path / "state", optimizer=False)
+    assert not all(map(torch.equal, whole, train(again, 2)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "words"),
+    [((5, 9), {"target_tokens": [9]}, "2 tokens and 1 targets"), ((5, 9), {"target_tokens": [8, 7]}, "moved by one place"),
+     ((5,), {"target_tokens": [[9]]}, "one dimension"), ((5,), {"target_tokens": [9], "mask": [1.0]}, "mask"),
+     ((5,), {"target_tokens": [9], "weights": [1.0, 2.0]}, "numbers for 1 targets")],
+)  # fmt: skip
+def test_a_datum_that_cannot_be_had_is_refused(tokens, inputs, words):
+    with pytest.raises(ApiError, match=words):
+        TinkerDatum.of(tokens, {name: torch.tensor(values) for name, values in inputs.items()})
+
+
+def test_a_loss_without_its_numbers_and_an_unknown_one_are_refused(base):
+    made = TinkerModel.fresh(base, 2, seed=0)
+    with pytest.raises(ApiError, match="ppo needs logprobs"):
+        made.forward_backward([datum(weights=[1.0] * 6)], "ppo", {})
+    with pytest.raises(ApiError, match="no loss 'gspo'"):
+        made.forward_backward([datum()], "gspo", {})
