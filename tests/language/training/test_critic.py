@@ -13,6 +13,7 @@ from tiny_jobs import online_config, ppo_config, reward_config
 from psigrad.config import Optim
 from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -25,6 +26,7 @@ from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.update import Optimizer, step_together
 from psigrad.objective.parts.surrogate import PENALTY_KEY
 from psigrad.objective.stats import explained_variance
+from psigrad.processes.parallel.world import ALONE
 
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)
 
@@ -197,6 +199,7 @@ def test_the_penalty_follows_how_far_the_policy_moved(tokenizer):
     assert coefficient(3e-2) > 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "learns"), [(0.0, True), (1e-6, False)], ids=["default", "the policy's"])
 def test_a_critic_learns_at_its_defaults(rate, learns, job, tmp_path):
     """The return is 1 where the prompt's letter is of the first four, so that a critic can explain all of it."""
@@ -210,9 +213,17 @@ def test_a_critic_learns_at_its_defaults(rate, learns, job, tmp_path):
     assert explained[-1] > 0.5 if learns else max(explained) < 0.01, explained
 
 
-def test_the_wider_a_model_the_lower_the_rate_of_its_critic(job):
+def test_the_wider_a_model_the_lower_the_rate_of_its_critic(job, tmp_path):
     critic = scalar_model.load(str(job / "base"), fresh_head="zero")
     assert critic.network.config.hidden_size == 32 and critic_rate(critic) == pytest.approx(0.0015625)
+    config = ppo_config(job, tmp_path / "run")
+    policy = load_model(config.model, config.run, None)
+
+    def used(own, of_policy):
+        asked = replace(config, critic_learning_rate=own, optim=Optim(learning_rate=of_policy))
+        return online._critic(asked, policy, None, ALONE).learning_rate
+
+    assert [used(0.0, 1e-6), used(0.0, 1e-2), used(1e-5, 1e-2)] == [pytest.approx(0.0015625), 1e-2, 1e-5]
 
 
 def early_prompts(prompts, completions, **columns):
