@@ -119,7 +119,9 @@ def _routes(served: Served) -> APIRouter:
 def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Response]]:
     async def asked(request: Request) -> Response:
         made = api(served, read_json(await _body(request)))
-        answers = [served.begin(request.state.session, call) for call in made.calls]
+        session = request.state.session
+        calls = [served.settled(session, call) for call in made.calls]  # all of them, before any is drawn
+        answers = [ServedAnswer(served, session, call) for call in calls]
         if not made.stream:
             return JSONResponse(made.whole(answers, await unless_gone(request, gathered(answers))))
         pieces = merged(answers)

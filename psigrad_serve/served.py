@@ -12,7 +12,7 @@ import json
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psigrad import seeds
@@ -90,10 +90,12 @@ class Recorder:
         completion_ids: tuple[int, ...],
         logprobs: tuple[float, ...],
         finish_reason: str,
+        sampling_logprobs: tuple[float, ...],
+        choice: int,
     ) -> None:
         """A completion has ended, with stop, length, or cancelled: its client has gone. The client hears of it afterwards.
 
-        With a stop string the tokens go up to the one that completes it. `logprobs` are the policy's (`Completion.logprobs`).
+        With a stop string the tokens go up to the one that completes it. The log-probs are those of `Completion`.
         """
 
 
@@ -125,7 +127,8 @@ class Served:
         columns = {"tools": tools, "chat_template_kwargs": arguments}
         raw = {"prompt": messages, **{name: value for name, value in columns.items() if value}}
         try:
-            row = validate(raw, "prompt-only", "the request")
+            # a policy may say nothing, and whoever goes on from that hands it back
+            row = validate(raw, "prompt-only", "the request", empty=True)
         except RowError as error:
             place = error.bad.column.replace("prompt", "messages", 1)
             raise ApiError(f"{place or 'The request'} {error.bad.reason}.", param=place or None) from None
@@ -161,15 +164,9 @@ class Served:
         positions is the room there is.
         """
         ids = ids or self.tokens_of(row)
-        most = self.engine.model.max_length
-        if len(ids) >= most:
-            raise ApiError(
-                f"This model's maximum context length is {most} tokens and the prompt has {len(ids)}; shorten it.",
-                param="messages" if isinstance(row.prompt, list) else "prompt", code="context_length_exceeded",
-            )  # fmt: skip
         chat = stop_token_ids(self.tokenizer, row) if isinstance(row.prompt, list) else ()
         params = SamplingParams(
-            max_tokens=min(asked.get("max_tokens") or most, most - len(ids)),
+            max_tokens=asked.get("max_tokens") or self.engine.model.max_length,
             temperature=asked.get("temperature", 1.0),
             top_p=asked.get("top_p", 1.0),
             top_k=max(0, asked.get("top_k", 0)),
@@ -181,9 +178,21 @@ class Served:
 
     def begin(self, session: str, call: Call) -> ServedAnswer:
         """Stand in line for a call."""
+        return ServedAnswer(self, session, self.settled(session, call))
+
+    def settled(self, session: str, call: Call) -> Call:
+        """The call as it will be sampled: as the recorder has it, if there is room."""
         if self.engine.waiting > MOST_WAITING:
             raise ApiError(f"{MOST_WAITING} completions wait already; try again later.", status=429, code="rate_limit_exceeded")
-        return ServedAnswer(self, session, self.recorder.prepare(session, call))
+        call, most = self.recorder.prepare(session, call), self.engine.model.max_length
+        room = most - len(call.prompt_ids)
+        if room < 1:
+            raise ApiError(
+                f"This model's maximum context length is {most} tokens and the prompt has {len(call.prompt_ids)}; shorten it.",
+                param="messages" if isinstance(call.row.prompt, list) else "prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        params = replace(call.params, max_tokens=min(call.params.max_tokens, room))
+        return replace(call, params=params)
 
     def text_of(self, token: int) -> str:
         """One token as text."""
@@ -230,7 +239,8 @@ class ServedAnswer:
     def _record(self, k: int, count: int, reason: str) -> None:
         self._recorded[k].set()
         made, call = self.streams[k].completion(count), self.call
-        self.served.recorder.on_completion(self.session, call, call.prompt_ids, made.ids, made.logprobs, reason)
+        told = (made.ids, made.logprobs, reason, made.sampling_logprobs, k)
+        self.served.recorder.on_completion(self.session, call, call.prompt_ids, *told)
 
 
 async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, ServedPiece]]:

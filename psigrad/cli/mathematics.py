@@ -25,8 +25,12 @@ def explain(arguments: list[str]) -> int:
     if not 1 <= len(methods) <= 2:
         raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
     from psigrad.config import algorithms
+    from psigrad.language.rollout.agents.token_tree import CREDIT
+    from psigrad.objective.catalog import METHODS
 
     print(algorithms.explain(methods[0], *methods[1:]))
+    if methods[0]["preset"] in METHODS:
+        print(f"agents (--agent): {CREDIT}\n")
     if len(methods) == 1 and len(methods[0]) > 1:
         print(f"What differs from {methods[0]['preset']}:\n")
         print(algorithms.explain({"preset": methods[0]["preset"]}, methods[0]))

@@ -51,7 +51,8 @@ else:
 
 # Without these some settings have no effect.
 _SCORED, _PLAYED, _SERVED = Needs("reward", "evaluation.metric"), Needs("environment", "tools"), Needs("server")
-_WORKERS = Needs(*_SCORED.settings, *_PLAYED.settings)
+_ASKED = Needs("agent", "agent_command")
+_WORKERS, _ENCLOSED = Needs(*_SCORED.settings, *_PLAYED.settings, *_ASKED.settings), Needs(*_PLAYED.settings, *_ASKED.settings)
 # What some commands do not read of the sections that they share with others.
 _NO_SAMPLERS = ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "environment_actors", "environment_cpus")
 _Placed = Annotated[Placement, NotRead(*_NO_SAMPLERS)]
@@ -107,9 +108,9 @@ class EpisodeSettings:
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
     environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
     """Processes that environments and tools run in."""
-    environment_sandbox: Annotated[bool, RECORDED, _PLAYED] = False
-    """Run them in bubblewrap too: no network, nothing to write to but a temporary folder, and of the machine's files only Python,
-    the working folder and where they are imported from."""
+    environment_sandbox: Annotated[bool, RECORDED, _ENCLOSED] = False
+    """Run them in bubblewrap too, and agents: no network, nothing to write to but a temporary folder, and of the machine's files
+    only Python, the working folder and where they are imported from. An agent still reaches the policy."""
     environment_files: Annotated[tuple[str, ...], RECORDED, Needs("environment_sandbox")] = ()
     """Files and folders that they may read besides, with environment_sandbox."""
     max_turns: Annotated[Count, _PLAYED] = 8
@@ -122,6 +123,28 @@ class EpisodeSettings:
     """Have each turn wait for the answers of all episodes: slower, and no batch depends on how long an answer took. In half
     precision, and with top_p, top_k or min_p, only this makes a run repeat bitwise.
     """
+    agent: Annotated[str | Callable[..., Any], MAIN] = ""
+    """An agent of yours that asks the policy over HTTP: module:function or file.py:function, given the row and a client or a
+    base_url. It returns its reward, or None and leaves that to the reward functions."""
+    agent_command: Annotated[str, MAIN] = ""
+    """The same as a program: it finds the policy by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, gets the row as JSON on its standard
+    input, and writes its reward as its last line."""
+    agent_timeout: Annotated[Positive, RECORDED, _ASKED] = 600.0
+    """Wall-clock seconds that one session of an agent may take before its process is killed."""
+    agent_workers: Annotated[Count, RECORDED, _ASKED] = 4
+    """Sessions at a time, each in a process of its own."""
+    agent_calls: Annotated[Count, _ASKED] = 64
+    """Requests of one session that the policy answers; an agent that asks more has no reward."""
+
+    @property
+    def plays(self) -> bool:
+        """Whether a completion is an episode, or a session of an agent."""
+        return bool(self.environment or self.tools or self.asks)
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is a session of an agent, which may give the reward too, as an environment does."""
+        return bool(self.agent or self.agent_command)
 
 
 @dataclass(frozen=True)

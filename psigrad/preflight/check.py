@@ -38,7 +38,7 @@ from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Prompt, Request, Sampler, SamplingParams, Trajectory
-from psigrad.language.training.online.forward import MicroBatch, inputs_of, micro_batches, rows_of, to_batch, widen
+from psigrad.language.training.online.forward import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
@@ -457,7 +457,7 @@ class _Step:
         temperature, entropy = self.subject.params.temperature, self.algorithm.needs_entropy
         evaluation = self.subject.model.evaluate(inputs_of(self.batch, part), temperature=temperature, entropy=entropy)
         rows = self.prepared.select(rows_of(part).to(self.batch.mask.device))
-        share = self.algorithm.loss(rows, widen(evaluation, self.batch.mask.shape[1]), totals, self.prepared.state)
+        share = self.algorithm.loss(rows, outputs_by_row(evaluation, self.batch, part), totals, self.prepared.state)
         return share.value * scale
 
 

@@ -54,7 +54,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client, se
     assert answer.message.content == whole[: whole.index(stop)] and answer.finish_reason == "stop"
     streamed = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**ask, stream=True)]
     assert "".join(streamed) == answer.message.content
-    (_, call, prompt, ids, logprobs, reason), again = served.heard.completions
+    (_, call, prompt, ids, logprobs, reason, *_), again = served.heard.completions
     full = served.sampled(prompt, 5, max_tokens=60)
     assert ids == full.ids[: len(ids)] and logprobs == full.logprobs[: len(ids)] and reason == "stop" and again[3] == ids
     text = served.model.tokenizer.decode(ids)

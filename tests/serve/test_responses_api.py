@@ -24,7 +24,7 @@ def test_the_tokens_are_the_samplers_and_a_stream_says_the_same(client, served):
     served.heard.completions.clear()
     ask = {"model": "tiny", "input": "Hi there", "instructions": "Be brief.", "max_output_tokens": 15, "extra_body": {"seed": 6}}
     answer = client.responses.create(**ask, include=["message.output_text.logprobs"])
-    _, _, prompt, ids, logprobs, reason = served.heard.completions[0]
+    _, _, prompt, ids, logprobs, reason, *_ = served.heard.completions[0]
     want = served.sampled(prompt, 6, max_tokens=15)
     assert (ids, logprobs) == (want.ids, want.logprobs)
     assert [one.logprob for one in answer.output[0].content[0].logprobs] == list(logprobs)

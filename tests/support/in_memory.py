@@ -51,10 +51,10 @@ class Silent:
 def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> Online:
     """A run of a 30k-parameter model on eight prompts; `lora`, `dtype` and `device` are the model's, all else are settings."""
     lora, dtype = settings.pop("lora", None), settings.pop("dtype", torch.float32)
-    device = settings.pop("device", "cpu")
+    device, max_length = settings.pop("device", "cpu"), settings.pop("max_length", 64)
     settings = {"prompts_per_step": 4, "num_generations": 4, "optim": Optim(learning_rate=1e-2), **settings}
     config = OnlineConfig(algorithm=algorithm, run=Run(seed=seed, max_steps=steps, progress=False), **settings)
-    hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64).to(device, dtype)
+    hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=max_length).to(device, dtype)
     torch.manual_seed(0)
     model = prepare(hf, tokenizer, lora=lora)
     texts = [f"say {c}:" for c in "abcdefgh"]

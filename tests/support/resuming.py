@@ -10,7 +10,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tiny_jobs import episodes_config, forked, online_config, ppo_config, preference_config, reward_config, sft_config
+from tiny_jobs import (
+    agent_config,
+    episodes_config,
+    forked,
+    online_config,
+    ppo_config,
+    preference_config,
+    reward_config,
+    sft_config,
+)
 
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -78,6 +87,7 @@ MORE_RECIPES = {
     "following reference": (online.run, following_config),
     "episodes": (online.run, episodes_config),
     "lag": (online.run, lagging_config),
+    "agent": (online.run, agent_config),
     "dpo": (preference.run, preference_config),
     "kto": (preference.run, partial(preference_config, loss="kto")),
     "reward": (reward.run, reward_config),

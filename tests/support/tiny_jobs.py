@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from sample_agents import helpers
 from tiny_rewards import early_letters
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
+from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
 
 
@@ -56,6 +58,14 @@ def ppo_config(job: Path, output: Path, *, critic_shared: bool = False, **run) -
 def episodes_config(job: Path, output: Path, **run) -> OnlineConfig:
     made = online_config(job, output, **run)
     return replace(made, reward=(), environment=Echo, max_turns=2, data=Data(dataset=str(job / "train.jsonl")))
+
+
+def agent_config(job: Path, output: Path, **run) -> OnlineConfig:
+    """Sub-agents that ask at once, and the policy itself with what they said."""
+    (job / "chatml.jinja").write_text(CHATML)
+    made = online_config(job, output, **run)
+    model = replace(made.model, chat_template_path=str(job / "chatml.jinja"))
+    return replace(made, model=model, agent=helpers, agent_workers=2)
 
 
 def preference_config(job: Path, output: Path, loss: str = "dpo", **run) -> PreferenceConfig:

@@ -31,6 +31,7 @@ CHANGING = {
         "Readback",
         "ServedModel",
         "TokenStream",  # tokens come to it
+        *("TokenTree", "Flat", "Session"),  # as do requests of an agent
         "Translation",
         "TrlScript",
     ),

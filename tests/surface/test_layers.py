@@ -47,7 +47,7 @@ ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "
 MODULES, STUDIO_MODULES = sorted(PACKAGE.rglob("*.py")), sorted([*STUDIO.rglob("*.py"), *GATEWAY.rglob("*.py")])
 STUDIES = sorted((ROOT / "studies").rglob("*.py"))
 # Who starts the studio, and who the gateway: nothing else of the library may import them.
-STARTS_STUDIO, STARTS_GATEWAY = {"cli/run_folders.py"}, {"cli/answering.py"}
+STARTS_STUDIO, STARTS_GATEWAY = {"cli/run_folders.py"}, {"cli/answering.py", "language/rollout/agents/agent_gateway.py"}
 
 
 def room_of(path: Path) -> str:

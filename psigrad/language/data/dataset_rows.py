@@ -90,14 +90,14 @@ def show(value: object, limit: int = 60) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def validate(raw: object, form: str, source: str) -> Row:
+def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
     """The `Row` in one raw mapping.
 
     `form` is a name of `FORMS`; "sft" takes prompt-completion where the row has both columns, else messages. Strings are kept as
     they are, lone surrogates and NUL included; keys that are null in a message (Parquet's way of saying "absent") are dropped
-    from it. Raises RowError with source, column and reason.
+    from it. With `empty` a turn may say nothing. Raises RowError with source, column and reason.
     """
-    check = _Check(source)
+    check = _Check(source, empty)
     if not isinstance(raw, Mapping):
         check.fail("", f"is {_kind(raw)}; a row must be an object with named columns")
     for name in raw:
@@ -249,6 +249,8 @@ class _Check:
     """The checks of one row; every method returns the good value or raises RowError."""
 
     source: str
+    empty: bool = False
+    """Whether a turn may say nothing."""
 
     def fail(self, column: str, reason: str) -> NoReturn:
         raise RowError(BadRow(self.source, column, reason))
@@ -336,7 +338,7 @@ class _Check:
             self.fail(f"{where}.content", "is missing or null")
         if not isinstance(content, str):
             self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string, or a list of content parts of text")
-        if not content and role in ("user", "assistant") and not calls:
+        if not content and role in ("user", "assistant") and not calls and not self.empty:
             self.fail(f"{where}.content", "is an empty string")
         return turn
 

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
+from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
 from psigrad.language.recipes.placement import open_actors
+from psigrad.language.rollout.agents.agent_gateway import open_gateway
+from psigrad.language.rollout.agents.agent_rollouts import AgentPool, Agents
+from psigrad.language.rollout.agents.agent_worker import AgentCommand
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
@@ -32,16 +36,23 @@ OWN_ROWS = 2000
 
 
 @contextlib.contextmanager
-def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Episodes | None]:
-    """How episodes are played; None where a completion is all there is.
+def episodes_for(
+    config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None
+) -> Iterator[Episodes | Agents | None]:
+    """How episodes, or sessions of agents, are played; None where a completion is all there is.
 
     psigrad's own games run in this process, a user's environments and tools in workers that can be killed, and all of them on a
     cluster if the placement says so. How calls of tools are read, the tokenizer tells.
     """
-    if config.environment and config.tools:
-        raise UserError("Both environment and tools are given; tools are an environment of their own, so leave one of them out.")
-    if not (config.environment or config.tools):
+    given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
+    if len(given) > 1:
+        raise UserError(f"Both {given[0]} and {given[1]} are given; each says who answers the policy, so leave one of them out.")
+    if not given:
         yield None
+        return
+    if config.asks:
+        with contextlib.closing(_agents(config)) as agents:
+            yield agents
         return
     placement: Placement | None = getattr(config, "placement", None)
     form = call_form_of(tokenizer) if config.tools else CallForm()
@@ -67,6 +78,25 @@ def _episodes(config: Played, playing: Playing) -> Episodes:
     )
 
 
+def _agents(config: Played) -> Agents:
+    """An agent in workers that can be killed, and the server that it asks. Every process that trains has its own."""
+    agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
+    gateway = open_gateway(tunnel=config.environment_sandbox)
+    try:
+        pool = AgentPool(
+            agent or AgentCommand(config.agent_command),
+            timeout=config.agent_timeout,
+            workers=config.agent_workers,
+            memory_gb=config.worker_memory_gb,
+            variables=config.worker_env,
+            enclosure=enclosure_of_workers((*config.environment_files, gateway.tunnel), sockets=True) if gateway.tunnel else None,
+        )
+    except BaseException:
+        gateway.close()
+        raise
+    return Agents(pool, gateway, config.agent_calls)
+
+
 def _playing(config: Played, form: CallForm) -> Playing:
     tools = resolve(config.tools, config.worker_env)
     factory: Any = environments.resolve(config.environment) if config.environment else ToolBoxes(tools, form)
@@ -82,7 +112,7 @@ def _playing(config: Played, form: CallForm) -> Playing:
     )
 
 
-def rows_for(config: OnlineConfig, episodes: Episodes | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
+def rows_for(config: OnlineConfig, episodes: Episodes | Agents | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows as the model reads them: the dataset's, or those that the environment brings along. Tools are
     offered in every row.
     """
@@ -101,9 +131,9 @@ def _count_own(config: Played) -> int:
     return HELD_OUT if count is None else count
 
 
-def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
+def own_rows(config: Played, episodes: Episodes | Agents | None) -> list[Row] | None:
     """The rows that the environment brings along, where no dataset was given."""
-    if episodes is None or config.data.dataset:
+    if not isinstance(episodes, Episodes) or config.data.dataset:
         return None
     made = episodes.playing.rows(OWN_ROWS + _count_own(config), config.run.seed)
     return None if made is None else from_rows(made, "prompt-only", "environment").rows

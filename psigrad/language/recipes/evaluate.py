@@ -29,6 +29,7 @@ from psigrad.language.rewards.letter_choice import BenchmarkReward, Choice
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.resolve import name_of
 from psigrad.language.rewards.reward_pool import explain_unscored
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.openai_server import ServedModel
 from psigrad.language.rollout.samplers import samplers
@@ -84,7 +85,7 @@ def run(config: EvalConfig) -> Report:
         shape = BENCHMARKS[config.benchmark]
         compare = Choice() if config.benchmark == "mmlu" else Math()
         config = replace(config, reward=(BenchmarkReward(config.benchmark, compare, shape.stop),))
-    rewards = bool(config.reward or config.reward_model or config.environment)
+    rewards = bool(config.reward or config.reward_model or config.environment or config.asks)
     if not (config.evaluation.metric or rewards):
         raise UserError(
             "There is nothing to score the completions with; name a built-in or module:function with --reward "
@@ -153,7 +154,7 @@ def _by_model(
     scorer: Scorer | None,
     size: int,
     model: LanguageModel,
-    episodes: Episodes | None,
+    episodes: Episodes | Agents | None,
 ) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
     """`size` completions of each prompt by a model here."""
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer))
@@ -167,8 +168,8 @@ def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
 ) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
     """`size` completions of each prompt by a server, under the seeds that a model here would have."""
-    if config.environment or config.tools:
-        raise UserError("Episodes with an environment or tools need a model here; leave out --server, or environment and tools.")
+    if config.plays:
+        raise UserError("Episodes and agents need a model here; leave out --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
         raise UserError("eval_kl needs the model's own distribution, which a server does not tell; leave it out.")
     rows, sampling = rewards.judgeable(_rows(config, None, None)), config.sampling

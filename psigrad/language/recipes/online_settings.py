@@ -60,10 +60,15 @@ def correct(
 def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     """Refuse settings that cannot work before anything is loaded."""
     needs_reward = isinstance(algorithm, OnlinePreference) or algorithm.needs_reward
-    if needs_reward and not (config.reward or config.reward_model or config.environment):
+    if needs_reward and not (config.reward or config.reward_model or config.environment or config.asks):
         raise UserError(
             "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."
+        )
+    if config.asks and isinstance(algorithm, OnlinePreference):
+        raise UserError(
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the sessions of an agent ask "
+            "prompts of their own; choose a policy gradient, such as grpo."
         )
     check_sampling(config.sampling)
     _check_reference(config, algorithm, needs_reward)
@@ -111,8 +116,8 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         )
     if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
         raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
-    if config.teacher_prompt and (config.environment or config.tools):
-        raise UserError("teacher_prompt is for single completions and the settings have episodes; remove one of them.")
+    if config.teacher_prompt and config.plays:
+        raise UserError("teacher_prompt is for single completions and the settings have episodes or agents; remove one of them.")
     check_following(config, config.model.lora_rank > 0)
     if config.ref_model_sync_steps and config.reference:
         raise UserError(

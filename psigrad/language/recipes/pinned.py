@@ -80,6 +80,8 @@ def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, 
     users: dict[str, list[object]] = {"reward": list(functions)}
     if isinstance(config, OnlineConfig):
         users["environment"] = [environments.resolve(config.environment)] if config.environment else []
+        users["agent"] = [imported_callable(config.agent, "agent")] if isinstance(config.agent, str) and config.agent else []
+        users["agent"] += [config.agent] if callable(config.agent) else []
         users["tools"] = list(tools.resolve(config.tools, config.worker_env))
         algorithm = resolve_online(config.algorithm)
         users["algorithm"] = [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]

@@ -42,7 +42,7 @@ def run(config: SampleConfig) -> Written:
     """
     if not config.output:
         raise UserError("No output was given; name a JSONL file with --output (output).")
-    scored = bool(config.reward or config.reward_model or config.environment)
+    scored = bool(config.reward or config.reward_model or config.environment or config.asks)
     if config.keep != "all" and not scored:
         raise UserError(
             f"keep={config.keep} chooses completions by their reward, and no reward was given; name one with "

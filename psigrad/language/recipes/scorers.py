@@ -24,6 +24,7 @@ from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.outcomes import Samples
 from psigrad.language.rewards.reward_pool import check_weights, names_apart, row_faults
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
@@ -72,7 +73,7 @@ class RewardSetup:
     @property
     def metric(self) -> str:
         """The name of what is measured: that of the only part, or "reward"."""
-        plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment)
+        plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment or self.config.asks)
         return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
 
     @contextlib.contextmanager
@@ -198,7 +199,7 @@ def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
 def completion_room(config: Scored) -> int:
     """Tokens that a prompt must leave free: those of a completion, or of an episode's first turn."""
     whole = config.sampling.max_completion_length
-    turn = config.max_turn_length if isinstance(config, EpisodeSettings) and (config.environment or config.tools) else 0
+    turn = config.max_turn_length if isinstance(config, EpisodeSettings) and config.plays else 0
     return min(turn or whole, whole)
 
 
@@ -209,7 +210,7 @@ def evaluator_for(
     scorer: Scorer | None,
     rows: Sequence[Row],
     reference: LanguageModel | None,
-    episodes: Episodes | None = None,
+    episodes: Episodes | Agents | None = None,
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:

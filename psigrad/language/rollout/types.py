@@ -205,10 +205,25 @@ class Cut(NamedTuple):
     reason: str
 
 
+class Branch(NamedTuple):
+    """That from token `start` of a completion on the policy read this prompt, in place of all that stands before."""
+
+    start: int
+    prompt_ids: tuple[int, ...]
+
+
+class Stretch(NamedTuple):
+    """Tokens of a completion, from its token `start` on, behind the prompt that they were sampled behind."""
+
+    start: int
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One scored completion of one prompt, ready for the mathematics and for `rollouts.jsonl`; or one episode of several turns,
-    whose completion then holds the tokens of both sides.
+    whose completion then holds the tokens of both sides; or one session of an agent, whose completion holds all its branches.
     """
 
     row: int
@@ -234,6 +249,17 @@ class Trajectory:
     """What the policy wrote, turn by turn, in such episodes; empty: `text` is its only turn."""
     teacher_prompt_ids: tuple[int, ...] = ()
     """What the reference reads in place of the prompt; empty: the prompt."""
+    branches: tuple[Branch, ...] = ()
+    """Where a session of an agent left what it had asked before; empty: everything stands behind the prompt."""
+    answer: str | None = None
+    """The last answer of such a session, which is what rewards are shown behind a prompt that is text; None: `text`."""
+
+    @property
+    def contexts(self) -> list[Stretch]:
+        """The completion in the pieces that stand behind one prompt each; with no branches it is the only one."""
+        starts = [Branch(0, self.prompt_ids), *self.branches]
+        ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
+        return [Stretch(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
 
     @property
     def chosen(self) -> int:
@@ -295,4 +321,5 @@ def _trajectory(held: dict[str, Any]) -> Trajectory:
     fields["completion"] = Completion(**written)
     fields["step_rewards"] = tuple((place, reward) for place, reward in held["step_rewards"])
     fields["cuts"] = tuple(Cut(*cut) for cut in held.get("cuts", ()))
+    fields["branches"] = tuple(Branch(start, tuple(ids)) for start, ids in held.get("branches", ()))
     return Trajectory(**fields)

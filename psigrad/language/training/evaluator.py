@@ -15,6 +15,7 @@ from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.collect import rollout
@@ -39,7 +40,7 @@ class Evaluator:
     num_generations: int = 1
     reference: LanguageModel | None = None
     micro_batch_tokens: int = 16384
-    episodes: Episodes | None = None
+    episodes: Episodes | Agents | None = None
     world: World = ALONE
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
@@ -77,17 +78,19 @@ class Evaluator:
     def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
         """Exact KL of each completion to the reference, in nats; each process of the world computes its share."""
         rows = [t for t in trajectories if t.completion.ids]
-        size = max(1, self.micro_batch_tokens // max((len(t.prompt_ids) + len(t.completion.ids) for t in rows), default=1))
+        longest = max((len(c.prompt_ids) + len(c.ids) for t in rows for c in t.contexts), default=1)
+        size = max(1, self.micro_batch_tokens // (longest * max((len(t.contexts) for t in rows), default=1)))
 
         def of(part: list[Trajectory]) -> list[float]:
-            inputs = Groups([t.prompt_ids for t in part], [[t.completion.ids] for t in part])
+            pieces = [(t, context) for t in part for context in t.contexts]
+            inputs = Groups([context.prompt_ids for _, context in pieces], [[context.ids] for _, context in pieces])
             kl = model.evaluate(inputs, temperature=self.params.temperature or 1.0, kl_to=self.reference).kl
             assert kl is not None
-            found = []
-            for row, t in zip(kl, part, strict=True):
-                own = row[: len(t.mask)][torch.tensor(t.mask, device=row.device)] if t.mask else row
-                found.append(float(own.sum()))
-            return found
+            sums = dict.fromkeys(map(id, part), 0.0)
+            for row, (t, context) in zip(kl, pieces, strict=True):
+                mask = t.mask[context.start : context.start + len(context.ids)]
+                sums[id(t)] += float((row[: len(mask)][torch.tensor(mask, device=row.device)] if mask else row).sum())
+            return list(sums.values())
 
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         return [value for found in each_once(self.world, parts, of) for value in found]

@@ -153,7 +153,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
     algorithm: Any = online_settings.method(config)
     preferring = isinstance(algorithm, OnlinePreference)
     single = config.num_iterations * config.num_minibatches == 1
-    several_turns = bool(config.environment or config.tools)
+    several_turns = config.plays
     return Work(
         rows=config.prompts_per_step,
         members=config.num_generations,

@@ -59,13 +59,13 @@ def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = Fa
     )
 
 
-def enclosure_of_workers(files: Sequence[str] = ()) -> Enclosure:
+def enclosure_of_workers(files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
     """What to run a user's own process in: it reads Python, what it imports from, its working folder and `files`, and writes to
-    a temporary folder of its own.
+    a temporary folder of its own. With `sockets` it may talk to itself, and to what a socket among `files` leads to.
 
     Raises `SandboxError` where this machine has no bubblewrap that works.
     """
     tier = tier_of_this_machine()
     if tier.name == "none":
         raise SandboxError(f"environment_sandbox is set and this machine has no sandbox: {tier.why_not}")
-    return Enclosure.of_worker(tier.name, files)
+    return Enclosure.of_worker(tier.name, files, sockets=sockets)

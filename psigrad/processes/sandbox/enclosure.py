@@ -166,16 +166,19 @@ class Enclosure:
     """Files and folders of the machine that it reads, besides Python's."""
     files_mb: int = 1024
     processes: int = 1024
+    sockets: bool = False
+    """Whether it may open sockets, where there is still nobody to reach but those of `shown`."""
 
     @classmethod
-    def of_worker(cls, tier: TierName, files: Sequence[str] = ()) -> Enclosure:
+    def of_worker(cls, tier: TierName, files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
         """One that shows what a worker imports from, its working folder, and `files`."""
         own = [os.getcwd(), sys.prefix, sys.base_prefix, *(os.path.abspath(path) for path in (*sys.path, *files))]
-        return cls(tier, tuple(dict.fromkeys(path for path in own if path != "/" and os.path.exists(path))))
+        shown = tuple(dict.fromkeys(path for path in own if path != "/" and os.path.exists(path)))
+        return cls(tier, shown, sockets=sockets)
 
     def line(self) -> tuple[list[str], list[int]]:
         """A command line to put before the worker's, and the file descriptors that it reads, to be closed once it runs."""
-        found = seccomp.program()
+        found = seccomp.program(self.sockets)
         given = [] if found is None else [memory_file(found)]
         user = user_of(os.getpid(), next(_NUMBERS))
         folder = os.getcwd() if os.getcwd() in self.shown else "/tmp"

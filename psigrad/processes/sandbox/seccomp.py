@@ -47,8 +47,11 @@ pidfd_send_signal:424:424 futex_waitv:449:449 setresuid:117:147 setresgid:119:14
 setgroups:116:159 setreuid:113:145 setregid:114:143 ioctl:16:29 ioprio_get:252:31 get_mempolicy:239:236
 sched_getattr:315:275 fchmodat2:452:452 capset:126:91
 """
-# column, AUDIT_ARCH, and the numbers of clone, clone3 and socketpair
-_ARCHITECTURES = {"x86_64": (1, 0xC000003E, 56, 435, 53), "aarch64": (2, 0xC00000B7, 220, 435, 199)}
+# for those who may talk to others in their network namespace, which has nobody else
+_SOCKETS = "connect:42:203 accept:43:202 bind:49:200 listen:50:201 accept4:288:242"
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others, as AF_VSOCK, know no namespaces
+# column, AUDIT_ARCH, and the numbers of clone, clone3, socketpair and socket
+_ARCHITECTURES = {"x86_64": (1, 0xC000003E, 56, 435, 53, 41), "aarch64": (2, 0xC00000B7, 220, 435, 199, 198)}
 _X32 = 0x40000000
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 _STREAM, _KIND = 1, 0xF
@@ -57,13 +60,14 @@ _NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 
 
-def program() -> bytes | None:
-    """The filter for this machine, or None on an architecture that is not known here."""
+def program(sockets: bool = False) -> bytes | None:
+    """The filter for this machine, or None on an architecture that is not known here. With `sockets` streams to others pass."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return None
-    column, arch, clone, clone3, socketpair = known
-    numbers = [int(number) for call in _ALLOWED.split() if (number := call.split(":")[column]) != "-"]
+    column, arch, clone, clone3, socketpair, socket = known
+    calls = _ALLOWED + (_SOCKETS if sockets else "")
+    numbers = [int(number) for call in calls.split() if (number := call.split(":")[column]) != "-"]
     lines = [_line(_LOAD, _ARCH), _line(_EQUAL, arch, 1, 0), _line(_RETURN, _KILL), _line(_LOAD, _NUMBER)]
     if column == 1:
         lines += [_line(_AT_LEAST, _X32, 0, 1), _line(_RETURN, _KILL)]
@@ -72,6 +76,10 @@ def program() -> bytes | None:
     lines += [_line(_ANY, _NAMESPACES, 0, 1), _line(_RETURN, _EPERM), _line(_RETURN, _ALLOW)]
     lines += [_line(_EQUAL, socketpair, 0, 5), _line(_LOAD, _SECOND_ARGUMENT), _line(_AND, _KIND)]
     lines += [_line(_EQUAL, _STREAM, 1, 0), _line(_RETURN, _EPERM), _line(_RETURN, _ALLOW)]
+    if sockets:
+        lines += [_line(_EQUAL, socket, 0, len(_FAMILIES) + 3), _line(_LOAD, _FIRST_ARGUMENT)]
+        lines += [_line(_EQUAL, family, len(_FAMILIES) - i, 0) for i, family in enumerate(_FAMILIES)]
+        lines += [_line(_RETURN, _EPERM), _line(_RETURN, _ALLOW)]
     for first, last in _runs(numbers):
         lines += [_line(_GREATER, last, 2, 0), _line(_AT_LEAST, first, 0, 1), _line(_RETURN, _ALLOW)]
     # what is newer than this list is said not to be there, so that the C library does without

@@ -16,7 +16,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode, observation_ids, prompt_for_reward, prompt_ids
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.rollout.episodes.observations import fit, length
-from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sampler, SamplingParams, Trajectory
+from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sampler, SamplingParams, Stretch, Trajectory
 
 # Share of the time that a round of turns took, and seconds at least, for which the next round waits for further answers.
 LINGER = (0.1, 0.02)
@@ -167,25 +167,29 @@ def play(
         waiting -= answers.keys()
         ready = sorted(i for i in answers if not episodes[i].over)
     made = [_trajectory(e, version, tokenizer) for e in episodes]
-    return _settle(sampler, made, params) if playing.paced and not rules.together else made
+    return settle(sampler, made, params) if playing.paced and not rules.together else made
 
 
-def _settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingParams) -> list[Trajectory]:
+def settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingParams) -> list[Trajectory]:
     """The same with log-probs that do not depend on who was ready with whom, to the last bit: rounding differs between batches.
 
     Where they are others than rounding makes them, those of sampling stay, and training sees that they disagree. So do those of a
     distribution with a filter, and all of a sampler that has no exact ones.
     """
-    settled = []
-    for _, group in itertools.groupby(trajectories, lambda t: (t.row, t.prompt_ids)):
-        members = list(group)
-        known = [t for t in members if t.completion.ids]
-        found = sampler.log_probs(known[0].prompt_ids, [t.completion.ids for t in known], params) if known else []
-        if found is None:
-            return trajectories
-        logps = dict(zip(map(id, known), found, strict=True))
-        settled += [_with_log_probs(t, logps[id(t)]) if id(t) in logps else t for t in members]
-    return settled
+    logps = [[0.0] * len(t.completion.ids) for t in trajectories]
+    for _, group in itertools.groupby(enumerate(trajectories), lambda one: (one[1].row, one[1].prompt_ids)):
+        behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
+        for n, trajectory in group:
+            for context in trajectory.contexts:
+                behind.setdefault(context.prompt_ids, []).append((n, context))
+        for prompt, own in behind.items():
+            known = [(n, context) for n, context in own if context.ids]
+            found = sampler.log_probs(prompt, [context.ids for _, context in known], params) if known else []
+            if found is None:
+                return trajectories
+            for (n, context), values in zip(known, found, strict=True):
+                logps[n][context.start : context.start + len(context.ids)] = values
+    return [_with_log_probs(t, own) if own else t for t, own in zip(trajectories, logps, strict=True)]
 
 
 def _with_log_probs(trajectory: Trajectory, logps: Sequence[float]) -> Trajectory:

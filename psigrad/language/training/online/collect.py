@@ -23,6 +23,7 @@ from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
 from psigrad.language.rewards.outcomes import turns_of
+from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State
@@ -164,7 +165,7 @@ def rollout(
     seed_of: Callable[[int, int], int],
     model: LanguageModel,
     version: int,
-    episodes: Episodes | None = None,
+    episodes: Episodes | Agents | None = None,
     missing_eos_penalty: float = 0.0,
     cache: ActivationCache | None = None,
     phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
@@ -189,16 +190,17 @@ def rollout(
                 requests = [Request(prompts[i].ids, tuple(seed_of(i, k) for k in range(num_generations))) for i in own]
                 found = _sample(sampler, wanted, requests, params, model, version, cache, rewards)
             else:
-                found = play(
-                    episodes,
+                if isinstance(episodes, Episodes):
+                    begin = partial(play, episodes, tokenizer=model.tokenizer, max_length=model.max_length)
+                else:
+                    begin = partial(episodes.play, model=model, needs_reward=scorer is None)
+                found = begin(
                     sampler,
                     [(p.index, p.ids, p.row) for p in wanted],
                     params,
                     num_generations=num_generations,
                     seed_of=lambda place, k: seed_of(own[place], k),
-                    tokenizer=model.tokenizer,
                     version=version,
-                    max_length=model.max_length,
                 )
                 rewards.add_all(found)
         with phase("time/score"):
@@ -267,7 +269,8 @@ class _Rewards:
         if self._scoring is None:
             return
         sources = [self._rows[t.row] for t in group]
-        shown = [list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)]
+        texts = [t.text if t.answer is None else t.answer for t in group]
+        shown = [list(t.messages) or completion_for_reward(row, text) for row, t, text in zip(sources, group, texts, strict=True)]
         turns = [list(t.policy_turns) or turns_of(completion) for t, completion in zip(group, shown, strict=True)]
         samples = Samples(
             prompts=[prompt_for_reward(row) for row in sources],
@@ -304,14 +307,14 @@ def _penalise_cut(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 def _add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
     """The trajectory with its reward: the scorer's value and what was earned on the way."""
-    if trajectory.reason:  # the environment broke
+    if trajectory.reason:  # the environment or the agent broke
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):
         return replace(trajectory, status="unscored", reason=result.reason)
     steps = (*trajectory.step_rewards, *getattr(result, "steps", ()))
     parts = dict(result.parts)
     if trajectory.step_rewards:
-        parts["environment"] = returns(trajectory)
+        parts["environment" if trajectory.answer is None else "agent"] = returns(trajectory)
     total = float(result.value) + math.fsum(reward for _, reward in steps)
     failed = isinstance(result, Failed)
     return replace(

@@ -22,7 +22,7 @@ from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.rollout.types import Trajectory
+from psigrad.language.rollout.types import Stretch, Trajectory
 from psigrad.language.training.online.collect import metric_of
 from psigrad.language.training.online.figures import Tally
 from psigrad.language.training.online.online_run import Online
@@ -97,9 +97,15 @@ def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> 
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
     groups = [list(members) for _, members in itertools.groupby(rows, lambda i: group[i])]
-    prompts = [len(batch.inputs[members[0]].prompt_ids) for members in groups]
-    sizes = [[len(batch.inputs[i].completion.ids) for i in members] for members in groups]
-    return [[[groups[g][k] for k in ks] for g, ks in parts] for parts in pack_groups(prompts, sizes, budget, ranks)]
+    prompts = [batch.inputs[members[0]].prompt_ids for members in groups]
+    sizes = [[_size(batch.inputs[i], shared) for i in members] for members, shared in zip(groups, prompts, strict=True)]
+    return [[[groups[g][k] for k in ks] for g, ks in parts] for parts in pack_groups([*map(len, prompts)], sizes, budget, ranks)]
+
+
+def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
+    """Tokens of a forward pass over this trajectory besides a prompt that its group shares."""
+    own = sum(len(context.prompt_ids) for context in trajectory.contexts if context.prompt_ids != shared)
+    return len(trajectory.completion.ids) + own
 
 
 def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
@@ -113,8 +119,9 @@ def rows_of(micro: MicroBatch) -> Tensor:
 
 
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
-    """What the model reads for these rows: the prompt of each group with its completions."""
-    return Groups([batch.inputs[members[0]].prompt_ids for members in micro], _completions(batch, micro))
+    """What the model reads for these rows: each prompt with the pieces of completions that were sampled behind it."""
+    read = _contexts_of(batch, micro)
+    return Groups([prompt for prompt, _ in read], [[context.ids for _, context in own] for _, own in read])
 
 
 def teacher_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
@@ -123,11 +130,33 @@ def teacher_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
     if not any(own):
         return None
     prompts = [ids or batch.inputs[members[0]].prompt_ids for ids, members in zip(own, micro, strict=True)]
-    return Groups(prompts, _completions(batch, micro))
+    return Groups(prompts, [[batch.inputs[i].completion.ids for i in members] for members in micro])
 
 
-def _completions(batch: Batch, micro: MicroBatch) -> list[list[tuple[int, ...]]]:
-    return [[batch.inputs[i].completion.ids for i in members] for members in micro]
+def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]]:
+    """Each prompt that was read, with its (row, piece of the row), in the order of the forward pass."""
+    read: list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]] = []
+    for members in micro:
+        behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
+        for i in members:
+            for context in batch.inputs[i].contexts:
+                behind.setdefault(context.prompt_ids, []).append((i, context))
+        read += behind.items()
+    return read
+
+
+def by_row(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
+    """[n, T] of the rows of a micro-batch, from what the model finds of the pieces in `inputs_of`, padded with zeros."""
+    width, rows = batch.mask.shape[1], rows_of(micro).tolist()
+    pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
+    if [i for i, _ in pieces] == rows:  # a piece for each row, in its order
+        return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+    place = {i: n for n, i in enumerate(rows)}
+    source = torch.full((len(rows), width), x.numel())  # of what is in no piece: the zero behind them all
+    for n, (i, context) in enumerate(pieces):
+        end = context.start + len(context.ids)
+        source[place[i], context.start : end] = torch.arange(len(context.ids)) + n * x.shape[1]
+    return torch.cat([x.flatten(), x.new_zeros(1)])[source.to(x.device)]
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
@@ -153,7 +182,7 @@ def fill(
     for micro, weight in share_of(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
         part = of(inputs(batch, micro))
         if weight:
-            out[rows_of(micro).to(out.device), : part.shape[1]] = part.to(out.dtype)
+            out[rows_of(micro).to(out.device)] = by_row(part.to(out.dtype), batch, micro)
     return world.all_reduce(out)
 
 
@@ -231,14 +260,9 @@ def follow(reference: LanguageModel, model: LanguageModel, share: float) -> None
             parameter.lerp_(learnt[name].detach().to(parameter.dtype), share)
 
 
-def widen(evaluation: PolicyOutputs, width: int) -> PolicyOutputs:
-    """The evaluation of a micro-batch [n, t] padded to the batch's [n, T]."""
-    return PolicyOutputs(**{name: pad(x, width) for name, x in vars(evaluation).items() if x is not None})
-
-
-def pad(x: Tensor, width: int) -> Tensor:
-    """[n, t] padded with zeros to [n, width]."""
-    return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
+    """The evaluation of the pieces of a micro-batch as that of its rows, [n, T]."""
+    return PolicyOutputs(**{name: by_row(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
 def add_old_values(

@@ -22,17 +22,17 @@ from psigrad.language.training.online.figures import Outcome, Tally, TokenFigure
 from psigrad.language.training.online.forward import (
     MicroBatch,
     add_old_values,
+    by_row,
     divergence,
     follow,
     inputs_of,
     log_probs,
     minibatches,
-    pad,
+    outputs_by_row,
     rows_of,
     share_of,
     teacher_inputs_of,
     to_batch,
-    widen,
 )
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.update import learning_rate, step_together
@@ -162,7 +162,7 @@ def losses(
     """The losses of one optimiser step, a function per pass: those of the policy, unless only the critic `warms_up`; then,
     without its activations beside them, a critic's of its own. A pass with weight 0 is only made because others make one.
     """
-    device, width = prepared.batch.mask.device, prepared.batch.mask.shape[1]
+    device = prepared.batch.mask.device
 
     def policy(micro: MicroBatch, weight: float) -> Tensor:
         rows = rows_of(micro).to(device)
@@ -174,7 +174,7 @@ def losses(
             value=algorithm.needs_critic and run.critic is None,
             cache=cache,
         )
-        part, evaluation = prepared.select(rows), widen(evaluation, width)
+        part, evaluation = prepared.select(rows), outputs_by_row(evaluation, prepared.batch, micro)
         if not weight:
             return idle(evaluation)
         seen.see(rows, evaluation)
@@ -188,7 +188,7 @@ def losses(
 
     def value(micro: MicroBatch, weight: float, critic: ValueModel) -> Tensor:
         part = prepared.select(rows_of(micro).to(device))
-        values = pad(critic.model.values(inputs_of(prepared.batch, micro)), width)
+        values = by_row(critic.model.values(inputs_of(prepared.batch, micro)), prepared.batch, micro)
         return tally.add(algorithm.critic_loss(part, values, totals)) if weight else 0.0 * values.sum()
 
     for micro, weight in () if warms_up else micros:

@@ -1,0 +1,63 @@
+"""A way to the policy's server for agents in an enclosure without a network: through one socket in the file system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+
+Reach = Callable[[], socket.socket]
+
+
+def lead(listening: socket.socket, reach: Reach) -> None:
+    """Connect each who comes to `listening` with what `reach()` leads to, in threads, until `listening` is closed."""
+    threading.Thread(target=_accept, args=(listening, reach), name="tunnel", daemon=True).start()
+
+
+@contextlib.contextmanager
+def opened(reach: Reach) -> Iterator[str]:
+    """A socket in a folder of its own that leads to `reach()`; its path. Only who is shown the path finds it."""
+    with tempfile.TemporaryDirectory(prefix="psigrad-") as folder, socket.socket(socket.AF_UNIX) as listening:
+        path = os.path.join(folder, "policy")
+        listening.bind(path)
+        os.chmod(path, 0o666)  # in an enclosure everyone is somebody else
+        os.chmod(folder, 0o711)
+        listening.listen(64)
+        lead(listening, reach)
+        yield path
+
+
+def through(path: str) -> int:
+    """A port of this machine, or enclosure, that leads through the socket at `path`."""
+
+    def reach() -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(path)
+        return made
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    lead(listening, reach)
+    return int(listening.getsockname()[1])
+
+
+def _accept(listening: socket.socket, reach: Reach) -> None:
+    while True:
+        try:
+            come, _ = listening.accept()
+            there = reach()
+        except OSError:  # closed, or nobody is there
+            if listening.fileno() < 0:
+                return
+            continue
+        for ends in ((come, there), (there, come)):
+            threading.Thread(target=_pass_on, args=ends, daemon=True).start()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while part := source.recv(1 << 16):
+            target.sendall(part)
+        target.shutdown(socket.SHUT_WR)
