@@ -24,6 +24,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+def several(count: int, noun: str, one: str = "", more: str = "") -> str:
+    """A number with its noun, and the verb that goes with it: "1 row is", "2 rows are"."""
+    return " ".join(filter(None, [str(count), noun if count == 1 else f"{noun}s", one if count == 1 else more]))
+
+
 def kind_of(value: object) -> str:
     """A value's type for a sentence, with its article: "an int", "a list"; None is "None"."""
     name = type(value).__name__

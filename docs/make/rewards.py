@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from psigrad.endpoint import NoAnswerError
 from psigrad.language.rewards import builtin
+from psigrad.language.rewards.code import same_output
+from psigrad.language.rewards.code_asserts import take_apart
 from psigrad.language.rewards.instructions import KINDS, IFEval
+from psigrad.language.rewards.rubric import score_in
 
 PAGE = Path(__file__).parents[1] / "rewards.md"
 MARKS = ("<!-- examples: python docs/make/rewards.py -->\n", "<!-- end of examples -->\n")
@@ -145,6 +149,52 @@ REFUSED = {
 }
 SIMILAR = [("kitten", text) for text in ("kitten", "kitten ", "sitten", "sitting", "Kitten", "The answer is kitten")]
 SIMILAR += [("42", "43"), ("42", "24"), ("42", ""), ("", "")]
+# Of `code`: a test, a value of f(7) that passes it, and one that does not; then what a program should print, and the same.
+TESTED = [
+    ("assert f(7) == 49", 49, 48),
+    ("assert f(7) == 49", 49.0, "49"),
+    ("assert f(7) == 0.3", 0.1 + 0.2, 0.301),
+    ("assert f(7) == [1, 2]", [1, 2], (1, 2)),
+    ("assert f(7) == {1, 2}", {2, 1}, [1, 2]),
+    ("assert f(7) == {'a': [0.5]}", {"a": [0.5]}, {"a": [0.5], "b": 0}),
+    ("assert f(7) is True", True, 1),
+    ("assert f(7) is None", None, 0),
+    ("assert sorted(f(7)) == [1, 2]", [2, 1], [2, 1, 1]),
+    ("assert abs(f(7) - 0.5) < 0.01", 0.505, 0.52),
+]
+PRINTED = [
+    ("49", "49\n", "49.0.0"),
+    ("1 2 3", "1 2 3  \n", "1\n2\n3"),
+    ("1\n2", "1 \n2\n", "1\n\n2"),
+    ("0.333333", "0.3333331", "0.33"),
+    ("2.50", "2.5", "2.51"),
+    ("1e-7", "0.0000001", "0.1"),
+    ("1000000.0", "1000000", "1000003"),
+    ("7006652", "7006652", "7006653"),
+    ("Yes", "Yes", "yes"),
+    ("case 1: 0.5", "case 1: 0.50", "Case 1: 0.5"),
+]
+# Of `rubric`: replies of a judge behind an endpoint, and the score of 5 that is read; None: the completion stays unscored.
+REPLIES = [
+    ("Clear and right. Score: 4", 4.0),
+    ("Score: 0", 0.0),
+    ("**Score:** 3", 3.0),
+    ("score = 2.5", 2.5),
+    ("Score: 2? No: it is right after all. Score: 5", 5.0),
+    ("SCORE 1.", 1.0),
+    ("Score: 4/5", 4.0),
+    ("Score: 9", None),
+    ("I would give it four out of five.", None),
+    ("4", None),
+]
+# Of `reasoning_gym`: (task, answer, metadata) and completions; its scorers give part marks in ways of their own.
+GYM = [
+    ("spell_backward", "sun", {}, ("sun", "SUN", "snu", "The answer is sun")),
+    ("gcd", "3", {}, ("3", "3.", "The answer is 3", "4")),
+    ("chain_sum", "42", {}, ("42", "42.0", "The answer is 42", "43")),
+    ("calendar_arithmetic", "Yes", {"task": "is_leap_year"}, ("Yes", "yes", "Yes.", "No")),
+    ("countdown", "6*7", {"numbers": [6, 7], "target": 42}, ("7*6", "6 * 7", "42", "6*6")),
+]
 LENGTHS = (0, 1, 64, 128, 192, 193, 200, 224, 255, 256)
 
 
@@ -174,9 +224,67 @@ def compared(name: str) -> list[str]:
     return [*lines, ""]
 
 
+def passes(test: str, value: object) -> bool:
+    """Whether a test of `code` passes where the program's f(7) is this value."""
+    try:
+        return bool(take_apart(test)[0][0].judge(value))
+    except (TypeError, ValueError, LookupError):  # a value of the wrong kind
+        return False
+
+
+def tested() -> list[str]:
+    """The section of `code`: values and printed text. Raises where it says anything else than is expected."""
+    assert all(passes(test, right) and not passes(test, wrong) for test, right, wrong in TESTED)
+    assert all(same_output(right, text) and not same_output(wrong, text) for text, right, wrong in PRINTED)
+    lines = [
+        "**`code`.** Every test passes. Of asserts the program computes what is called; the value is judged outside: numbers "
+        "that are not whole within 1e-6 of their size, lists, tuples and sets as themselves.\n",
+        "| test | f(7) passes | f(7) does not |",
+        "|---|---|---|",
+        *(f"| {code(test)} | {code(repr(right))} | {code(repr(wrong))} |" for test, right, wrong in TESTED),
+        "\nOf what is printed, white space at the ends of lines and of the text does not count.\n",
+        "| expected | printed, passes | printed, does not |",
+        "|---|---|---|",
+        *(f"| {code(text)} | {code(right)} | {code(wrong)} |" for text, right, wrong in PRINTED),
+    ]
+    return [*lines, ""]
+
+
+def judged(reply: str) -> float | None:
+    """What `rubric` reads in a reply."""
+    try:
+        return score_in(reply, 5)
+    except NoAnswerError:
+        return None
+
+
+def by_judges() -> list[str]:
+    """The sections of `rubric` and `reasoning_gym`."""
+    assert [judged(reply) for reply, _ in REPLIES] == [score for _, score in REPLIES]
+    lines = [
+        "**`rubric`.** A judge behind an endpoint ends its reply with the score, here of 5, and the reward is its share. A reply "
+        "without one is asked for again, and then leaves the completion unscored. A local judge is asked for a number alone.\n",
+        "| reply | reward |",
+        "|---|---|",
+        *(f"| {code(reply)} | {'unscored' if score is None else f'{score / 5:.4g}'} |" for reply, score in REPLIES),
+        "\n**`reasoning_gym`.** The scorer of the row's task, which gives part marks in a way of its own: look at it before you "
+        "train on it.\n",
+        "| task | answer | completion | reward |",
+        "|---|---|---|---|",
+    ]
+    for task, answer, metadata, said in GYM:
+        n = len(said)
+        found = builtin.reasoning_gym(completions=said, task=[task] * n, answer=[answer] * n, metadata=[metadata] * n)
+        assert found[0] == 1.0 and found[-1] != 1.0, task
+        lines += [
+            f"| {task} | {code(answer)} | {code(c)} | {float(value or 0):.4g} |" for c, value in zip(said, found, strict=True)
+        ]
+    return [*lines, ""]
+
+
 def section() -> str:
     """All examples."""
-    lines = [line for name in COMPARED for line in compared(name)]
+    lines = [line for name in COMPARED for line in compared(name)] + tested() + by_judges()
     lines += ["**`similarity`.** 1 − edits / length of the longer text, both without white space at their ends.\n"]
     lines += ["| answer | completion | reward |", "|---|---|---|"]
     found = zip(SIMILAR, score("similarity", SIMILAR), strict=True)

@@ -189,17 +189,17 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value is not None:
             setting = settings.get(name)
-            found[name] = _read(value, setting.type if setting else None)
+            found[name] = _read(value, setting.type if setting else None, name)
             if setting and SEVERAL in setting.marks and len(value) == 1:
                 (found[name],) = found[name]
     return found
 
 
-def _read(value: Any, hint: Any) -> Any:
+def _read(value: Any, hint: Any, name: str) -> Any:
     """Text stays text where the setting is one; everything else is read as YAML: 1e-5, true, {part: clip}."""
     if isinstance(value, list):
-        return [_read(v, get_args(hint)[0] if get_args(hint) else hint) for v in value]
-    return value if isinstance(value, bool) else read_value(value, hint)
+        return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
+    return value if isinstance(value, bool) else read_value(value, hint, name)
 
 
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool) -> _Parser:

@@ -19,7 +19,7 @@ def explain(arguments: list[str]) -> int:
         name, sign, value = text.partition("=")
         if sign and methods:
             name = name.removeprefix("algorithm.").removeprefix("loss.")
-            put(methods[-1], name, read_value(value), f"override {text!r}")
+            put(methods[-1], name, read_value(value, name=name), f"override {text!r}")
         else:
             methods.append({"preset": text})
     if not 1 <= len(methods) <= 2:

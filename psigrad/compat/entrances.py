@@ -6,6 +6,7 @@ import ast
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, get_type_hints
 
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values
@@ -112,7 +113,8 @@ def _name(text: str) -> str:
 def _read(text: str, values: Sequence[str]) -> Any:
     """The value of a flag: behind its =, or what follows it, or true."""
     _, sign, behind = text.partition("=")
-    return read_value(behind) if sign else one_value([read_value(value) for value in values]) if values else True
+    read = partial(read_value, name=text.partition("=")[0])
+    return read(behind) if sign else one_value([read(value) for value in values]) if values else True
 
 
 _SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_schedule"}

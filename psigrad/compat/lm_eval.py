@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ from psigrad.compat.likelihood import EVERYDAY, likelihoods
 from psigrad.config import LmEvalConfig, Model, Run, Sampling
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.intervals import Interval, mean_interval, over_seeds
+from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.records.checkpoint import MANIFEST
 from psigrad.runs import machine
 
 EVERYDAY_TASK: dict[str, Any] = {
@@ -64,6 +68,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         seed: int = 0,
         threads: int = 0,
         trust_remote_code: bool = False,
+        chat_template_kwargs: str | dict[str, Any] = "",
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
@@ -74,8 +79,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         else:
             run = Run(device=device or "auto", threads=threads, seed=seed)
             machine.prepare_torch(run)
-            settings = Model(path=pretrained, dtype=dtype, trust_remote_code=trust_remote_code, adapter="merge")  # type: ignore[arg-type]
+            settings = Model(pretrained, dtype=dtype, trust_remote_code=trust_remote_code, adapter="merge")  # type: ignore[arg-type]
+            settings = replace(settings, chat_template_kwargs=chat_template_kwargs)
             self.model = load_model(settings, run, None)
+            for manifest in sorted(Path(pretrained).parent.glob(f"checkpoints/*/{MANIFEST}"))[:1]:  # a run's model has its date
+                settle_chat(self.model.tokenizer, settings, manifest.parent, self.model.network)
         self.tokenizer = self.model.tokenizer
         self.sampler = samplers.make(Sampling(max_decode_batch=max_decode_batch), self.model)
         self.budget, self.seed = micro_batch_tokens, seed
@@ -103,15 +111,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.model.max_length
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        """What is sampled from: an assistant's turn at the end, which lm-eval begins for the model, is gone on with."""
+        return Talk(self.tokenizer, Row("a question of lm-eval")).prompt(chat_history)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; without the tokenizer's special ones where the text begins with its BOS already."""
@@ -275,6 +276,7 @@ def _evaluated(config: LmEvalConfig, name: str, tasks: Sequence[Any], manager: T
         seed=config.seed,
         threads=config.threads,
         trust_remote_code=config.trust_remote_code,
+        chat_template_kwargs=config.chat_template_kwargs,
     )
     try:
         found = evaluator.simple_evaluate(

@@ -380,6 +380,8 @@ class LmEvalConfig(PackingSettings):
     """Only the first so many documents of each task; 0: all."""
     apply_chat_template: bool = False
     """Ask in the form of a conversation."""
+    chat_template_kwargs: str | dict[str, Any] = ""
+    """Arguments of its chat template, as '{"enable_thinking": false}'. The model of a run is shown the run's date."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and of the forward pass."""
     max_decode_batch: Count = 256

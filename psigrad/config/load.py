@@ -56,7 +56,7 @@ def load(
             raise UserError(
                 f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
             )
-        given.append(Given(name, read_value(text, types.get(our_name(cls, name))), f"override {override!r}"))
+        given.append(Given(name, read_value(text, types.get(our_name(cls, name)), name), f"override {override!r}"))
     given += [Given(name, value, f"--{name}") for name, value in (flags or {}).items()]
     beside: set[str] = set()
     for name, value, source in translate(cls, values, given).or_refuse():

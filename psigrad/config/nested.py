@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -82,14 +83,23 @@ def read_file(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def read_value(text: str, hint: Any = None) -> Any:
+_OBJECT = re.compile(r'\s*\{\s*"')
+
+
+def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
     """A value as YAML reads it, or the text itself: where YAML cannot read it, and where `hint` says that the setting is text.
 
     `output_dir=2024` is a name. A setting that may be text or more, as `metric` may, is text unless it begins as a mapping does,
-    and one of several texts unless it begins as a list does: `report_to=[]`.
+    and one of several texts unless it begins as a list does: `report_to=[]`. What begins as a JSON object, {"…, must be one: YAML
+    would take `fals` for a word. Raises `UserError` that names the setting.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text
+    if _OBJECT.match(text):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{name} is {text!r}, which begins as a JSON object and is none ({error}); mend it.") from None
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:

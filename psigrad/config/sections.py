@@ -38,7 +38,10 @@ def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in re.split(r",\s*(?=[\w.-]+=)", given) if pair]
     if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
         raise UserError(f"columns has {wrong[0]!r}; expected pairs such as question=prompt,answer=answer.")
-    return {name.strip(): new.replace("\\n", "\n") for name, _, new in pairs}
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise UserError(f"columns has {twice!r} twice; leave one of them out.")
+    return {name: new.replace("\\n", "\n") for name, (_, _, new) in zip(names, pairs, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,15 @@ def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, s
     }
 
 
+def _cuts(cuts: Any) -> list[str]:
+    """Sentences on what the environment said and the policy did not read whole."""
+    found = [cut for cut in cuts if isinstance(cut, Mapping)] if isinstance(cuts, list) else []
+    whose = [f"answer to turn {cut.get('turn')}" if cut.get("turn") else "opening" for cut in found]
+    ways = ["was left out" if cut.get("kind") == "dropped" else "was cut" for cut in found]
+    why = [str(cut.get("reason") or "") for cut in found]
+    return [escape(f"The {a} {b} ({c}).")[:300] for a, b, c in zip(whose, ways, why, strict=True)]
+
+
 def _member(row: Mapping[str, Any], story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     parts = row.get("parts")
     completion = str(row.get("completion") or "")
@@ -110,6 +119,7 @@ def _member(row: Mapping[str, Any], story: Sequence[Mapping[str, Any]]) -> dict[
         "reason": escape(str(row.get("reason") or ""))[:600],
         "finish": str(row.get("finish_reason", "")),
         "turns": row.get("turns"),
+        "cuts": _cuts(row.get("cuts")),
         "length": _length(row),
         "why": explained(row, story),
         "completion": escape(completion[:LONGEST]),

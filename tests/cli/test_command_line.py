@@ -316,7 +316,8 @@ def test_every_shipped_example_is_tested():
         "ppo_in_one_file.py",
         "programs.py",
         "sums.py",
-    }  # the last three elsewhere
+        "rooms.py",
+    }  # the last four elsewhere
     assert {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} == tested
 
 
@@ -331,6 +332,33 @@ def test_settings_survive_the_way_through_json(cls):
 @pytest.mark.parametrize(("file", "cls"), [("grpo.yaml", OnlineConfig), ("sft.yaml", SFTConfig)])
 def test_the_shipped_examples_load(file, cls):
     assert load(cls, ROOT / "examples" / file).run.output_dir.startswith("runs/")
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("chat_template_kwargs", '{"enable_thinking": fals}'),
+        ("chat_template_kwargs", '{"enable_thinking": false'),
+        ("columns", '{"question": prompt}'),
+        ("reward", '{"reward": length, "max_completion_length": 8}'),
+        ("algorithm", '{"preset": grpo}'),
+    ],
+)
+def test_what_begins_as_json_must_be_json(setting, text):
+    """YAML would take `fals` for a word, and a template every word for true."""
+    dotted = resolve_names(OnlineConfig, {setting: text})
+    with pytest.raises(UserError, match=f"{setting}.*JSON"):
+        load(OnlineConfig, overrides=[f"{next(iter(dotted))}={text}"])
+    with pytest.raises(UserError, match=rf"--{setting.replace('_', '-')}.*JSON"):
+        flags.parse(OnlineConfig, "grpo", [f"--{setting.replace('_', '-')}", text], defaults={"algorithm": "grpo"})
+
+
+def test_json_and_yaml_objects_are_read():
+    kwargs = ['{"enable_thinking": false}', "{enable_thinking: false}"]
+    assert [load(OnlineConfig, overrides=[f"model.chat_template_kwargs={k}"]).model.chat_template_kwargs for k in kwargs] == [
+        {"enable_thinking": False}
+    ] * 2
+    assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5", "reward={reward: length}"]).reward == ({"reward": "length"},)
 
 
 def test_python_settings_are_named_by_leaf_or_dotted_name():

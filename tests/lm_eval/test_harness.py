@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import yaml
 from psigrad import cli
 from psigrad.compat import lm_eval as harness
 from psigrad.language.models import tiny
+from psigrad.records.checkpoint import MANIFEST
 
 # lm-eval reads ten thousand files to know that a name is none of its tasks
 pytestmark = [pytest.mark.lm_eval, pytest.mark.timeout(1800)]
@@ -164,3 +167,28 @@ def test_what_the_sampler_does_not_know_is_refused(model):
     found = harness.HarnessModel(model)
     with pytest.raises(harness.UserError, match="num_beams, which psigrad's sampler does not know"):
         found._params({"num_beams": 4, "max_gen_toks": 3}, [])
+
+
+DATED = (
+    "{{ strftime_now('%Y-%m-%d') }}{% if loud %}!{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_conversation_is_rendered_as_in_the_run_that_made_the_model(model, tmp_path):
+    """Under the arguments that are given, and on the run's day; what lm-eval begins for the model is gone on with."""
+    folder = tmp_path / "run" / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(DATED)
+    asked, begun = [{"role": "user", "content": "a"}], {"role": "assistant", "content": "The"}
+    today = harness.HarnessModel(str(folder)).apply_chat_template(asked)
+    assert today == f"{date.today()}<user>a<|endoftext|><assistant>"
+    (tmp_path / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000010" / MANIFEST).write_text('{"date": "1999-12-31"}')
+    for kwargs in ('{"loud": true}', {"loud": True}):
+        made = harness.HarnessModel(str(folder), chat_template_kwargs=kwargs)
+        assert made.apply_chat_template(asked) == "1999-12-31!<user>a<|endoftext|><assistant>"
+        assert made.apply_chat_template([*asked, begun], False) == "1999-12-31!<user>a<|endoftext|><assistant>The"
+    with pytest.raises(harness.UserError, match="chat_template_kwargs has 'lout'"):
+        harness.HarnessModel(str(folder), chat_template_kwargs='{"lout": true}')

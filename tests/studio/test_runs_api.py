@@ -315,7 +315,9 @@ def test_rows_of_another_shape_are_shown_as_far_as_they_go(studio, root):
         stream.write(
             b'{"step": 1, "kind": "train", "reward": {}, "completion_ids": [1, null], "logprobs": [1e999, "x"], "mask": [1]}\n'
         )
-        for name in rollout(1, 0, 0) | TOKENS | {"mask": [], "advantages": [], "kept": True, "step_rewards": [], "turns": 1}:
+        for name in (
+            rollout(1, 0, 0) | TOKENS | {"mask": [], "advantages": [], "kept": True, "step_rewards": [], "turns": 1, "cuts": []}
+        ):
             for odd in (3, "x", {"a": 1}, [None], [[]], None, True):
                 row = rollout(1, 0, 0, advantage=0.0, **TOKENS) | {name: odd}
                 stream.write(to_line(row | {"step": 1}))
@@ -326,6 +328,15 @@ def test_rows_of_another_shape_are_shown_as_far_as_they_go(studio, root):
         answer = studio.post("/api/runs/group", {"run": ident, "n": n})
         assert answer.status == 200 and answer.json["members"], answer.body
     assert studio.post("/api/runs/about", {"run": ident}).status == 200
+
+
+def test_what_the_environment_said_and_the_policy_did_not_read_is_shown(studio, root):
+    run = make_run(root / "cut", 1, rollouts=0)
+    cuts = [{"turn": 0, "kind": "cut", "reason": "<b>"}, {"turn": 2, "kind": "dropped", "reason": "9000 characters: no room"}, 3]
+    append(run / "rollouts.jsonl", rollout(1, 0, 0) | {"turns": 2, "cuts": cuts}, rollout(1, 1, 0))
+    ident = next(r["id"] for r in studio.ask("GET", "/api/runs").json["runs"] if r["name"] == "cut")
+    shown = [studio.post("/api/runs/group", {"run": ident, "n": n}).json["members"][0]["cuts"] for n in (0, 1)]
+    assert shown == [["The opening was cut (<b>).", "The answer to turn 2 was left out (9000 characters: no room)."], []]
 
 
 def test_nothing_is_written_where_the_runs_are(studio, root, ids):

@@ -67,9 +67,17 @@ def test_the_examples_of_rewards_are_what_the_rewards_give():
     maker = script("rewards")
     assert maker.PAGE.read_text() == maker.page(), "run: python docs/make/rewards.py"
     assert all(len(right) + len(wrong) >= 10 for _, right, wrong in maker.COMPARED.values())
+    assert min(map(len, (maker.TESTED, maker.PRINTED, maker.REPLIES))) >= 10
     maker.COMPARED["exact"][2].append(("42", "42"))
     with pytest.raises(AssertionError, match="exact"):
         maker.compared("exact")
+    for table, wrong, section in (
+        (maker.TESTED, ("assert f(7) == 49", 49, 49), maker.tested),
+        (maker.REPLIES, ("Score: 4", 5.0), maker.by_judges),
+    ):
+        table.append(wrong)
+        with pytest.raises(AssertionError):
+            section()
 
 
 def test_every_alert_has_its_section_and_says_what_to_do():

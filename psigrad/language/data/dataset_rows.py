@@ -10,10 +10,11 @@ rows under other names are `posted_forms`'.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -140,6 +141,11 @@ def role_of(message: Mapping[str, Any]) -> str:
     return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
 
 
+def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences begin with alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 def name_columns(raw: Mapping[str, Any]) -> str:
     """The columns of a row, for a message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
@@ -187,7 +193,7 @@ def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
-    at = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+    at = alike(chosen, rejected)
     if isinstance(chosen, str) and at and chosen[at - 1] == " ":
         at -= 1  # the space before a word belongs to the word's token
     if not at:

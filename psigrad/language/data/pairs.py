@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from psigrad.errors import UserError
-from psigrad.language.data.chat.rendering import refuse
-from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import Example, encode_after, example, examples, prompt_ids
+from psigrad.language.data.dataset_rows import Row, alike
+from psigrad.language.data.templates import Example, encode_after, examples, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,10 +18,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows a prompt: `ids`, and the `mask` of those that the assistant wrote (its end of turn included)."""
+    """What follows a prompt: `ids`, and the `mask` of those that the assistant wrote (its end of turn included).
+
+    Turns that the template rewrites once others follow are `apart`, each in its own context behind the same prompt.
+    """
 
     ids: list[int]
     mask: list[bool]
+    apart: tuple[Answer, ...] = ()
+
+    @property
+    def texts(self) -> tuple[Answer, ...]:
+        """All of it: this text and those apart."""
+        return (self, *self.apart)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return sum(len(text.ids) for text in self.texts)
+
+    @property
+    def targets(self) -> int:
+        """Tokens that the assistant wrote."""
+        return sum(sum(text.mask) for text in self.texts)
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,7 @@ class Pair:
     @property
     def tokens(self) -> int:
         """Tokens of one forward pass, in which the prompt stands once."""
-        return len(self.prompt) + len(self.chosen.ids) + len(self.rejected.ids)
+        return len(self.prompt) + self.chosen.tokens + self.rejected.tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,7 @@ class Judged:
     @property
     def tokens(self) -> int:
         """Tokens of one forward pass."""
-        return len(self.prompt) + len(self.answer.ids)
+        return len(self.prompt) + self.answer.tokens
 
 
 @dataclass(frozen=True)
@@ -71,38 +89,40 @@ class Steps:
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = True) -> Pair:
     """The two texts of a preference row, behind the prompt that they share. Plain answers end with EOS.
 
-    `whole` asks for every turn of an answer in one text, which a template that rewrites earlier turns cannot give.
+    `whole` asks for every turn of an answer, of which a template that rewrites earlier turns makes several texts; else the last
+    text alone is read.
     """
-    read = _whole if whole else example
-    texts = [read(tokenizer, row), read(tokenizer, replace(row, completion=row.rejected))]
-    # a template may render the prompt's end differently before unlike answers: what they share is what both see
-    starts = [text.mask.index(True) for text in texts]
-    shared = next((i for i in range(min(starts)) if texts[0].ids[i] != texts[1].ids[i]), min(starts))
+    sides = [examples(tokenizer, side)[0 if whole else -1 :] for side in (row, replace(row, completion=row.rejected))]
+    shared = _shared([text for side in sides for text in side])
     if not shared:
         raise UserError(
             f"{row.source}: the tokens of chosen and rejected do not begin with the same prompt; give the prompt in a column of "
             "its own, or use another tokenizer."
         )
-    chosen, rejected = (Answer(text.ids[shared:], text.mask[shared:]) for text in texts)
+    chosen, rejected = (_behind(shared, side) for side in sides)
     margin = row.columns.get("margin")
     if margin is not None and not isinstance(margin, int | float):
         raise UserError(f"{row.source}: column 'margin' is {margin!r}; expected a number, or no such column.")
-    return Pair(texts[0].ids[:shared], chosen, rejected, None if margin is None else float(margin))
+    return Pair(sides[0][0].ids[:shared], chosen, rejected, None if margin is None else float(margin))
 
 
 def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
     """The text of an unpaired-preference row."""
-    text = _whole(tokenizer, row)
-    start = text.mask.index(True)
-    return Judged(text.ids[:start], Answer(text.ids[start:], text.mask[start:]), bool(row.label))
+    texts = examples(tokenizer, row)
+    start = _shared(texts)
+    return Judged(texts[0].ids[:start], _behind(start, texts), bool(row.label))
 
 
-def _whole(tokenizer: PreTrainedTokenizerBase, row: Row) -> Example:
-    found = examples(tokenizer, row)
-    if len(found) > 1:
-        why = "has turns that the chat template rewrites once others follow, so they are no one text; give a row for each turn"
-        raise refuse(row, "completion", why)
-    return found[0]
+def _shared(texts: Sequence[Example]) -> int:
+    """Tokens that all texts begin with alike, before the first that is trained: a template may render a prompt's end otherwise
+    before another answer.
+    """
+    return min([text.mask.index(True) for text in texts] + [alike(texts[0].ids, text.ids) for text in texts[1:]])
+
+
+def _behind(start: int, texts: Sequence[Example]) -> Answer:
+    *apart, last = (Answer(text.ids[start:], text.mask[start:]) for text in texts)
+    return replace(last, apart=tuple(apart))
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
@@ -125,4 +145,6 @@ def drop_long(rows: Sequence[T], tokens: Callable[[T], int], max_length: int) ->
 
 def longest(made: Pair | Steps) -> int:
     """Tokens of the longer text of a pair, or of a solution."""
-    return made.tokens if isinstance(made, Steps) else len(made.prompt) + max(len(made.chosen.ids), len(made.rejected.ids))
+    if isinstance(made, Steps):
+        return made.tokens
+    return len(made.prompt) + max(len(text.ids) for side in (made.chosen, made.rejected) for text in side.texts)

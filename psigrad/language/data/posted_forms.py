@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, nearest, several
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message, join_parts
-from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns, role_of, show
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError, alike, name_columns, role_of, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +56,9 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
     renamed = {name: new for name, new in columns.items() if not _is_template(new)}
     if len(twice := [name for name, new in renamed.items() if list(columns.values()).count(new) > 1]) > 1:
         raise UserError(f"The columns {', '.join(twice)} are all renamed {columns[twice[0]]}; rename one of them.")
+    if both := next((name for name, new in renamed.items() if _is_template(columns.get(new, ""))), ""):
+        new = columns[both]
+        raise UserError(f"columns makes {new!r} twice, of {both!r} and by the template {columns[new]!r}; leave one of them out.")
     made = {new: at(name, new) for name, new in renamed.items()}
     made |= {name: _FIELD.sub(fill, text) for name, text in columns.items() if _is_template(text)}
     return {**{name: value for name, value in row.items() if name not in renamed}, **made}
@@ -75,6 +78,24 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
         if said := step(row, form, source):
             found.append(said)
     return row, found
+
+
+def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
+    """The place `column` of a translated row, as messages[0].role, in the row that was read: conversations[0].from."""
+    name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
+    if index and row.get("prompt") is None and "chosen" in row:  # the prompt is what both answers begin with
+        shift = 0 if name == "prompt" else alike(row["chosen"], row["rejected"])
+        name, index = "chosen" if name == "prompt" else name, str(int(index) + shift)
+    value = row.get(name)
+    turn = value[int(index)] if index and isinstance(value, list) and int(index) < len(value) else None
+    if turn is None:
+        same = (own for own in raw if name not in raw and value is not None and raw[own] is value)
+        return next((f"{own}{column.removeprefix(name)}" for own in same), column)
+    lists = [own for own in (name, *raw) if isinstance(raw.get(own), list)]
+    at = next((f"{own}[{i}]" for own in lists for i, held in enumerate(raw[own]) if held is turn), f"{name}[{index}]")
+    if isinstance(turn, Mapping) and "role" not in turn and "from" in turn:
+        rest = re.sub(r"^\.(role|content)", lambda found: {"role": ".from", "content": ".value"}[found[1]], rest)
+    return at + rest
 
 
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
@@ -182,13 +203,19 @@ def for_model(
     sent = [isinstance(row.prompt, list) for row in rows if row.plain_prompt is not None or isinstance(row.prompt, str)]
     begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for row in rows)
     if tell is not None and begun:
-        tell("prefill", f"{begun} prompts end with an assistant's turn, which the model continues.", count=begun)
+        tell(
+            "prefill",
+            f"{several(begun, 'prompt', 'ends', 'end')} with an assistant's turn, which the model continues.",
+            count=begun,
+        )
     if tell is not None and sent:
         turns, rest = sum(sent), len(sent) - sum(sent)
         why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
         why = why if _has_template(tokenizer) else "the tokenizer has no chat template"
-        text = f"{turns} plain prompts are one user turn of the chat template each; --plain-prompts sends them as they are."
-        told = ([text] if turns else []) + ([f"{rest} plain prompts are sent as they are: {why}."] if rest else [])
+        said = several(turns, "plain prompt", "is a user turn", "are each a user turn")
+        text = f"{said} of the chat template; --plain-prompts sends them as they are."
+        said = several(rest, "plain prompt", "is sent as it is", "are sent as they are")
+        told = ([text] if turns else []) + ([f"{said}: {why}."] if rest else [])
         tell("prompt_form", " ".join(told), user_turns=turns, plain=rest)
     return made
 

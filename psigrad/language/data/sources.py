@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from psigrad.config import Data
 from psigrad.config.sections import columns_of
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, nearest, several
 from psigrad.language.data import posted_forms, tasks
 from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, find_form, rows_of, show
 from psigrad.language.data.posted_forms import Tell
@@ -130,7 +130,10 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
             rows += rows_of(value, form, record.source)
             recognised.update(found)
         except RowError as error:
-            bad.append(error.bad)
+            found_at = error.bad
+            if isinstance(value, Mapping) and isinstance(record.value, Mapping):
+                found_at = replace(found_at, column=posted_forms.place_in(record.value, value, found_at.column))
+            bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
                 fits, hint = find_form(value), posted_forms.usual_names(value)
     if bad and (bad_rows == "stop" or not rows):
@@ -339,8 +342,9 @@ def read_rows(
         sizes = [len(part.rows) if share.weight is None else share.weight for part, share in zip(parts, shares, strict=True)]
         split = [holdout(part, n, seed) for part, n in zip(parts, quotas(wanted, sizes), strict=True)]
         parts, held_out_rows = [train for train, _ in split], [row for _, held in split for row in held.rows]
-    if tell is not None and not data.eval_dataset and eval_prompts != 0:
-        text = f"{len(held_out_rows)} of {total} rows, drawn at random, are held out; --eval-prompts sets their number."
+    if tell is not None and held_out_rows and not data.eval_dataset:
+        are = "is" if len(held_out_rows) == 1 else "are"
+        text = f"{len(held_out_rows)} of {total} rows, drawn at random, {are} held out; --eval-prompts sets their number."
         tell("held_out", text, count=len(held_out_rows), rows=total)
     return mix([part.rows for part in parts], [share.weight for share in shares], seed), held_out_rows
 
@@ -367,9 +371,11 @@ def _read_each(data: Data, form: str, shares: Sequence[Share], split: str, tell:
     if tell is None:
         return parts
     for what, count in sum((Counter(part.recognised) for part in parts), Counter[str]()).items():
-        tell("rows_recognised", f"In {count} rows {what}.", what=what, count=count)
+        tell("rows_recognised", f"In {several(count, 'row')} {what}.", what=what, count=count)
     if bad := [row for part in parts for row in part.skipped]:
-        tell("rows_skipped", f"{len(bad)} malformed rows are left out; the first is {bad[0]}.", count=len(bad))
+        tell(
+            "rows_skipped", f"{several(len(bad), 'malformed row', 'is', 'are')} left out; the first is {bad[0]}.", count=len(bad)
+        )
     return parts
 
 

@@ -92,14 +92,20 @@ class PackedLayout:
     """S tokens: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0).
 
     `prefix_rows` [B, P] and `sequence_rows` [N, L] hold positions in the packed row, -1 where a row is shorter.
-    `sequence_prefix` [N] is the prefix that each sequence continues; `rows` = S.
+    `sequence_prefix` [N] is the prefix that each sequence continues, `starts` [N] how many of its tokens (None: all); `rows` = S.
     """
 
     prefix_rows: Tensor
     sequence_rows: Tensor
     sequence_prefix: Tensor
     rows: int
+    starts: Tensor | None = None
     packed_weights = slots = None
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """[N] tokens of its prefix that each sequence continues."""
+        return (self.prefix_rows >= 0).sum(1)[self.sequence_prefix] if self.starts is None else self.starts
 
     @cached_property
     def order(self) -> Tensor:
@@ -123,7 +129,7 @@ class PackedLayout:
         return ((distance >= 0) & (distance < window)).to(self.order.device)
 
     def sequence_mask(self, window: int | None) -> Tensor:
-        """[N, 1, L, P + L]: a token sees its whole prefix, itself and what came before it in its own sequence."""
+        """[N, 1, L, P + L]: a token sees what its sequence continues, itself and what came before it in its own sequence."""
         n, length = self.sequence_rows.shape
         device = self.order.device
         steps = torch.arange(length, device=device)
@@ -131,7 +137,7 @@ class PackedLayout:
         if self.prefix_rows.shape[0] == 0:
             mask = own.expand(n, 1, length, length)
             return mask if window is None else mask & (steps[:, None] - steps[None, :] < window)
-        prefix_len = (self.prefix_rows >= 0).sum(1)[self.sequence_prefix]
+        prefix_len = self.seen
         places = torch.arange(self.prefix_rows.shape[1], device=device)
         seen = (places[None, :] < prefix_len[:, None])[:, None, None, :].expand(n, 1, length, places.numel())
         mask = torch.cat([seen, own.expand(n, 1, length, length)], dim=-1)
@@ -177,9 +183,9 @@ class PackedLayout:
         prefixes, sequences = _spans(self.prefix_rows), _spans(self.sequence_rows)
         if not prefixes:
             return Spans(sequences, [[] for _ in sequences])
-        members: list[list[tuple[int, int]]] = [[] for _ in prefixes]
-        for prefix, span in zip(self.sequence_prefix.tolist(), sequences, strict=True):
-            members[prefix].append(span)
+        members: list[list[tuple[int, int, int]]] = [[] for _ in prefixes]
+        for prefix, span, base in zip(self.sequence_prefix.tolist(), sequences, self.seen.tolist(), strict=True):
+            members[prefix].append((*span, base))
         return Spans(prefixes, members)
 
     def _mask(self, window: int | None) -> Tensor:

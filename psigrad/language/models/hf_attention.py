@@ -67,39 +67,40 @@ class FlexLayout:
         return out.transpose(1, 2)
 
     @cached_property
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Per token [S]: the prompt that it belongs to (or the sequence, where there are no prompts), the completion (-1: none,
-        all of its prompt's see it), its place in its sequence.
+        all that go on from behind it see it), its place in its sequence, and where its sequence begins.
         """
         packed = self.packed
-        group, own, position = (torch.zeros(packed.rows, dtype=torch.long, device=packed.order.device) for _ in range(3))
-        prefix_lengths = (packed.prefix_rows >= 0).sum(1)
+        group, own, position, begin = (torch.zeros(packed.rows, dtype=torch.long, device=packed.order.device) for _ in range(4))
         for rows, groups, owners, starts in (
             (packed.prefix_rows, torch.arange(len(packed.prefix_rows)), None, None),
-            (packed.sequence_rows, *self._of_sequences(prefix_lengths)),
+            (packed.sequence_rows, *self._of_sequences()),
         ):
             number, place = (rows >= 0).nonzero(as_tuple=True)
             at = rows[number, place]
             group[at] = groups.to(at.device)[number]
             own[at] = -1 if owners is None else owners.to(at.device)[number]
+            begin[at] = packed.rows if starts is None else starts[number]
             position[at] = place if starts is None else place + starts[number]
-        return group, own, position
+        return group, own, position, begin
 
-    def _of_sequences(self, prefix_lengths: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _of_sequences(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of each sequence its prompt, its own number, and where it begins."""
         numbers = torch.arange(len(self.packed.sequence_rows))
-        if not len(prefix_lengths):
+        if not len(self.packed.prefix_rows):
             return numbers, None, None
-        return self.packed.sequence_prefix, numbers, prefix_lengths[self.packed.sequence_prefix]
+        return self.packed.sequence_prefix, numbers, self.packed.seen
 
     def _mask(self, window: int | None) -> BlockMask:
         """Built once for all layers of a window."""
         if window not in self._masks:
-            group, own, position = self.tokens
+            group, own, position, begin = self.tokens
 
             def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
                 # prompts are laid down before completions, so that what comes later in the row is never earlier in a sequence
-                seen = (group[i] == group[j]) & ((own[j] < 0) | (own[j] == own[i])) & (i >= j)
+                before = (own[j] < 0) & (position[j] < begin[i])
+                seen = (group[i] == group[j]) & (before | (own[j] == own[i])) & (i >= j)
                 return seen if window is None else seen & (position[i] - position[j] < window)
 
             device, rows = group.device, self.packed.rows

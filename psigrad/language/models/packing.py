@@ -21,13 +21,21 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """`completions[b]` continue `prompts[b]`: N completions in order, T = the longest. Their tokens are targets, or of each
-    completion those where its mask is True.
+    """`completions[b]` continue `prompts[b]`, or their first `starts[b][k]` tokens: N completions in order, T = the longest.
+
+    Their tokens are targets, or of each completion those where its mask is True.
     """
 
     prompts: Sequence[Ids]
     completions: Sequence[Sequence[Ids]]
     masks: Sequence[Sequence[Sequence[bool]]] | None = None
+    starts: Sequence[Sequence[int]] | None = None
+
+    def begin(self) -> list[int]:
+        """[N] how many tokens of its prompt each completion continues."""
+        if self.starts is not None:
+            return [start for group in self.starts for start in group]
+        return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]
 
     def wanted(self, count: int) -> np.ndarray:
         """[count] whether each completion token is a target, one completion after the other."""
@@ -154,14 +162,17 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     before, lengths = _lengths(groups.prompts), _lengths(completions)
     prefix = np.arange(len(before)).repeat(_lengths(groups.completions))
     own, ends, total = np.maximum(lengths - 1, 0), before.cumsum() - 1, int(before.sum())
+    begin = np.array(groups.begin(), dtype=np.int64)
     # of every token: its completion, its place there, and whether it is computed
     n, t, ids = np.arange(len(lengths)).repeat(lengths), _places(lengths), _flat(completions, int(lengths.sum()))
     kept = t < own[n]
     tokens = np.concatenate([_flat(groups.prompts, total), ids[kept]])
-    positions = np.concatenate([_places(before), (before[prefix][n] + t)[kept]])
+    positions = np.concatenate([_places(before), (begin[n] + t)[kept]])
     first = total + own.cumsum() - own
-    rows = np.where(t == 0, ends[prefix[n]], first[n] + t - 1)
-    layout = PackedLayout(_table(before, 0, device), _table(own, total, device), on_device(prefix, device), len(tokens))
+    rows = np.where(t == 0, (ends - before)[prefix[n]] + begin[n], first[n] + t - 1)
+    starts = None if groups.starts is None else on_device(begin, device)
+    tables = _table(before, 0, device), _table(own, total, device), on_device(prefix, device)
+    layout = PackedLayout(*tables, len(tokens), starts)
     wanted = groups.wanted(len(ids))
     targets = _targets((rows[wanted], ids[wanted], n[wanted], t[wanted]), lengths, device)
     return ForwardInputs(
@@ -208,7 +219,8 @@ def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInp
     """One right-padded batch, every sequence whole: what transformers itself would run."""
     sequences, targets = [], _TargetLists()
     if isinstance(inputs, Groups):
-        pairs = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]
+        flat = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]
+        pairs = [(p[:start], c) for (p, c), start in zip(flat, inputs.begin(), strict=True)]
         sequences = [[*p, *c] for p, c in pairs]
         shape = _shape([len(c) for _, c in pairs])
         kept = np.split(inputs.wanted(sum(len(c) for _, c in pairs)), np.cumsum([len(c) for _, c in pairs])[:-1])

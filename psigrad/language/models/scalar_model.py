@@ -74,7 +74,7 @@ class ScalarModel(Pretrained):
         if not self.per_token:
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
         # V "before" a token that is never computed is V behind the last real one
-        longer = Groups(inputs.prompts, [[[*c, 0] for c in group] for group in inputs.completions])
+        longer = replace(inputs, completions=[[[*c, 0] for c in group] for group in inputs.completions])
         forward = lay_out(longer, self.device, packed if packed is not None else not self.why_padded)
         last = torch.tensor([len(c) + 1 for group in inputs.completions for c in group], dtype=torch.long).cumsum(0) - 1
         return self._read(replace(forward, targets=forward.targets.some(last.to(self.device))))

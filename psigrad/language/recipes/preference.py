@@ -156,6 +156,7 @@ def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Seq
         if not (model.is_own_reference and "lora_" in name):
             digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    tokens = [[list(p), [[a.ids, a.mask] for a in group]] for p, group in zip(prompts, answers, strict=True)]
+    texts = [[[text.ids, text.mask] for answer in group for text in answer.texts] for group in answers]
+    tokens = [[list(p), own] for p, own in zip(prompts, texts, strict=True)]
     digest.update(json.dumps(tokens).encode())
     return digest.hexdigest()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from psigrad.config import SFTConfig
-from psigrad.errors import UserError
+from psigrad.errors import UserError, several
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import Example, examples
@@ -44,7 +44,8 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
         tell_translations(model.tokenizer, rows, journal)
         texts = [text for texts in found for text in texts]
         if len(texts) > len(found):
-            said = f"{len(found)} rows are {len(texts)} texts: the chat template rewrites turns once others follow."
+            are = several(len(found), "row", "is", "are")
+            said = f"{are} {len(texts)} texts: the chat template rewrites turns once others follow."
             journal.tell("turns_apart", said, rows=len(found), texts=len(texts))
         if cut := sum(e.truncated for e in texts):
             journal.tell("rows_cut", f"{cut} of {len(texts)} rows are cut at {limit} tokens.", at=limit, count=cut)

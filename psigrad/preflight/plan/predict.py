@@ -248,11 +248,11 @@ def _split_lengths(texts: list[Example]) -> tuple[int, list[int]]:
 
 
 def _judged_lengths(made: pairs.Judged) -> tuple[int, list[int]]:
-    return len(made.prompt), [len(made.answer.ids)]
+    return len(made.prompt), [made.answer.tokens]
 
 
 def _pair_lengths(made: pairs.Pair) -> tuple[int, list[int]]:
-    return len(made.prompt), [len(made.chosen.ids), len(made.rejected.ids)]
+    return len(made.prompt), [made.chosen.tokens, made.rejected.tokens]
 
 
 def _tokenizer(path: str) -> Any:

@@ -122,6 +122,7 @@ export class Group {
       parts.length ? el("dl", { class: "parts" }, ...parts.map(([name, v]) => el("div", {}, el("dt", {}, name), el("dd", {}, figure(v))))) : null,
       m.why && !this.common ? el("p", { class: "why" }, m.why) : null,
       m.reason && m.status !== "unscored" ? el("p", { class: "why bad" }, m.reason) : null,
+      ...m.cuts.map((said) => el("p", { class: "why" }, said)),
       text,
       m.left_out ? el("p", { class: "soft small" }, `${whole(m.left_out)} more characters are not shown.`) : null,
     );

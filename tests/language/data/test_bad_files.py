@@ -122,7 +122,7 @@ FORMS = [
     row("foreign role", {"prompt": [{"role": "human", "content": "a"}]}, "prompt[0].role", "did you mean 'user'"),
     row("mistyped role", {"prompt": [{"role": "usr", "content": "a"}]}, "prompt[0].role", "did you mean 'user'"),
     row("no role", {"prompt": [{"content": "a"}]}, "prompt[0].role", "None"),
-    row("sharegpt role", {"prompt": [{"from": "narrator", "value": "a"}]}, "prompt[0].role", "'narrator'", "one of system"),
+    row("sharegpt role", {"prompt": [{"from": "narrator", "value": "a"}]}, "prompt[0].from", "'narrator'", "one of system"),
     row("no content", {"prompt": [{"role": "user"}]}, "prompt[0].content", "missing"),
     row("null content", {"prompt": [{"role": "user", "content": None}]}, "prompt[0].content", "missing or null"),
     row("empty content", {"prompt": [{"role": "user", "content": ""}]}, "prompt[0].content", "empty"),

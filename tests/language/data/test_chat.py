@@ -289,6 +289,19 @@ def test_a_template_that_opens_no_turn_is_refused_by_name(build: Build) -> None:
         prompt_ids(build(deaf), Row("x", prompt=[USER]))
 
 
+def test_a_header_of_words_that_no_generation_prompt_opens_is_refused_too(build: Build) -> None:
+    """Sampled from "User: a" the model would have to write "Assistant: " itself."""
+    deaf = "{% for m in messages %}{{ m['role'].title() + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    with pytest.raises(UserError, match=r"add_generation_prompt changes nothing.*turns begin with 'Assistant: '"):
+        prompt_ids(build(deaf), Row("x", prompt=[USER]))
+    # Mistral's turns begin with nothing, and its prompt is whole
+    bare = (
+        "{% for m in messages %}{{ '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + "
+        "'<|im_end|>' }}{% endfor %}"
+    )
+    assert prompt_ids(build(bare), Row("x", prompt=[USER]))
+
+
 def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
     tokenizer = build("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}")
     assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from psigrad.language.data import templates
+from psigrad.language.data import dataset_rows, templates
 from psigrad.language.data.chat import dialect, rendering, turns
+from psigrad.language.training.offline.sft_task import SFTTask
 
 MAKER = Path(__file__).parents[3] / "docs" / "make" / "chat_templates.py"
 WANTED = 38
@@ -119,3 +120,21 @@ def test_a_fault_in_a_column_is_noticed(column: str, monkeypatch: pytest.MonkeyP
         fault = lambda self, messages, generation_prompt=False: real(self, messages)  # noqa: E731
     monkeypatch.setattr(place, attribute, fault)
     assert (before, maker.outcome(name, column) != "yes") == ("yes", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "thought", "answer", "most"), [("qwen3", 60, 20, 1.3), ("gptoss", 60, 20, 1.3), ("qwen3", 0, 20, 2.0)]
+)
+def test_what_turns_in_contexts_of_their_own_cost(name: str, thought: int, answer: int, most: float) -> None:
+    """The tokens that are computed, against those of one rendering that kept everything. Apart they are far more."""
+    tokenizer, talk = maker.tokenizer_of(name), []
+    for _ in range(8):
+        more = {"reasoning_content": "the cat " * (thought // 2)} if thought else {}
+        talk += [maker.user("sat on " * 10), maker.bot("the mat " * 10, **more)]
+    texts = templates.examples(tokenizer, dataset_rows.validate({"messages": talk}, "sft", "x"))
+    assert len(texts) == 8
+    # the last text without the answers before it has every question once, and what is trained every thought and answer
+    again = [len(tokenizer(said["content"].strip())["input_ids"]) for said in talk[1:-1:2]]
+    once = len(texts[-1].ids) - sum(again) + sum(sum(text.mask) for text in texts[:-1])
+    computed, apart = SFTTask(None, [texts]).tokens([0]), sum(len(text.ids) for text in texts)  # type: ignore[arg-type]
+    assert once < computed < most * once and apart > (1.5 if thought else 3) * once

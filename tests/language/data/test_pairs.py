@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from psigrad.errors import UserError
@@ -9,6 +11,9 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import RowError, validate
 from psigrad.language.data.templates import CHATML, decode, prompt_ids
 from psigrad.language.models import tiny
+from psigrad.language.models.language_model import prepare
+from psigrad.language.models.packing import Groups
+from psigrad.language.training.offline.preference_task import answer_logps
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +21,10 @@ def tokenizer():
     made = tiny.tokenizer(["say one two three user assistant step"], 280)
     made.chat_template = CHATML
     return made
+
+
+def bot(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
 
 
 PLAIN = {"prompt": "say:", "chosen": " one two", "rejected": " three"}
@@ -97,3 +106,32 @@ def test_malformed_rows_are_refused_by_row_and_column(row, form, said):
     with pytest.raises(RowError) as refused:
         validate(row, form, "my.jsonl:3")
     assert said in str(refused.value) and "my.jsonl:3" in str(refused.value)
+
+
+def test_turns_that_the_template_rewrites_are_compared_each_in_its_own_context(forgetful):
+    """The log-prob of an answer is the sum over its turns of what each has where it would be sampled."""
+    prompt = [{"role": "user", "content": "the cat"}]
+    turns = [bot("<think>sat</think>on"), {"role": "user", "content": "the mat"}, bot("two")]
+    row = validate({"prompt": prompt, "chosen": turns, "rejected": [bot("four")]}, "preference", "x")
+    made = pairs.encode_pair(forgetful, row)
+    head = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    rest = "<|im_end|>\n<|im_start|>user\nthe mat<|im_end|>\n<|im_start|>assistant\n"
+    spelled = [[forgetful.decode([i for i, own in zip(t.ids, t.mask, strict=True) if own]) for t in made.chosen.texts]]
+    assert spelled == [["two<|im_end|>", "<think>sat</think>on<|im_end|>"]] and forgetful.decode(made.prompt) == head
+    assert made.tokens == len(made.prompt) + sum(len(text.ids) for text in (*made.chosen.texts, *made.rejected.texts))
+    assert made.chosen.targets == sum(len(forgetful(said)["input_ids"]) for said in spelled[0])
+
+    model = prepare(tiny.model("qwen3", len(forgetful), hidden=16, layers=1, heads=2), forgetful)
+    logp, count = answer_logps(model, [made.prompt], [[made.chosen, made.rejected]])
+    alone = [(head, spelled[0][1]), (head + "on" + rest, spelled[0][0]), (head, "four<|im_end|>")]
+    each = [
+        float(model.evaluate(Groups([forgetful(before)["input_ids"]], [[forgetful(said)["input_ids"]]])).logp.sum())
+        for before, said in alone
+    ]
+    assert logp.tolist() == pytest.approx([each[0] + each[1], each[2]], abs=1e-5)
+    assert count.tolist() == [made.chosen.targets, made.rejected.targets]
+    # the control: the last text alone is another number
+    assert abs(float(answer_logps(model, [made.prompt], [[replace(made.chosen, apart=())]])[0][0]) - float(logp[0])) > 1
+    labelled = {"prompt": prompt, "completion": turns, "label": True}
+    judged = pairs.encode_judged(forgetful, validate(labelled, "unpaired-preference", "x"))
+    assert judged.prompt == made.prompt and judged.answer == made.chosen

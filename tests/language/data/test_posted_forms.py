@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,8 @@ def test_what_was_recognised_is_said_and_counted() -> None:
     rows = [{"conversations": TALK}, {"conversations": TALK, "system": "s"}, {"messages": OURS}, {"messages": 3}]
     data = Data(dataset=rows, bad_rows="skip")
     read_dataset(data, "sft", rows, "", lambda kind, text, **_: said.append(text))
-    assert said[:2] == ["In 2 rows conversations are messages.", "In 1 rows system is the system turn."]
-    assert said[2].startswith("1 malformed rows are left out; the first is rows:4: column 'messages' is a number")
+    assert said[:2] == ["In 2 rows conversations are messages.", "In 1 row system is the system turn."]
+    assert said[2].startswith("1 malformed row is left out; the first is rows:4: column 'messages' is a number")
     quiet: list[str] = []
     read_dataset(Data(), "sft", [{"messages": OURS}], "", lambda kind, text, **_: quiet.append(text))
     assert quiet == []
@@ -235,15 +236,15 @@ def test_which_way_plain_prompts_go_is_said(plain_chatml: Any, bare: Any) -> Non
         return told
 
     rows = [Row("x", prompt="a"), Row("x", prompt="<|im_start|>b"), Row("x", prompt=[user("c")])]
-    one = "1 plain prompts are one user turn of the chat template each; --plain-prompts sends them as they are."
+    one = "1 plain prompt is a user turn of the chat template; --plain-prompts sends them as they are."
     assert said(plain_chatml, rows) == [
-        f"{one} 1 plain prompts are sent as they are: they hold special tokens, as rendered text does."
+        f"{one} 1 plain prompt is sent as it is: they hold special tokens, as rendered text does."
     ]
     assert said(plain_chatml, rows, plain=True) == ["2 plain prompts are sent as they are: plain_prompts is set."]
     assert said(bare, rows) == ["2 plain prompts are sent as they are: the tokenizer has no chat template."]
     assert said(plain_chatml, rows[2:]) == []
     begun = [Row("x", prompt=[user("a"), bot("b")])]
-    assert said(plain_chatml, begun) == ["1 prompts end with an assistant's turn, which the model continues."]
+    assert said(plain_chatml, begun) == ["1 prompt ends with an assistant's turn, which the model continues."]
 
 
 @pytest.mark.parametrize("template", ["plain_chatml", "marked_chatml"])
@@ -287,3 +288,42 @@ def test_a_row_that_was_read_for_a_model_is_not_read_again(template: str, reques
     once = as_turns(tokenizer, Row("x", prompt="hello", completion="the cat", columns={"system": "Be brief."}))
     assert as_turns(tokenizer, once) == once
     assert tokenizer.decode(prompt_ids(tokenizer, once)).count("Be brief.") == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "raw", "at"),
+    [
+        ("sft", {"conversations": [{"from": "narrator", "value": "a"}, *TALK]}, "'conversations[0].from' is 'narrator'"),
+        ("sft", {"conversations": [TALK[0], {"from": "gpt", "value": ""}]}, "'conversations[1].value' is an empty string"),
+        ("prompt-only", {"messages": [{"role": "narrator", "content": "a"}, user("b")]}, "'messages[0].role' is 'narrator'"),
+        ("prompt-completion", {"messages": [user("a"), bot("")]}, "'messages[1].content' is an empty string"),
+        ("prompt-completion", {"instruction": "", "output": "b"}, "'instruction' is an empty string"),
+        ("prompt-completion", {"instruction": "a", "output": 3}, "'output' is a number"),
+        ("preference", {"chosen": [user(""), bot("a")], "rejected": [user(""), bot("b")]}, "'chosen[0].content' is an empty"),
+        ("preference", {"chosen": [user("a"), bot("")], "rejected": [user("a"), bot("b")]}, "'chosen[1].content' is an empty"),
+        ("sft", {"prompt": [{"role": "narrator", "content": "a"}], "completion": [bot("b")]}, "'prompt[0].role' is 'narrator'"),
+    ],
+)
+def test_a_fault_is_named_where_the_row_has_it(form: str, raw: dict[str, Any], at: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"rows:1: column {at}")):
+        from_rows([raw], form)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"question": "prompt", "prompt": "{answer}"},
+            r"columns makes 'prompt' twice, of 'question' and by the template '\{answer\}'",
+        ),
+        ("question=prompt,prompt={answer}", "columns makes 'prompt' twice"),
+        ("prompt={question},prompt={answer}", "columns has 'prompt' twice"),
+    ],
+)
+def test_one_column_is_made_in_one_way(given: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        map_columns({"question": "1?", "answer": "2"}, columns_of(given), "rows:1")
+
+
+def test_a_template_may_change_a_column_in_place() -> None:
+    assert map_columns({"prompt": "1?"}, columns_of("prompt={prompt} Think."), "rows:1") == {"prompt": "1? Think."}

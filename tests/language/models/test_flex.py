@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from psigrad.language.models.packing import Groups, Rows, pack
 GROUPS = Groups(
     prompts=((3, 1, 2), (2, 5, 4, 1, 3), (7,)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5), ()), ((1, 2, 3, 4, 5),))
 )
+BRANCHES = replace(GROUPS, starts=((1, 3), (5, 2, 4), (1,)))
 ROWS = Rows([[1, 2, 3, 4], [3, 4, 5, 6, 7], [8, 9]], [[0, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1]])
 
 
@@ -27,19 +30,19 @@ def both(inputs, window):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("inputs", [GROUPS, ROWS], ids=["groups", "rows"])
+@pytest.mark.parametrize("inputs", [GROUPS, BRANCHES, ROWS], ids=["groups", "branches", "rows"])
 def test_everybody_sees_whom_the_packed_layout_lets_them_see(inputs, window):
     ours, theirs = both(inputs, window)
     assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("lost", range(3), ids=["prompt", "completion", "position"])
+@pytest.mark.parametrize("lost", range(4), ids=["prompt", "completion", "position", "begin"])
 def test_negative_control_each_number_of_a_token_counts(lost, monkeypatch):
     known = FlexLayout.tokens.func
     monkeypatch.setattr(
         hf_attention.FlexLayout, "tokens", property(lambda self: tuple(x * (i != lost) for i, x in enumerate(known(self))))
     )
-    ours, theirs = both(GROUPS, 3)
+    ours, theirs = both(BRANCHES, 3)
     assert float((ours - theirs).abs().max()) > 1e-2
 
 

@@ -276,11 +276,34 @@ def test_a_window_and_a_long_prefix_equal_a_direct_softmax():
     qkv = torch.randn(prefix + member, heads.row)
     rotated = qkv[:, : 3 * heads.dim].clone()
     for window in (0, 1, 17, 64):
-        out, _ = native.attention(rotated, qkv, Spans([(0, prefix)], [[(prefix, member)]]), heads, window)
+        out, _ = native.attention(rotated, qkv, Spans([(0, prefix)], [[(prefix, member, prefix)]]), heads, window)
         q, k, v = rotated[:, : 2 * 20].view(-1, 2, 20), rotated[:, 40:], qkv[:, 60:]
         scores = torch.einsum("ihd,jd->hij", q, k) * heads.scale
         distance = torch.arange(len(qkv))[:, None] - torch.arange(len(qkv))[None]
         seen = (distance >= 0) & ((distance < window) | (window == 0))
+        expected = torch.einsum("hij,jd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
+        assert torch.allclose(out, expected, atol=1e-5), window
+
+
+def test_members_behind_parts_of_a_prefix_equal_a_direct_softmax():
+    """The kernel takes them in an order of its own, the longest part first. Their gradients: `test_packed_forward`."""
+    native = kernels()
+    assert not isinstance(native, str), native
+    heads = Heads(queries=2, keys=1, dim=20, eps=1e-6, scale=0.3)
+    prefix, members = 61, [(61, 30, 20), (91, 5, 61), (96, 40, 1), (136, 3, 20)]
+    torch.manual_seed(0)
+    qkv = torch.randn(139, heads.row)
+    position, owner, base = torch.arange(139), torch.full((139,), -1), torch.full((139,), 999)
+    for n, (start, length, begin) in enumerate(members):
+        at = slice(start, start + length)
+        position[at], owner[at], base[at] = torch.arange(begin, begin + length), n, begin
+    before = (owner[None] < 0) & (position[None] < base[:, None])
+    for window in (0, 17):
+        distance = position[:, None] - position[None]
+        seen = (before | (owner[:, None] == owner[None])) & (distance >= 0) & ((distance < window) | (window == 0))
+        out, _ = native.attention(qkv[:, :60].clone(), qkv, Spans([(0, prefix)], [members]), heads, window)
+        q, k, v = qkv[:, :40].view(-1, 2, 20), qkv[:, 40:60], qkv[:, 60:]
+        scores = torch.einsum("ihd,jd->hij", q, k) * heads.scale
         expected = torch.einsum("hij,jd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
         assert torch.allclose(out, expected, atol=1e-5), window
 

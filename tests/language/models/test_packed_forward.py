@@ -21,7 +21,8 @@ def alone(hf, prompt, completion) -> torch.Tensor:
 
 
 def oracle(hf, groups: Groups, width: int) -> torch.Tensor:
-    rows = [alone(hf, p, c) for p, cs in zip(groups.prompts, groups.completions, strict=True) for c in cs]
+    flat = [(p, c) for p, cs in zip(groups.prompts, groups.completions, strict=True) for c in cs]
+    rows = [alone(hf, p[:begin], c) for (p, c), begin in zip(flat, groups.begin(), strict=True)]
     return torch.stack([torch.nn.functional.pad(r, (0, width - len(r))) for r in rows])
 
 
@@ -46,6 +47,22 @@ def test_the_gradient_equals_transformers_on_each_row_alone(model, groups):
     ours = torch.autograd.grad((model.evaluate(groups).logp * weights).sum(), parameters)
     theirs = torch.autograd.grad((oracle(model.as_transformers(), groups, 12) * weights).sum(), parameters)
     assert relative(ours, theirs) < 1e-5
+
+
+STARTS = [[2, 5], [9, 1, 4], [1]]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_completions_that_go_on_from_within_a_prompt_equal_each_row_alone(model, groups, packed):
+    branches = replace(groups, starts=STARTS)
+    parameters = list(model.trainable().values())
+    ours, theirs = model.evaluate(branches, packed=packed).logp, oracle(model.as_transformers(), branches, 12)
+    assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
+    weights = torch.randn(6, 12, generator=torch.Generator().manual_seed(1))
+    found = [torch.autograd.grad((logp * weights).sum(), parameters) for logp in (ours, theirs)]
+    assert relative(*found) < 1e-5
+    # the control: behind the whole prompts they are others
+    assert float((model.evaluate(groups).logp - theirs).detach().abs().max()) > 1e-2
 
 
 def test_in_float64_packing_changes_neither_value_nor_gradient(tokenizer, groups):
@@ -108,6 +125,8 @@ def test_a_sliding_window_is_kept(tokenizer, groups):
     model = prepare(MistralForCausalLM(config), tokenizer)
     assert not model.why_padded
     assert torch.allclose(model.evaluate(groups).logp, oracle(model.as_transformers(), groups, 12), atol=1e-5, rtol=0)
+    branches = replace(groups, starts=STARTS)
+    assert torch.allclose(model.evaluate(branches).logp, oracle(model.as_transformers(), branches, 12), atol=1e-5, rtol=0)
     wide = prepare(MistralForCausalLM(MistralConfig(**{**config.to_dict(), "sliding_window": None})), tokenizer)
     wide.as_transformers().load_state_dict(model.as_transformers().state_dict())
     assert float((wide.evaluate(groups).logp - model.evaluate(groups).logp).detach().abs().max()) > 1e-4

@@ -46,8 +46,8 @@ def test_plain_prompts_of_a_run_with_a_chat_model(plain: bool, chat: Path, job: 
     config = replace(config, evaluation=replace(config.evaluation, eval_prompts=None))
     online.run(replace(config, model=Model(path=str(chat)), data=data, reward=("length",)))
     said = capsys.readouterr().err
-    how = "are sent as they are: plain_prompts is set" if plain else "are one user turn of the chat template each"
-    assert said.count("4 plain prompts") == 1 and how in said and "0 of 4 rows, drawn at random, are held out" in said
+    how = "are sent as they are: plain_prompts is set" if plain else "are each a user turn of the chat template"
+    assert said.count("4 plain prompts") == 1 and how in said and "held out" not in said
     (told,) = events(tmp_path / "run", "prompt_form")
     assert (told["user_turns"], told["plain"]) == ((0, 4) if plain else (4, 0))
     (shown,) = events(tmp_path / "run", "first_rows")
@@ -181,7 +181,7 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
     arguments = ["check", "--model", str(chat), "--dataset", str(file), "--columns", "question=prompt", "--json"]
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
-    assert "1 plain prompts are one user turn of the chat template each" in err
+    assert "1 plain prompt is a user turn of the chat template;" in err
     assert json.loads(out)[0][1][0] == ["prompt", HEAD]
 
 

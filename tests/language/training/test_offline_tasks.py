@@ -324,11 +324,14 @@ def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):
     alone = Example([1, 2, 3, 4], [False, True, False, True], False)
 
     together = SFTTask(model, [texts, [alone]])
-    # all behind three tokens: 3 + 3 + 5 + 7; the first alone and the others behind five would be 6 + 5 + 3 + 5
-    assert [one.start for one in bundle(texts)] == [3] and together.tokens([0]) == 18 and together.tokens([1]) == 4
-    # with a fourth 18 + 9; in two bundles 3 + 3 + 5 and, behind eight, 8 + 2 + 4
-    fourth = Example([*texts[2].ids[:9], 1, 2, 3], [False] * 9 + [True] * 3, False)
-    assert [one.start for one in bundle([*texts, fourth])] == [3, 8]
+    # the last one's context of eight tokens, and behind three, five and eight of them 3 + 3 + 2
+    assert [one.starts for one in bundle(texts)] == [[3, 5, 8]] and together.tokens([0]) == 16 and together.tokens([1]) == 4
+    # a fourth that begins otherwise stands alone: 16 + 4
+    assert [one.starts for one in bundle([*texts, alone])] == [[3, 5, 8], [1]]
+    # one that goes on from the first: behind its own six 6 + 3 + 5 + 7 + 1 = 22, and alone beside the others 16 + 7
+    fourth = Example([*texts[0].ids, 4], [False] * 6 + [True], False)
+    assert [one.starts for one in bundle([*texts, fourth])] == [[3, 3, 3, 6]]
+    assert len(bundle([*texts, Example([*fourth.ids, 4, 4, 4, 4], [*fourth.mask, *[True] * 4], False)])) == 1
     parameters = list(model.trainable().values())
     apart = step(SFTTask(model, [[text] for text in texts] + [[alone]]), parameters, 1)
     for budget in (1000, 1):
@@ -337,4 +340,4 @@ def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):
         torch.testing.assert_close(gradient, apart[2], atol=1e-5, rtol=1e-4)
     # the control: what may not be shared is what is trained
     wrong = [replace(text, mask=[False, True, *text.mask[2:]]) for text in texts]
-    assert max(one.start for one in bundle(wrong)) == 1
+    assert [one.starts for one in bundle(wrong)] == [[1, 1, 1]]

@@ -145,7 +145,9 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
     header = (
         whole.removeprefix(opened).partition(word)[0] if opened and whole.startswith(opened) and opened == text_of(USER) else ""
     )
-    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header if special.search(header) else "")
+    # a header is a special token or words, as in "Assistant: "; white space alone is neither
+    header = header if special.search(header) or re.search(r"\w", header) else ""
+    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header)
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> str:

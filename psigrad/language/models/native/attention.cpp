@@ -10,8 +10,8 @@ namespace {
 constexpr int64_t BLOCK = 24;  // queries at once
 constexpr int64_t AHEAD = 2 * BLOCK;  // keys and values that are fetched before they are wanted, of a sequence or of the next
 
-// G groups: a prefix (start, length) and members[first[g] .. first[g + 1]) of (start, length) that continue it. A prefix attends to
-// itself, a member to its prefix and itself; column = position.
+// G groups: a prefix (start, length) and members[first[g] .. first[g + 1]) of (start, length, base) that continue its first `base`
+// tokens, the longest base first. A prefix attends to itself, a member to what it continues and itself; column = position.
 struct Plan {
     const int64_t *prefixes, *members, *first;
     int64_t groups, heads, kv_heads, dim, window;
@@ -66,8 +66,8 @@ int64_t longest(const Plan& p) {
     int64_t most = 0;
     for (int64_t g = 0; g < p.groups; g++) {
         int64_t own = 0;
-        for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) own = std::max(own, p.members[2 * m + 1]);
-        most = std::max(most, p.prefixes[2 * g + 1] + own);
+        for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) own = std::max(own, p.members[3 * m + 1] + p.members[3 * m + 2]);
+        most = std::max({most, p.prefixes[2 * g + 1], own});
     }
     return most;
 }
@@ -83,10 +83,13 @@ void walk(const Plan& p, int64_t g, int64_t kv, Enter enter, Run run, Done done)
     enter(p.prefixes[2 * g], prefix, 0);
     blocks(p.prefixes[2 * g], prefix, 0);
     for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) {
-        int64_t start = p.members[2 * m], length = p.members[2 * m + 1];
-        enter(start, length, prefix);
-        blocks(start, length, prefix);
-        done(start, length, prefix);
+        int64_t start = p.members[3 * m], length = p.members[3 * m + 1], base = p.members[3 * m + 2];
+        // no later member sees what of the prefix stands in the columns that this one takes
+        if (base < prefix) done(p.prefixes[2 * g] + base, prefix - base, base);
+        prefix = std::min(prefix, base);
+        enter(start, length, base);
+        blocks(start, length, base);
+        done(start, length, base);
     }
     done(p.prefixes[2 * g], prefix, 0);
 }

@@ -63,16 +63,17 @@ class Heads:
 
 
 class Spans:
-    """Where packed sequences lie: the `prefixes` (start, length), and for each the `members` (start, length) that continue it.
+    """Where packed sequences lie: the `prefixes` (start, length), and for each the `members` (start, length, base) that continue
+    its first `base` tokens.
 
-    A prefix attends to itself causally, a member to its prefix and causally to itself.
+    A prefix attends to itself causally, a member to what it continues and causally to itself.
     """
 
-    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int]]]) -> None:
-        flat = [m for group in members for m in group]
+    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        flat = [m for group in members for m in sorted(group, key=lambda member: -member[2])]
         counts = torch.tensor([0, *(len(group) for group in members)])
         self.prefixes = torch.tensor(prefixes, dtype=torch.int64).reshape(-1, 2)
-        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 2)
+        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3)
         self.first = counts.cumsum(0)
         self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
@@ -16,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.data.chat.turns import Talk
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, alike
 from psigrad.language.data.templates import decode
 from psigrad.language.rollout.episodes.environments import Message, Step
 from psigrad.language.rollout.episodes.mcp_tools import PREFIX, ServerLost, ServerTool, list_tools
@@ -142,7 +141,7 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
         before, after = talk.render([question], generation_prompt=True), talk.render([question, turn])
     except UserError:  # no template, or one that refuses calls
         return "", "", False
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    shared = alike(before, after)
     # <think> and <tool_call> share their first letters
     mark = re.search(r"[<\[][^<>\[\]\s]*$", before[:shared])
     seen = decode(tokenizer, tokenizer(after[mark.start() if mark else shared :], add_special_tokens=False)["input_ids"])

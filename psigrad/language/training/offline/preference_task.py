@@ -32,13 +32,18 @@ def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
     """([N] log π of every answer, summed over the tokens of its mask; [N] number of those tokens)."""
-    logp = model.evaluate(Groups(prompts, [[a.ids for a in group] for group in answers]), cache=cache).logp
-    flat = [a for group in answers for a in group]
+    texts = [[text for answer in group for text in answer.texts] for group in answers]
+    logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
-    for n, answer in enumerate(flat):
-        mask[n, : len(answer.mask)] = torch.tensor(answer.mask)
+    for n, text in enumerate(text for group in texts for text in group):
+        mask[n, : len(text.mask)] = torch.tensor(text.mask)
     mask = mask.to(logp.device)
-    return torch.where(mask, logp, 0.0).sum(1), mask.sum(1)
+    summed, count = torch.where(mask, logp, 0.0).sum(1), mask.sum(1)
+    if len(counts := [len(answer.texts) for group in answers for answer in group]) == len(summed):
+        return summed, count
+    # the turns of an answer, each in a context of its own
+    of = torch.arange(len(counts), device=logp.device).repeat_interleave(torch.tensor(counts, device=logp.device))
+    return tuple(x.new_zeros(len(counts)).index_add(0, of, x) for x in (summed, count))  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -47,7 +52,7 @@ def reference_logps(
 ) -> list[list[float]]:
     """log π_ref of every answer of every prompt; a LoRA model is its own reference, without its adapter."""
     found: list[list[float]] = [[] for _ in prompts]
-    sizes = [len(p) + sum(len(a.ids) for a in group) for p, group in zip(prompts, answers, strict=True)]
+    sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
     for part, _ in shard(world, pack_by_tokens(sizes, budget, world.size)):
         with model.without_adapter() if model.is_own_reference else torch.no_grad():
             logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
@@ -85,7 +90,7 @@ class PreferenceTask:
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """See `Task`."""
-        targets = sum(sum(self.pairs[i].chosen.mask) for i in rows)
+        targets = sum(self.pairs[i].chosen.targets for i in rows)
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
 
@@ -111,7 +116,7 @@ class PreferenceTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all pairs; accuracy with its 95 % interval."""
-        targets = sum(sum(p.chosen.mask) for p in self.pairs)
+        targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
         found = each_once(world, parts, partial(self._judge, targets))
         low, high = mean_interval([hit for _, hits in found for hit in hits])
@@ -163,7 +168,7 @@ class KTOTask:
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
         """z of the step from every row's prompt with the answer of `mismatched`."""
         others = [self._mismatched[i] for i in rows]
-        sizes = [len(self.rows[i].prompt) + len(a.ids) for i, a in zip(rows, others, strict=True)]
+        sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, world.size)
 
         def of(part: list[int]) -> list[float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from psigrad.language.data.batches import pack_by_tokens
+from psigrad.language.data.dataset_rows import alike
 from psigrad.language.data.templates import Example
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Rows
@@ -61,35 +62,39 @@ class SFTTask:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts whose first `start` tokens are alike and are computed once."""
+    """Texts that begin as their `trunk`, which is computed once: of each the first `starts` tokens."""
 
-    start: int
+    trunk: Sequence[int]
     texts: Sequence[Example]
+    starts: Sequence[int]
 
     @property
     def tokens(self) -> int:
         """Tokens that are computed."""
-        return self.start + sum(len(text.ids) - self.start for text in self.texts)
+        return len(self.trunk) + sum(len(text.ids) - start for text, start in zip(self.texts, self.starts, strict=True))
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """The texts of a row, in order, in the bundles of fewest tokens; a text shares nothing that is trained in it."""
+    """The texts of a row, in order, in the bundles of fewest tokens; a text shares nothing that is trained in it.
+
+    The trunk is the context of a bundle's last text, from which the others branch off.
+    """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):
         found = []
         for begin in range(end):
-            one = Bundle(_shared(texts[begin:end]), texts[begin:end])
-            found.append((best[begin][0] + one.tokens, [*best[begin][1], one]))
+            one = _branch(texts[begin:end])
+            if all(one.starts):  # what begins otherwise stands alone
+                found.append((best[begin][0] + one.tokens, [*best[begin][1], one]))
         best.append(min(found, key=lambda pair: pair[0]))
     return best[-1][1]
 
 
-def _shared(texts: Sequence[Example]) -> int:
-    """How many tokens, one at least, the texts begin with alike before the first that is trained in any of them."""
-    bound = min(text.mask.index(True) if any(text.mask) else len(text.ids) for text in texts)
-    first = texts[0].ids[:bound]
-    ends = (next((i for i, (a, b) in enumerate(zip(first, text.ids, strict=False)) if a != b), bound) for text in texts[1:])
-    return max(1, min(ends, default=bound))
+def _branch(texts: Sequence[Example]) -> Bundle:
+    """One bundle; nothing that is trained stands in the trunk."""
+    contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
+    starts = [alike(context, contexts[-1]) for context in contexts]
+    return Bundle(contexts[-1], texts, starts)
 
 
 def _pack(bundles: Sequence[Bundle]) -> Rows | Groups:
@@ -98,9 +103,10 @@ def _pack(bundles: Sequence[Bundle]) -> Rows | Groups:
         texts = [text for one in bundles for text in one.texts]
         return Rows([text.ids for text in texts], [text.mask for text in texts])
     return Groups(
-        [one.texts[0].ids[: one.start] for one in bundles],
-        [[text.ids[one.start :] for text in one.texts] for one in bundles],
-        [[text.mask[one.start :] for text in one.texts] for one in bundles],
+        [one.trunk for one in bundles],
+        [[text.ids[start:] for text, start in zip(one.texts, one.starts, strict=True)] for one in bundles],
+        [[text.mask[start:] for text, start in zip(one.texts, one.starts, strict=True)] for one in bundles],
+        [one.starts for one in bundles],
     )
 
 
