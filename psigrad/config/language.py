@@ -228,7 +228,8 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """A value head on the policy's own backbone in place of a critic of its own: less memory, and value gradients in the
     policy."""
     critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
-    """Peak learning rate of a critic of its own; 0: the policy's."""
+    """Peak learning rate of a critic of its own; 0: 0.05 / width of the model, where the policy's is not higher. That moves V by
+    some 0.05 a step, and is 1e-5 for a model of 7B."""
     critic_warmup_steps: CountOrZero = 0
     """Steps at the start in which a critic of its own learns and the policy stays as it is."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0

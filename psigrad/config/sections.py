@@ -83,7 +83,7 @@ class Model:
     eos_token: str = ""
     """Token that ends a text, in place of the tokenizer's own EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN] = "float32"
-    """Precision of the weights and of the forward pass."""
+    """Precision of the weights and of the forward pass. TRL computes in bfloat16 on a GPU."""
     adapter: Literal["continue", "merge"] = "continue"
     """What becomes of an adapter that is given as the model: it is trained on, or merged into its base, all of whose weights
     then learn. With lora_rank it is merged, and a new adapter put on top."""
@@ -109,7 +109,7 @@ class Model:
     FlexAttention."""
     gradient_checkpointing: Annotated[bool, RECORDED] = False
     """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, a third
-    more time, with a vocabulary of 150,000 before a small model nearly twice."""
+    more time, with a vocabulary of 150,000 before a small model nearly twice. TRL: on."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Sampling:
     """How completions are drawn."""
 
     max_completion_length: Annotated[Count, MAIN] = 256
-    """Most tokens in one completion, EOS included."""
+    """Most tokens in one completion, EOS included. TRL: 512."""
     temperature: Annotated[PositiveOrZero, LIVE, MAIN] = 1.0
     """Softmax temperature; 0 is greedy (evaluation only)."""
     top_p: Annotated[float, Gt(0), Le(1), LIVE] = 1.0
@@ -290,7 +290,7 @@ class Run:
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
     """Optimiser steps (SFT) or collect-and-update steps (online); 0: num_train_epochs decides."""
     num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0
-    """Passes over the data, where max_steps is 0; half a pass is 0.5."""
+    """Passes over the data, where max_steps is 0; half a pass is 0.5. TRL: 3."""
     seed: Annotated[int, MAIN] = 0
     """The one seed; every other is derived from it."""
     save_steps: Annotated[CountOrZero, RECORDED, LIVE, STEPS] = 0

@@ -26,7 +26,7 @@ from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
-from psigrad.runs.machine import device, prepare_torch
+from psigrad.runs.machine import device, prepared_torch
 from psigrad.runs.result import Result
 from psigrad.runs.trackers import open_trackers
 
@@ -39,7 +39,8 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
     """
     with contextlib.ExitStack() as stack:
         world = ALONE
-        prepare_torch(config.run, recompute=hasattr(config, "model") and config.model.gradient_checkpointing)
+        recompute = hasattr(config, "model") and config.model.gradient_checkpointing
+        stack.enter_context(prepared_torch(config.run, recompute=recompute))
         if hasattr(config, "placement"):
             launch.check(config.placement.processes)
             lockstep, minutes = config.placement.strategy == "fsdp", config.placement.timeout_minutes

@@ -199,10 +199,10 @@ def begin(
     model: Any = learners[0].model
     if journal.callbacks and world.rank == 0 and not world.lockstep:
         journal.callbacks.know(model.adapter or model.as_transformers(), model.tokenizer)
-    why = getattr(model, "why_padded", "")
-    session.note_start(config.run, journal, found, first.step, why_padded=why, rows=rows[0], eval_rows=rows[1])
-    if why:
-        journal.tell("padded", f"Sequences are padded, not packed, which takes more time and memory: {why}.", why=why)
+    slower = getattr(model, "slower", "")
+    session.note_start(config.run, journal, found, first.step, slower=slower, rows=rows[0], eval_rows=rows[1])
+    if slower:
+        journal.tell("slower", slower, why=slower)
 
     def keep(now: State) -> None:
         if world.rank and not world.lockstep:

@@ -110,7 +110,7 @@ _BY_KIND = {
     "online": (*_ONLINE, *_TURNS, *_CRITIC),
 }
 _BOTH = (
-    Plot("Entropy", "of the policy, nats per token", ("entropy",)),
+    Plot("Entropy", "of the policy, nats per token; surprise where its draws are filtered", ("entropy", "surprise")),
     Plot("Gradient norm", "before clipping", ("grad_norm",)),
     Plot("Learning rate", "", ("learning_rate",), smooth=False),
 )
