@@ -72,7 +72,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric))
+        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
 
 
 def _reference(
@@ -102,7 +102,7 @@ def _task(
 ) -> Task:
     """The encoded rows, with the reference's log-probs where the loss reads them."""
     if isinstance(loss, KahnemanTversky):
-        answers = [[row.answer, mismatched(made, i)] for i, row in enumerate(made)]
+        answers = [[row.answer, other] for row, other in zip(made, mismatched(made), strict=True)]
         return KTOTask(model, loss, made, _logps(config, reference, [row.prompt for row in made], answers, journal.world))
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)

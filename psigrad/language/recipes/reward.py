@@ -53,7 +53,7 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
         prepared = prepare_answers(config, form, Encoder(model.tokenizer, encode), limit, journal)
         task = _task(config, model, prepared.made)
         held_out = _task(config, model, prepared.judged) if prepared.held_out else None
-        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out)
+        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, given=given)
 
 
 def _task(config: RewardConfig, model: ScalarModel, made: Sequence[Any]) -> Task:

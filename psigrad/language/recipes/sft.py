@@ -51,9 +51,9 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             kl_to = load_start(config, model, checkpoint, journal.world) if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        task = SFTTask(model, prepared.made)
+        task = SFTTask(model, prepared.made, label_smoothing=config.label_smoothing_factor)
         held_out = SFTTask(model, prepared.judged) if prepared.judged else None
-        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric))
+        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
 
 
 def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, tell: Tell) -> PreparedRows[list[Example]]:
