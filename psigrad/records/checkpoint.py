@@ -219,9 +219,9 @@ def latest(root: Path, most: int | None = None) -> Latest:
     return Latest(None, 0, ignored)
 
 
-def prune(root: Path, keep: int) -> None:
+def prune(root: Path, keep: int, spare: int = 0) -> None:
     """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies, and leftovers of
-    dead saves.
+    dead saves. That of the step `spare` stays.
 
     Newer ones that do not verify are left for people to look at, until the run has passed them.
     """
@@ -229,7 +229,8 @@ def prune(root: Path, keep: int) -> None:
     if newest is not None:
         places = _steps(root)
         for path in places[places.index(newest) + max(1, keep) :]:
-            _discard(path)
+            if step_of(path) != spare or not spare:
+                _discard(path)
     for path in root.iterdir() if root.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

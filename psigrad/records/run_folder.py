@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from psigrad import redaction
-from psigrad.errors import UserError
+from psigrad.errors import NO_LOCKS, UserError
 from psigrad.records import checkpoint, pins, row_lines
 from psigrad.records.rows import FORMAT, parse_row
 
@@ -312,7 +312,13 @@ def _lock(path: Path) -> BinaryIO:
     stream = (path / ".lock").open("a+b")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            where = f"{path} lies on a file system without locks"
+            print(f"psigrad: {where}; see to it yourself that no other run writes there.", file=sys.stderr, flush=True)
+            return stream
+        if not isinstance(error, BlockingIOError):
+            raise
         stream.seek(0)
         holder = stream.read().decode(errors="replace").strip() or "another process"
         stream.close()

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _LIBRARIES = ("torch", "transformers", "trl")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Bytes of the blocks that are kept: where memory is short, so few that no hole is as large as a tensor.
 _ALL, _PIECE = 1 << 30, 1 << 20
+# The most that glibc itself comes to keep, once large blocks have been freed.
+_USUAL = 1 << 25
 
 
 def cores() -> int:
@@ -94,6 +97,18 @@ def prepare_torch(run: Run, *, recompute: bool = False) -> None:
         )
 
 
+@contextlib.contextmanager
+def prepared_torch(run: Run, *, recompute: bool = False) -> Iterator[None]:
+    """The same while the block lasts; whoever called psigrad then has their threads again, and malloc gives large blocks back."""
+    before = torch.get_num_threads()
+    prepare_torch(run, recompute=recompute)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        keep_freed_memory(up_to=_USUAL)
+
+
 def keep_freed_memory(up_to: int = _ALL) -> None:
     """Let glibc keep blocks of `up_to` so many bytes that torch frees, for the next tensor of that size.
 
@@ -106,7 +121,7 @@ def keep_freed_memory(up_to: int = _ALL) -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, up_to)
-        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * up_to if up_to == _USUAL else (1 << 31) - 1)
 
 
 def device(run: Run) -> str:

@@ -67,7 +67,7 @@ RUNS = {
     "eval": (EvalConfig, "held_out", [*DRAWN, "--reward", REWARD], ["", PLAYED, SERVED]),
     "sample": (SampleConfig, "held_out", [*DRAWN, "--reward", REWARD], ["--keep pairs --bradley-terry 2", PLAYED, SERVED]),
 }
-TRAINS = ("--threads", "1", "--no-progress", "--no-report")
+TRAINS = ("--early-stopping-patience", "9", "--threads", "1", "--no-progress", "--no-report")
 
 
 @pytest.fixture

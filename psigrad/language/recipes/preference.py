@@ -71,7 +71,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         return train_on_rows(
-            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric), given
         )
 
 
@@ -107,7 +107,7 @@ def _task(
             encode_rows(rows, partial(pairs.encode_judged, model.tokenizer), config.data, journal), lambda j: j.tokens, limit
         )
         check_row_count(config, limit, len(judged), left, journal)
-        answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
+        answers = [[row.answer, other] for row, other in zip(judged, mismatched(judged), strict=True)]
         return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers, journal.world))
     made, left = pairs.drop_long(
         encode_rows(rows, partial(pairs.encode_pair, model.tokenizer), config.data, journal), pairs.longest, limit

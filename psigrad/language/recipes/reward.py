@@ -52,7 +52,7 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
         rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
         task = _task(config, model, rows, journal)
         held_out = _task(config, model, held_out_rows, journal) if held_out_rows else None
-        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out)
+        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, given=given)
 
 
 def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:

@@ -62,11 +62,11 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             kl_to = load_start(config, model, checkpoint, journal.world) if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        task = SFTTask(model, learned)
+        task = SFTTask(model, learned, label_smoothing=config.label_smoothing_factor)
         judged = _with_targets(encode_rows(held_out_rows, encode, config.data))
         held_out = SFTTask(model, judged) if judged else None
         return train_on_rows(
-            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric), given
         )
 
 

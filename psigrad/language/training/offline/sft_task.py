@@ -20,7 +20,8 @@ from psigrad.processes.parallel.world import ALONE, World, each_once
 class SFTTask:
     """Cross-entropy on the tokens of each example's mask.
 
-    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step
+    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is
+    −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over a vocabulary of V, as in transformers' `LabelSmoother`
 
     A row is one text, or several: its turns in contexts of their own (`templates.examples`). What these share is computed once.
     """
@@ -28,6 +29,8 @@ class SFTTask:
     model: LanguageModel
     rows: Sequence[Sequence[Example]]
     name: str = "SFT"
+    label_smoothing: float = 0.0
+    """ε; figures of held-out rows are without it."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -49,9 +52,12 @@ class SFTTask:
         return [partial(self._loss, part, targets) for part in packed]
 
     def _loss(self, rows: Rows | Groups, targets: int) -> Loss:
-        stats, _ = self.model.stats(rows, entropy=True, accuracy=True)
+        epsilon = self.label_smoothing
+        stats, _ = self.model.stats(rows, entropy=True, accuracy=True, mean_logp=epsilon > 0)
         assert stats.entropy is not None and stats.hit is not None
         value = -stats.logp.sum() / targets
+        if stats.mean_logp is not None:
+            value = (1 - epsilon) * value - epsilon * stats.mean_logp.sum() / targets
         figures = {"loss": value, "entropy": stats.entropy.sum() / targets, "mean_token_accuracy": stats.hit.sum() / targets}
         return Loss(value, {name: figure.detach() for name, figure in figures.items()})
 
