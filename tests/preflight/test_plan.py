@@ -21,7 +21,8 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
 from psigrad.language.training.online.forward import inputs_of, micro_batches, to_batch
-from psigrad.language.training.update import Optimizer, steps_natively
+from psigrad.language.training.optimizers import steps_natively
+from psigrad.language.training.update import Optimizer
 from psigrad.preflight import plan
 from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
@@ -123,7 +124,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
     optimizer = Optimizer(model.trainable(), Optim())
     optimizer.step([lambda: model.evaluate(Groups([[1, 2]], [[[3, 4]]])).logp.sum()], 1e-3)
     weights = sum(p.numel() * p.element_size() for p in hf.parameters())
-    moments = sum(t.numel() * t.element_size() for s in optimizer.adamw.state.values() for n, t in s.items() if n != "step")
+    moments = sum(t.numel() * t.element_size() for s in optimizer.rule.state.values() for n, t in s.items() if n != "step")
     masters = sum(m.numel() * 4 for n, m in optimizer.masters.items() if m is not optimizer.parameters[n])
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in optimizer.parameters.values())
     copies = [m.grad for n, m in optimizer.masters.items() if m is not optimizer.parameters[n] and m.grad is not None]
