@@ -14,7 +14,7 @@ from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
-from psigrad.language.training import schedules
+from psigrad.language.training.update import check_schedule
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel import launch
 from psigrad.runs.result import Result
@@ -128,7 +128,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
         from psigrad.preflight.plan.fit import fit
 
         config = fit(config)
-    schedules.check(config.optim)
+    check_schedule(config.optim)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:
         from psigrad.runs import hub

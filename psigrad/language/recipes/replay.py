@@ -30,7 +30,7 @@ from psigrad.language.training.online.collect import scored_groups
 from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.online.what_if import MethodWatch, WatchedOptimizer, remember
-from psigrad.language.training.schedules import learning_rate
+from psigrad.language.training.update import learning_rate
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.records import checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,28 +20,8 @@ from psigrad.language.data.templates import prompt_for_reward, prompt_ids, said_
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
-from psigrad.language.rollout.types import Prompt
+from psigrad.language.rollout.types import Prompt, Prompts
 from psigrad.runs.journal import Journal
-
-
-class Prompts(Sequence[Prompt]):
-    """The prompts of rows, each made where it is asked for."""
-
-    def __init__(self, rows: Sequence[Row], made: Sequence[Any]) -> None:
-        self.rows, self.made = rows, made
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    @overload
-    def __getitem__(self, place: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        index, ids = self.made[place]
-        return Prompt(index, tuple(ids), self.rows[index])
 
 
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, tell: Tell | None = None) -> Prompts:

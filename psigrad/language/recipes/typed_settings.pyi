@@ -40,6 +40,8 @@ class SFTSettings(Given, total=False):
     max_response_length: int
     vllm_gpu_memory_utilization: float
     vllm_tensor_parallel_size: int
+    dataset_num_proc: int
+    preprocessing_num_workers: int
     vllm_enable_sleep_mode: bool
     max_seq_length: int
     total_epochs: float
@@ -77,6 +79,7 @@ class SFTSettings(Given, total=False):
     eval_split: str
     max_rows: int
     bad_rows: Literal["stop", "skip"]
+    num_proc: int
     optimizer: Literal["adamw", "muon", "adafactor"]
     learning_rate: float
     weight_decay: float
@@ -136,6 +139,7 @@ class SFTSettings(Given, total=False):
     report_to: str | Sequence[str]
     threads: int
     device: str
+    max_memory: str
     progress: bool
     report: bool
     processes: int
@@ -177,6 +181,8 @@ class OnlineSettings(Given, total=False):
     max_response_length: int
     vllm_gpu_memory_utilization: float
     vllm_tensor_parallel_size: int
+    dataset_num_proc: int
+    preprocessing_num_workers: int
     vllm_enable_sleep_mode: bool
     rollout_n: int
     num_ppo_epochs: int
@@ -232,6 +238,7 @@ class OnlineSettings(Given, total=False):
     max_rows: int
     max_prompt_length: int
     bad_rows: Literal["stop", "skip"]
+    num_proc: int
     optimizer: Literal["adamw", "muon", "adafactor"]
     learning_rate: float
     weight_decay: float
@@ -292,6 +299,7 @@ class OnlineSettings(Given, total=False):
     report_to: str | Sequence[str]
     threads: int
     device: str
+    max_memory: str
     progress: bool
     report: bool
     processes: int
@@ -387,6 +395,8 @@ class PreferenceSettings(Given, total=False):
     max_response_length: int
     vllm_gpu_memory_utilization: float
     vllm_tensor_parallel_size: int
+    dataset_num_proc: int
+    preprocessing_num_workers: int
     vllm_enable_sleep_mode: bool
     max_seq_length: int
     total_epochs: float
@@ -424,6 +434,7 @@ class PreferenceSettings(Given, total=False):
     eval_split: str
     max_rows: int
     bad_rows: Literal["stop", "skip"]
+    num_proc: int
     optimizer: Literal["adamw", "muon", "adafactor"]
     learning_rate: float
     weight_decay: float
@@ -483,6 +494,7 @@ class PreferenceSettings(Given, total=False):
     report_to: str | Sequence[str]
     threads: int
     device: str
+    max_memory: str
     progress: bool
     report: bool
     processes: int
@@ -527,6 +539,8 @@ class RewardSettings(Given, total=False):
     dataset_train_split: str
     dataset_test_split: str
     lr: float
+    dataset_num_proc: int
+    preprocessing_num_workers: int
     max_seq_length: int
     total_epochs: float
     num_epochs: float
@@ -556,6 +570,7 @@ class RewardSettings(Given, total=False):
     eval_split: str
     max_rows: int
     bad_rows: Literal["stop", "skip"]
+    num_proc: int
     optimizer: Literal["adamw", "muon", "adafactor"]
     learning_rate: float
     weight_decay: float
@@ -600,6 +615,7 @@ class RewardSettings(Given, total=False):
     report_to: str | Sequence[str]
     threads: int
     device: str
+    max_memory: str
     progress: bool
     report: bool
     processes: int

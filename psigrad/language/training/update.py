@@ -1,13 +1,12 @@
-"""One optimiser step: float32 master weights, clipping, and a guard.
-
-What steps is in `optimizers.py`, how far in `schedules.py`.
-"""
+"""One optimiser step: float32 master weights, its rate, clipping, and a guard. What steps is in `optimizers.py`."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,60 @@ from psigrad.language.training.optimizers import AdamW, make_rule, steps_nativel
 from psigrad.processes.parallel.shards import held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 from psigrad.runs.state import MAX_NONFINITE, NonFiniteError
+
+
+def learning_rate(optim: Optim, step: int, total: int) -> float:
+    """The rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
+
+    The values are those of transformers' schedule of `total` + 1 steps with `warmup_steps` + 1 of warm-up, without its first
+    step, whose rate is 0.
+    """
+    if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
+        return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
+    progress = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
+    match optim.lr_scheduler_type:
+        case "linear":
+            return optim.learning_rate * max(0.0, 1 - progress)
+        case "cosine":
+            return optim.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        case "constant":
+            return optim.learning_rate
+        case other:
+            arguments = json.dumps(optim.lr_scheduler_kwargs or {}, sort_keys=True)
+            return optim.learning_rate * _factor(other, arguments, optim.warmup_steps, total, optim.learning_rate)(step)
+
+
+# Their warm-up begins above 0, or is given by lr_scheduler_kwargs.
+_OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
+
+
+@lru_cache(maxsize=16)
+def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
+    """Step -> share of the `peak`, by transformers' `get_scheduler`."""
+    import torch
+    from transformers.optimization import get_scheduler
+
+    given = {**({"timescale": warmup or 10_000} if name == "inverse_sqrt" else {}), **json.loads(arguments)}
+    shift = int(name != "cosine_warmup_with_min_lr")  # which is above 0 from its first step on
+    total_for = None if "num_stable_steps" in given else total + shift  # transformers warns of both
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)
+    try:
+        made = get_scheduler(name, optimizer, warmup + shift, total_for, scheduler_specific_kwargs=given)
+        factor: Callable[[int], float] = made.lr_lambdas[0]
+        factor(shift), factor(total)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"lr_scheduler_type {name} cannot have lr_scheduler_kwargs {given}: {error}.") from None
+    return lambda step: float(factor(step + shift))
+
+
+def check_schedule(optim: Optim) -> None:
+    """Raises `UserError` where the schedule has no such parameters."""
+    simple = optim.lr_scheduler_type in ("linear", "cosine", "constant")
+    if simple and optim.lr_scheduler_kwargs:
+        raise UserError(
+            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs; cosine_with_min_lr, for one, does."
+        )
+    learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)
 
 
 class Optimizer:

@@ -17,7 +17,7 @@ from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collect import LENGTH_PENALTY, metric_of
 from psigrad.language.training.online.forward import to_batch
 from psigrad.language.training.optimizers import AdamW
-from psigrad.language.training.schedules import learning_rate
+from psigrad.language.training.update import learning_rate
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])

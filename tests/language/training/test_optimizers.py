@@ -12,8 +12,7 @@ from transformers.optimization import Adafactor, get_scheduler
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.language.training.learners import load_tensors, tensors_of
-from psigrad.language.training.schedules import check, learning_rate
-from psigrad.language.training.update import Optimizer
+from psigrad.language.training.update import Optimizer, check, learning_rate
 from psigrad.records.checkpoint import CheckpointError
 
 SCHEDULES = {
@@ -78,12 +77,12 @@ def test_rates_by_hand():
 
 def test_parameters_that_a_schedule_has_not_are_refused():
     with pytest.raises(UserError, match=r"polynomial cannot have lr_scheduler_kwargs .*'powr'"):
-        check(Optim(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"powr": 2}))
+        check_schedule(Optim(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"powr": 2}))
     with pytest.raises(UserError, match="linear takes no lr_scheduler_kwargs"):
-        check(Optim(lr_scheduler_kwargs={"power": 2}))
+        check_schedule(Optim(lr_scheduler_kwargs={"power": 2}))
     with pytest.raises(UserError, match="num_decay_steps"):
-        check(Optim(lr_scheduler_type="warmup_stable_decay"))
-    check(Optim(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-7}))
+        check_schedule(Optim(lr_scheduler_type="warmup_stable_decay"))
+    check_schedule(Optim(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-7}))
 
 
 class Tiny(nn.Module):

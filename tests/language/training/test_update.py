@@ -11,8 +11,7 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.language.models.gradients import embedding, sums_for
-from psigrad.language.training.schedules import learning_rate
-from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, add_up
+from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
 
 
 def test_the_schedule_at_hand_worked_points():

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from psigrad.config import Evaluation, Optim, Run
-from psigrad.language.data.batches import batch_at
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import batch_at
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
-from psigrad.language.training.schedules import learning_rate
-from psigrad.language.training.update import Optimizer
+from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
 from psigrad.runs.cycle import cycle

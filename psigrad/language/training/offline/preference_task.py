@@ -11,11 +11,10 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
-from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.pairs import Answer, Judged, Pair
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups, Ids
+from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share

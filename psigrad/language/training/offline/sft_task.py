@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.dataset_rows import alike
 from psigrad.language.data.templates import Example
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups, Rows
+from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.training.offline.offline import Share
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, each_once

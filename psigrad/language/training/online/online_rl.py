@@ -35,8 +35,7 @@ from psigrad.language.training.online.forward import (
     to_batch,
 )
 from psigrad.language.training.online.online_run import Online, ValueModel
-from psigrad.language.training.schedules import learning_rate
-from psigrad.language.training.update import step_together
+from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.runs.cycle import cycle
 
