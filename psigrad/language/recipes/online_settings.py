@@ -118,6 +118,8 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
     if config.teacher_prompt and config.plays:
         raise UserError("teacher_prompt is for single completions and the settings have episodes or agents; remove one of them.")
+    if (config.agent or config.agent_command) and config.placement.environment_actors:
+        raise UserError("placement.environment_actors are for environments and tools; agents have agent_workers.")
     check_following(config, config.model.lora_rank > 0)
     if config.ref_model_sync_steps and config.reference:
         raise UserError(

@@ -209,6 +209,10 @@ def _settings(path: Path, number: int) -> OnlineConfig:
             found = manifest.get("settings") or found
             break
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
+    if config.agent or config.agent_command:
+        raise UserError(
+            f"{path} trained an agent, and a replay does not start agents; its tokens are the `contexts` of rollouts.jsonl."
+        )
     return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
 
 

@@ -176,3 +176,14 @@ def test_mistakes_are_one_sentence(arguments, said, made, capsys):
 def test_a_folder_that_is_no_online_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="no run of online RL"):
         replay(tmp_path, 1)
+
+
+def test_a_run_that_trained_an_agent_is_refused(made, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(made("single pass"), folder)
+    for file in [folder / "config.json", *(folder / "checkpoints").glob("*/manifest.json")]:
+        settings = json.loads(file.read_text())
+        (settings.get("settings") or settings)["agent_command"] = "true"
+        file.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="trained an agent"):
+        replay(folder, 6)
