@@ -8,7 +8,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ bubblewr
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130
 COPY constraints.txt /tmp/constraints.txt
 COPY . /tmp/psigrad
-RUN pip install --no-cache-dir --constraint /tmp/constraints.txt "/tmp/psigrad[studio,control]" && rm -rf /tmp/psigrad
+RUN pip install --no-cache-dir --constraint /tmp/constraints.txt "/tmp/psigrad[studio,control,tasks]" && rm -rf /tmp/psigrad
 
 RUN useradd --create-home user
 USER user

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import pickle
 from collections.abc import Iterable
+
+# What `flock` says on a file system without locks, such as Lustre mounted without them.
+NO_LOCKS = frozenset((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK))
 
 
 class UserError(ValueError):

@@ -70,7 +70,7 @@ class ChoiceForm(RequestForm):
     choice: Literal["left", "right", "tie", "both_bad"]
 
 
-class UndoForm(RequestForm):
+class TakeBackForm(RequestForm):
     """The comparison whose stored choice is taken back."""
 
     duel: Id
@@ -125,7 +125,7 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
         return comparisons.choose(form.duel, form.choice)
 
     @routes.post("/undo")
-    def undo(form: UndoForm) -> dict[str, Any]:
+    def undo(form: TakeBackForm) -> dict[str, Any]:
         return comparisons.undo(form.duel)
 
     return routes

@@ -80,6 +80,42 @@ steps per generation / accumulation; for recorded data, batch_size = per device 
 refused with the arithmetic.
 """
 
+DEFAULTS = """## Defaults beside those of TRL and Stable-Baselines3
+
+Settings whose defaults surprise whoever comes from there.
+"""
+# setting -> (their class, its argument, its default, and what it means where that says little)
+THEIRS: dict[str, tuple[str, str, Any, str]] = {
+    "sampling.max_completion_length": ("trl.GRPOConfig", "max_completion_length", 512, ""),
+    "run.num_train_epochs": ("trl.SFTConfig", "num_train_epochs", 3.0, ""),
+    "model.dtype": ("trl.SFTConfig", "bf16", None, "bfloat16 on a GPU"),
+    "model.gradient_checkpointing": ("trl.SFTConfig", "gradient_checkpointing", True, ""),
+    "evaluation.eval_prompts": ("trl.SFTConfig", "eval_strategy", "no", "none are held out"),
+    "algorithm.use_bias_correction_kl": ("trl.GRPOConfig", "use_bias_correction_kl", True, ""),
+    "critic_learning_rate": ("stable_baselines3.PPO", "vf_coef", 0.5, "policy and critic share an optimiser and its rate"),
+    "n_envs": ("stable_baselines3.PPO", "n_steps", 2048, "one copy of 2,048 steps a rollout, where none are made"),
+    "adam_epsilon": ("stable_baselines3.DQN", "policy_kwargs", None, "1e-05, for DQN 1e-08"),
+    "dqn.buffer_size": ("stable_baselines3.DQN", "buffer_size", 1_000_000, ""),
+    "dqn.learning_starts": ("stable_baselines3.DQN", "learning_starts", 100, ""),
+    "dqn.target_update_interval": ("stable_baselines3.DQN", "target_update_interval", 10_000, ""),
+}
+# Ours, where a default is said in words.
+SAID = {
+    "evaluation.eval_prompts": "up to 64 rows drawn at random, at most a tenth",
+    "algorithm.use_bias_correction_kl": "`False`",
+    "critic_learning_rate": "the policy's, at least 0.05 / width",
+}
+
+
+def _beside() -> str:
+    """Defaults beside those of others."""
+    ours = {name: setting.default for cls in reversed(RECIPES.values()) for name, setting in settings_of(cls).items()}
+    rows = [
+        f"| `{name}` | {SAID.get(name) or f'`{ours[name]}`'} | {said or f'`{value}`'} (`{where.rpartition('.')[2]}`) |"
+        for name, (where, _, value, said) in THEIRS.items()
+    ]
+    return "\n".join([DEFAULTS, *_table("setting", "here | there", rows)])
+
 
 def page() -> str:
     """The text of the page."""
@@ -94,7 +130,7 @@ def page() -> str:
     for section, rows in sections.items():
         title = f"`{section}.…`" if section else "Settings of one command"
         parts.append("\n".join([f"## {title}", "", *_table("setting", "flag | type | default | may change | meaning", rows)]))
-    return "\n".join([*parts, _others()])
+    return "\n".join([*parts, _beside(), _others()])
 
 
 def _others() -> str:

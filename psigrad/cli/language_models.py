@@ -34,6 +34,7 @@ def train(name: str) -> Callable[[list[str]], int]:
 
         if launch.first():
             command.warn(config)
+            command.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)
         result = api.run(config)
         if launch.first():
             terminal.print_result(result)
@@ -131,9 +132,9 @@ def tasks(arguments: list[str]) -> int:
         return 0
     if arguments:
         raise UserError(f"tasks got {arguments[0]!r} and takes no arguments; `psigrad tasks` lists every task.")
-    from reasoning_gym.factory import DATASETS
+    from psigrad.language.data.tasks import task_names
 
-    print("\n".join(sorted(DATASETS)))
+    print("\n".join(task_names()))
     return 0
 
 
@@ -146,7 +147,7 @@ def check(arguments: list[str]) -> int:
 
     rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
     if not as_json:
-        terminal.print_lines(lines(rows))
+        terminal.print_lines([*lines(rows), *first_rows.try_rewards(config)])
     checks = check.run(config)
     print(check.report(checks, as_json=as_json, rows=rows))
     return 0 if check.all_pass(checks) else 1

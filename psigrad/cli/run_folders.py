@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from psigrad.cli import flags
 from psigrad.errors import UserError
@@ -48,6 +49,78 @@ def replay(arguments: list[str]) -> int:
     terminal.print_columns(found.methods)
     print(f"page: {replay_page.write(found, ''.join(listed['--output']))}")
     return 1 if found.differences else 0
+
+
+def export(arguments: list[str]) -> int:
+    """Write a model as others use it."""
+    usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nThe model of a run, a folder, a hub name or a GGUF file, in a folder of its own:\n")
+        print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
+        print(
+            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the whole model, an adapter merged in, for transformers"
+        )
+        print("  adapter  the adapter alone, for peft")
+        return 0
+    names, _, rest = flags.parse_lists(arguments)
+    given = flags.plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
+    if len(names) != 1:
+        raise UserError(f"export got {' '.join(names) or 'nothing'} and takes one run folder or model; the usage is {usage}.")
+    from psigrad.language.recipes import exporting as recipe
+
+    made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
+    off = (
+        f": {made.path.stat().st_size / 1e6:,.0f} MB, off by {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
+    )
+    print(f"{made.path}{off}")
+    if off:
+        print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
+    return 0
+
+
+def merge(arguments: list[str]) -> int:
+    """`export --to merged`."""
+    if "--to" in arguments:
+        raise UserError("merge writes the merged model; `psigrad export` takes --to.")
+    return export(arguments if flags.asks_for_help(arguments) else [*arguments, "--to", "merged"])
+
+
+def sweep(arguments: list[str]) -> int:
+    """Search over settings."""
+    usage = (
+        "psigrad sweep METHOD --search NAME:LOW..HIGH[:log] NAME:A,B,C … [--trials 20] [--seeds 0 1 2] [--metric NAME] "
+        "[--direction maximize|minimize] [--search-by tpe|random] [--output-dir FOLDER] [METHOD's settings]"
+    )
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nTrials over any settings, chosen by Optuna, each trained over the seeds and judged by its held-out")
+        print("figure. The same command goes on where it was stopped. METHOD is one of `psigrad --help`, or: control ppo.")
+        return 0
+    single = ("--trials", "--metric", "--direction", "--search-by", "--output-dir")
+    names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
+    given = {flag: listed[flag][0] if len(listed[flag]) == 1 else "" for flag in single}
+    if wrong := next((flag for flag in single if len(listed[flag]) > 1), ""):
+        raise UserError(f"sweep got {wrong} {' '.join(listed[wrong])} and takes one value; the usage is {usage}.")
+    if not names:
+        raise UserError(f"sweep got no method; the usage is {usage}.")
+    for flag, known in (("--direction", ("maximize", "minimize")), ("--search-by", ("tpe", "random"))):
+        if given[flag] and given[flag] not in known:
+            raise UserError(f"{flag} is {given[flag]!r}; expected {' or '.join(known)}.")
+    from psigrad.language.recipes import search as recipe
+
+    asked: Any = {"sampler": given["--search-by"] or "tpe", "direction": given["--direction"], "metric": given["--metric"]}
+    page = recipe.run(
+        recipe.Search(
+            command=(*names, *rest),
+            spaces=tuple(map(recipe.space_of, listed["--search"])),
+            folder=Path(given["--output-dir"] or "runs/sweep"),
+            trials=flags.whole_number("--trials", given["--trials"] or "20"),
+            seeds=tuple(flags.whole_number("--seeds", text) for text in listed["--seeds"]) or (0,),
+            **asked,
+        )
+    )
+    print(recipe.summary(page.parent))
+    print(f"sweep   {page}")
+    return 0
 
 
 def push(arguments: list[str]) -> int:

@@ -57,10 +57,9 @@ def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str =
 _READ_ONCE = "rows are read once, before the first step"
 _QUANTISED = "there are no quantised weights"
 _PUSHED_ONCE = "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"
-_LAST = "the last weights are kept"
 _FOLDER = "a run is named by its folder: output_dir=runs/NAME"
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
-_TRACKERS = "trackers are report_to=wandb, tensorboard or trackio"
+_TRACKERS = "trackers are report_to=wandb, tensorboard, trackio, mlflow or swanlab"
 _PRECISION = "the precision is dtype=bfloat16 or dtype=float32"
 _REWARDS = "rewards are for what samples and scores, as grpo, ppo and eval do; other methods learn from the rows of their dataset"
 _CHECKPOINTS = "checkpoints are asked for by save_steps and save_minutes"
@@ -100,6 +99,7 @@ _ROWS = (
     *_same("sampling.top_k", "", f"{_ROLLOUT}.top_k"),
     *_same("sampling.vllm_memory", "vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
     *_same("sampling.tensor_parallel_size", "vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
+    *_same("data.num_proc", "dataset_num_proc preprocessing_num_workers"),
     *_same("sampling.vllm_sleep", "vllm_enable_sleep_mode"),
     *_same("prompts_per_step", "", "", "rollout_batch_size"),
     *_same("num_generations", "rollout_n", f"{_ROLLOUT}.n", "n_samples_per_prompt"),
@@ -143,6 +143,8 @@ _ROWS = (
     Entry("sampling.top_k", values={-1: {"sampling.top_k": 0}}),
     Entry("sampling.min_p", values={None: {"sampling.min_p": 0.0}}),
     Entry("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}}),
+    Entry("evaluation.metric_for_best_model", values={None: {"evaluation.metric_for_best_model": ""}}),
+    Entry("optim.lr_scheduler_kwargs", values={None: {"optim.lr_scheduler_kwargs": ""}}),
     Entry("epsilon_high", values={None: {}}),
     Entry("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
     # values that mean settings of ours
@@ -160,7 +162,10 @@ _ROWS = (
     _is("eval_strategy", {"steps": {}, "no": _NO_EVALUATION, False: _NO_EVALUATION}, "evaluation is asked for by eval_steps"),
     _is("save_strategy", {"steps": {}, "no": _NO_CHECKPOINTS, False: _NO_CHECKPOINTS},
         f"{_CHECKPOINTS}; the last step is always kept"),
-    _is("optim", {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}}, "the optimiser is AdamW"),
+    _is("optim", {
+        **{name: {} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf")},
+        **{name: {"optim.optimizer": name} for name in ("adamw", "muon", "adafactor")},
+    }, "the optimiser is optimizer=adamw, muon or adafactor"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),
     _is("assistant_only_loss", {True: {}}, "messages teach the assistant's turns alone; rows of text teach all of it"),
     _is("completion_only_loss", {True: {}},
@@ -213,7 +218,7 @@ _ROWS = (
     *_needless("every step is in metrics.jsonl", "logging_first_step logging_strategy log_level"),
     *_needless("every column reaches the reward functions", "remove_unused_columns"),
     *_needless(_READ_ONCE,
-        "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers dataloader_drop_last "
+        "dataloader_num_workers dataloader_pin_memory dataloader_drop_last "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context "
         "accelerator_config label_names length_column_name"),
     *_needless("the command says what is done", "do_train do_eval"),
@@ -245,9 +250,8 @@ _ROWS = (
     *_needless("the method says it", "lora_task_type"),
     *_needless(_QUANTISED, "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
     # what has no equal, with the default that needs none
-    *_no_equal("schedules are linear, cosine and constant, without parameters", lr_scheduler_kwargs=None),
-    *_no_equal("AdamW steps every weight that learns", optim_target_modules=None),
-    *_no_equal("cross-entropy is not smoothed", label_smoothing_factor=0.0),
+    *_no_equal("every weight that learns is stepped", optim_target_modules=None),
+    *_no_equal("cross-entropy is smoothed by sft alone; of DPO's losses it is loss.label_smoothing", label_smoothing_factor=0.0),
     *_no_equal("kernels of psigrad's own compute what is compiled elsewhere", torch_compile=False),
     *_no_equal("nothing is compiled by torch", torch_compile_backend=None, torch_compile_mode=None),
     *_no_equal("kernels of psigrad's own compute it", liger_kernel_config=None),
@@ -258,8 +262,6 @@ _ROWS = (
     *_no_equal("a checkpoint holds all that a resume needs", save_only_model=False),
     *_no_equal("the token is read from HF_TOKEN or `hf auth login`, so that it stands in no file", hub_token=None),
     *_no_equal(_PUSHED_ONCE, hub_always_push=False),
-    *_no_equal(f"{_LAST}; a callback can end the run when a metric no longer rises", load_best_model_at_end=False),
-    *_no_equal(_LAST, metric_for_best_model=None, greater_is_better=None),
     *_no_equal("one seed derives all others", data_seed=None),
     *_no_equal("models are replicated or sharded (placement.strategy)", parallelism_config=None),
     *_no_equal("rows are shuffled in every epoch", train_sampling_strategy="random"),
@@ -295,7 +297,7 @@ _ROWS = (
     *_no_equal(f"{_QUANTISED}; lora_rank=16 with dtype=bfloat16 takes the least memory",
         load_in_4bit=False, load_in_8bit=False, quantization_config=None),
     *_no_equal("rows are read whole", dataset_streaming=False),
-    *_no_equal("the optimiser is AdamW, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
+    *_no_equal("the optimiser is optimizer=, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
         optimizers=(None, None), optimizer_cls_and_kwargs=None),
     *_no_equal("the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage",
         compute_loss_func=None),
@@ -326,7 +328,7 @@ _ROWS = (
     *_instead(_FOLDER, "run_name log_folder logging_dir"),
     *_instead(_FOLDER, "trainer.experiment_name trainer.project_name", "verl"),
     *_instead(_TRACKERS, "trainer.logger", "verl"),
-    *_instead("the optimiser is AdamW", "optim_args"),
+    *_instead("an optimizer has learning_rate, weight_decay and, AdamW, adam_beta1, adam_beta2 and adam_epsilon", "optim_args"),
     *_instead("psigrad.train takes a configuration of TRL; in a file or as flags settings are given one by one", "args"),
     *_instead("a run goes on from its newest checkpoint; for a fresh one give another output_dir", "overwrite_output_dir"),
     *_instead("passes over a batch are num_iterations", "n_epochs", "sb3"),

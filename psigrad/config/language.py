@@ -12,6 +12,7 @@ from pydantic import AfterValidator
 from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead
 from psigrad.config.sections import (
     DRAWS,
+    BelowOne,
     Count,
     CountOrZero,
     Data,
@@ -63,6 +64,10 @@ _Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperatur
 _AsItIs = Annotated[
     Model, NotRead("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
 ]
+_DURING_A_RUN = (
+    "eval_steps", "eval_kl", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience",
+    "early_stopping_threshold",
+)  # fmt: skip
 _AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
 
 
@@ -183,6 +188,8 @@ class SFTConfig(PackingSettings, RewardSettings):
     """Rows per optimiser step."""
     max_length: Annotated[Count, MAIN] = 1024
     """Rows with more tokens than this are cut at the end."""
+    label_smoothing_factor: BelowOne = 0.0
+    """Share of the target probability that all tokens of the vocabulary share evenly; held-out loss is without it."""
     train_empty_thinking: bool = False
     """Also learn the empty thought that some chat templates write before an answer without one (Qwen3: <think></think>); else it
     is context, as where sampling is asked not to think."""
@@ -221,7 +228,8 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """A value head on the policy's own backbone in place of a critic of its own: less memory, and value gradients in the
     policy."""
     critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
-    """Peak learning rate of a critic of its own; 0: the policy's."""
+    """Peak learning rate of a critic of its own; 0: 0.05 / width of the model, where the policy's is not higher. That moves V by
+    some 0.05 a step, and is 1e-5 for a model of 7B."""
     critic_warmup_steps: CountOrZero = 0
     """Steps at the start in which a critic of its own learns and the policy stays as it is."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
@@ -316,9 +324,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead("eval_steps", "eval_kl")] = field(
-        default_factory=lambda: Evaluation(eval_prompts=0)
-    )
+    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN)] = field(default_factory=lambda: Evaluation(eval_prompts=0))
     run: _AtOnce = field(default_factory=Run)
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
@@ -339,7 +345,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data())
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead("eval_steps", "eval_kl", "metric")] = field(
+    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN, "metric")] = field(
         default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8)
     )
     run: _AtOnce = field(default_factory=Run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,9 +24,28 @@ Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 # Without these some settings have no effect.
 _ADAPTER, _CLUSTER, _PUSHED = Needs("model.lora_rank"), Needs("placement.cluster"), Needs("hub.push_to_hub")
+_BEST = Needs("evaluation.load_best_model_at_end", "evaluation.early_stopping_patience")
 DRAWS = Needs("reward", "reward_model", "evaluation.metric", "prompts_per_step", "best_of", "output")
 # A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
 Reward = str | dict[str, Any] | Callable[..., Any]
+
+
+# transformers' names; reduce_lr_on_plateau and greedy follow a metric and not the step.
+Schedule = Literal[
+    "linear", "cosine", "constant", "cosine_with_restarts", "polynomial", "inverse_sqrt", "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+
+
+def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    """A setting that is a mapping, or JSON text of one; empty where it is. Raises `UserError` for other text."""
+    try:
+        found = json.loads(given) if isinstance(given, str) and given else given or {}
+    except ValueError:
+        found = None
+    if not isinstance(found, Mapping):
+        raise UserError(f"lr_scheduler_kwargs is {given!r}; expected name: value pairs, as '{{\"power\": 2}}'.")
+    return dict(found) or ""
 
 
 def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
@@ -63,7 +83,7 @@ class Model:
     eos_token: str = ""
     """Token that ends a text, in place of the tokenizer's own EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN] = "float32"
-    """Precision of the weights and of the forward pass."""
+    """Precision of the weights and of the forward pass. TRL computes in bfloat16 on a GPU."""
     adapter: Literal["continue", "merge"] = "continue"
     """What becomes of an adapter that is given as the model: it is trained on, or merged into its base, all of whose weights
     then learn. With lora_rank it is merged, and a new adapter put on top."""
@@ -89,7 +109,7 @@ class Model:
     FlexAttention."""
     gradient_checkpointing: Annotated[bool, RECORDED] = False
     """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, a third
-    more time, with a vocabulary of 150,000 before a small model nearly twice."""
+    more time, with a vocabulary of 150,000 before a small model nearly twice. TRL: on."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +137,18 @@ class Data:
     """Rows whose prompt has more tokens than this are refused; 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """What a malformed row does: stop the run, or be left out and counted."""
+    num_proc: Annotated[CountOrZero, FREE] = 0
+    """Processes that turn rows into tokens, where there are thousands; 0: one for each core. Files of rows are encoded once, and
+    kept for the next start (docs/data.md)."""
 
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW and its schedule."""
+    """The optimiser and its schedule."""
 
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
+    """What steps the weights: adamw; muon (torch.optim.Muon), at adamw's learning rates, for matrices other than embeddings and
+    heads, which adamw steps; or adafactor (transformers'), which keeps next to no state."""
     learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0
@@ -135,10 +161,14 @@ class Optim:
     """Added to the root of the second moment."""
     max_grad_norm: Annotated[PositiveOrZero, LIVE] = 1.0
     """Clip the global gradient norm to this; 0: never."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape of the decay after warm-up."""
+    lr_scheduler_type: Schedule = "linear"
+    """Shape of the decay after warm-up, by transformers' names."""
+    lr_scheduler_kwargs: Annotated[str | Mapping[str, Any], AfterValidator(lambda given: object_of(given))] = ""
+    """Parameters of the schedule, as '{"min_lr_rate": 0.1}' for cosine_with_min_lr, {"num_decay_steps": 200} for
+    warmup_stable_decay, {"num_cycles": 3} for cosine_with_restarts, {"power": 2} for polynomial, {"timescale": 1000} for
+    inverse_sqrt."""
     warmup_steps: Annotated[CountOrZero, STEPS] = 0
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. The first has the rate learning_rate / (warmup_steps + 1), where transformers' first has 0."""
     rehearse: Annotated[bool, RECORDED] = False
     """Run one forward and backward pass over the longest samples before the first step, and discard its gradients: a lack of
     memory shows at once."""
@@ -149,7 +179,7 @@ class Sampling:
     """How completions are drawn."""
 
     max_completion_length: Annotated[Count, MAIN] = 256
-    """Most tokens in one completion, EOS included."""
+    """Most tokens in one completion, EOS included. TRL: 512."""
     temperature: Annotated[PositiveOrZero, LIVE, MAIN] = 1.0
     """Softmax temperature; 0 is greedy (evaluation only)."""
     top_p: Annotated[float, Gt(0), Le(1), LIVE] = 1.0
@@ -190,6 +220,17 @@ class Evaluation:
     """Temperature of evaluation samples; 0 is greedy."""
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
+    load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
+    """Leave the weights of the best evaluation behind, not the last ones. Their checkpoint is made then, and kept beside those of
+    save_total_limit."""
+    metric_for_best_model: Annotated[str, _BEST] = ""
+    """Which held-out figure is meant, such as loss or exact; empty: the one that heads the report."""
+    greater_is_better: Annotated[bool | None, _BEST] = None
+    """Whether more of it is better; not given: unless its name ends in loss."""
+    early_stopping_patience: Annotated[CountOrZero, Needs("evaluation.eval_steps")] = 0
+    """End the run after so many evaluations in a row that were no better; 0: never."""
+    early_stopping_threshold: Annotated[PositiveOrZero, Needs("evaluation.early_stopping_patience")] = 0.0
+    """How much better an evaluation must be to count as better."""
     eval_kl: bool = False
     """Also measure the exact KL to the starting model (keeps a copy of it in memory)."""
 
@@ -252,7 +293,7 @@ class Run:
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
     """Optimiser steps (SFT) or collect-and-update steps (online); 0: num_train_epochs decides."""
     num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0
-    """Passes over the data, where max_steps is 0; half a pass is 0.5."""
+    """Passes over the data, where max_steps is 0; half a pass is 0.5. TRL: 3."""
     seed: Annotated[int, MAIN] = 0
     """The one seed; every other is derived from it."""
     save_steps: Annotated[CountOrZero, RECORDED, LIVE, STEPS] = 0
@@ -276,11 +317,14 @@ class Run:
     """Callbacks of the shape of transformers' TrainerCallback: module:Class or file.py:Class, {callback: module:Class, parameter:
     value}; from Python also objects."""
     report_to: Annotated[tuple[str, ...], RECORDED, MAIN] = ()
-    """Trackers besides the run folder: tensorboard, wandb, trackio."""
+    """Trackers besides the run folder: tensorboard, wandb, trackio, mlflow, swanlab."""
     threads: Annotated[CountOrZero, MACHINE] = 0
     """CPU threads for torch; 0: OMP_NUM_THREADS where it is set, else one per core."""
     device: Annotated[str, MACHINE] = "auto"
     """auto: cuda where there is one, else cpu."""
+    max_memory: Annotated[str, MACHINE] = ""
+    """Stay below this much memory, as 8GB: micro-batches become as small, and activations are computed anew, as `psigrad plan`
+    counts that it takes. Empty: as the settings say."""
     progress: Annotated[bool, FREE] = True
     """Show progress bars and tables."""
     report: Annotated[bool, FREE] = True

@@ -30,7 +30,7 @@ from psigrad.control.run import play_episodes
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, kind_of
 from psigrad.records import checkpoint
-from psigrad.runs.machine import prepare_torch
+from psigrad.runs.machine import prepared_torch
 from psigrad.runs.progress import bar
 from psigrad.runs.trackers import open_trackers
 
@@ -72,8 +72,8 @@ class Agent:
             raise UserError('No algorithm was given; for example Agent("CartPole-v1", algorithm="ppo").')
         of_policy = {**policies.SETTINGS[named or policies.MLP], **policies.translate_kwargs(policy_kwargs or {})}
         config = builder.settings(chosen, env, {"threads": 1, **of_policy, **policies.drop_foreign(settings)})
-        prepare_torch(config.run)
-        self._hold(builder.build(config), tensorboard_log)
+        with prepared_torch(config.run):
+            self._hold(builder.build(config), tensorboard_log)
         policies.check(named, self._trainer.collector.envs)
         self.verbose = verbose
 
@@ -134,12 +134,13 @@ class Agent:
             raise UserError(f"total_timesteps is {steps!r}; expected a whole number of 1 or more.")
         goal = start + int(steps)
         trainer.config = replace(trainer.config, total_timesteps=goal)
-        if not self._begun:
-            trainer.restart()
-            self._begun = True
         began = time.monotonic()
         logging = _logging_to(self.tensorboard_log, name, again)
-        with bar("steps", goal, shown=progress_bar, done=start) as advance, logging as self._logged:
+        shows = bar("steps", goal, shown=progress_bar, done=start)
+        with prepared_torch(trainer.config.run), shows as advance, logging as self._logged:
+            if not self._begun:
+                trainer.restart()
+                self._begun = True
             while trainer.timesteps < goal:
                 before = trainer.timesteps
                 figures = trainer.train_interval()

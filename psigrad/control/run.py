@@ -85,7 +85,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
         session.note_start(config, journal, None, 0)
         trainer.restart()
         return LineState(evaluated=True)
-    session.check_pins(config, journal, checkpoint.verify(path), pinned(trainer.config))
+    session.check_pins(config, journal, checkpoint.read_manifest(path), pinned(trainer.config))
     numbers = trainer.restore(path)
     session.note_start(config, journal, path, trainer.timesteps)
     with journal.clock()("time/replay"):

@@ -39,9 +39,9 @@ class Dqn:
     """What only DQN reads."""
 
     buffer_size: Count = 100_000
-    """Transitions kept for replay."""
+    """Transitions kept for replay. Stable-Baselines3: 1,000,000."""
     learning_starts: CountOrZero = 1_000
-    """Transitions collected before the first update."""
+    """Transitions collected before the first update. Stable-Baselines3: 100."""
     train_freq: Count = 4
     """Transitions between updates."""
     gradient_steps: int = 1
@@ -98,7 +98,7 @@ class ControlConfig:
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the policy, over all copies."""
     n_envs: Annotated[Count, MAIN] = 8
-    """Copies of the environment."""
+    """Copies of the environment. Stable-Baselines3: 1, where none are made."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
     """Steps of each copy per rollout; 0: whole episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
@@ -130,7 +130,7 @@ class ControlConfig:
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """Adam, or RMSprop as in A3C (smoothing 0.99)."""
     adam_epsilon: Positive = 1e-5
-    """Added to the root of the second moment, in either optimiser."""
+    """Added to the root of the second moment, in either optimiser. Stable-Baselines3: 1e-8 for DQN."""
     max_grad_norm: Annotated[PositiveOrZero, LIVE] = 0.5
     """Clip the gradient's norm to this; 0: never."""
     network: Network = field(default_factory=Network)

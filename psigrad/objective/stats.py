@@ -84,10 +84,10 @@ def group_std(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 def rank_in_group(x_N: Tensor, group_N: Tensor) -> Tensor:
     """0 for the greatest x of the row's group, 1 for the next, …; of equal x the earlier row comes first."""
-    greater = x_N[None, :] > x_N[:, None]
-    rows = torch.arange(len(x_N), device=x_N.device)
-    earlier_tie = (x_N[None, :] == x_N[:, None]) & (rows[None, :] < rows[:, None])
-    return ((group_N[None, :] == group_N[:, None]) & (greater | earlier_tie)).sum(1)
+    order_N = x_N.argsort(descending=True, stable=True)
+    order_N = order_N[group_N[order_N].argsort(stable=True)]
+    sorted_N, places_N = group_N[order_N].contiguous(), torch.arange(len(x_N), device=x_N.device)
+    return torch.empty_like(places_N).index_put((order_N,), places_N - torch.searchsorted(sorted_N, sorted_N))
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

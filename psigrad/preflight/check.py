@@ -293,9 +293,10 @@ def check_packing(subject: Subject) -> Finding:
         subject.logp(Groups([[*p0, *c0, *p]], [[c]]))[0]
         for (p0, c0), (p, c) in zip([subject.alone[-1], *subject.alone], subject.alone, strict=False)
     ]
-    note = f"runs padded: {subject.model.why_padded}" if subject.model.why_padded else ""
     value = max(_apart(whole, padded), _apart(whole, alone))
-    return Finding("packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=note)
+    return Finding(
+        "packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=subject.model.slower
+    )
 
 
 def check_sharing(subject: Subject) -> Finding:

@@ -14,6 +14,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,13 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[
         root.mkdir(parents=True, exist_ok=True)
         beside.mkdir()
         write(beside)
-        _write_manifest(beside / MANIFEST, {**meta, "format": FORMAT, "step": step, "files": seal(beside)})
+        files = seal(beside)
+        _write_manifest(beside / MANIFEST, {**meta, "format": FORMAT, "step": step, "files": files})
         sync_tree(beside)
         if final.exists():
             os.rename(final, root / f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
         os.rename(beside, final)
+        _verified[final.absolute()] = _traces(final, files)
         sync(root)
     except Exception as error:
         written = size_of(beside)
@@ -95,11 +98,16 @@ def _discard(path: Path) -> None:
 
 
 def seal(folder: Path) -> dict[str, Any]:
-    """The size and the SHA-256 of every file below a folder, which is on the disk then."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in files:
-        sync(path)
-    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
+    """The size and the SHA-256 of every file below a folder, which is on the disk then: files are summed, all at once, while the
+    disk writes them.
+    """
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
+    with ThreadPoolExecutor() as pool:
+        sums = [pool.submit(sha256, path) for path in files]
+        for path in files:
+            sync(path)
+        found = {path: {"bytes": path.stat().st_size, "sha256": sum.result()} for path, sum in zip(files, sums, strict=True)}
+    return {str(path.relative_to(folder)): found[path] for path in sorted(files)}
 
 
 def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:
@@ -134,11 +142,21 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+# What this process has written or verified: a checkpoint is read and summed once, and then only where a file was touched.
+_verified: dict[Path, Any] = {}
+
+
+def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
+    """What tells that a file was touched: its place on the disk, its size and its times."""
+    found = ((name, (path / name).stat()) for name in (*files, MANIFEST))
+    return [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
+
+
 def verify(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose every file is as it was written. Raises `CheckpointError` naming the file that is
     not.
     """
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     check_format(path, manifest)
     if manifest["step"] != step_of(path):
         raise CheckpointError(
@@ -146,18 +164,23 @@ def verify(path: Path) -> dict[str, Any]:
             "two checkpoints were mixed."
         )
     try:
+        known = _verified.get(path.absolute())
         for name, entry in manifest["files"].items():
-            _verify_file(path, name, entry)
+            _verify_file(path, name, entry, summed=known is None)
+        if known is not None and known != _traces(path, manifest["files"]):
+            del _verified[path.absolute()]
+            return verify(path)
         for found in sorted(path.rglob("*")):
             name = str(found.relative_to(path))
             if found.is_symlink() or (not found.is_dir() and name not in (MANIFEST, *manifest["files"])):
                 raise CheckpointError(f"{path.name}/{name} is not among the files that were written; remove it.")
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}.") from None
+    _verified[path.absolute()] = _traces(path, manifest["files"])
     return manifest
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest as it was written: what it holds besides is then what `save` put in."""
     file = path / MANIFEST
     if not file.is_file():
@@ -172,7 +195,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _verify_file(root: Path, name: str, entry: Mapping[str, Any]) -> None:
+def _verify_file(root: Path, name: str, entry: Mapping[str, Any], summed: bool = True) -> None:
     parts = Path(name).parts
     if Path(name).is_absolute() or ".." in parts or any((root / Path(*parts[:n])).is_symlink() for n in range(1, len(parts) + 1)):
         raise CheckpointError(
@@ -183,8 +206,7 @@ def _verify_file(root: Path, name: str, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{root.name}/{name} is missing.")
     if file.stat().st_size != entry["bytes"]:
         raise CheckpointError(f"{root.name}/{name} has {file.stat().st_size} bytes; {entry['bytes']} were written.")
-    actual = sha256(file)
-    if actual != entry["sha256"]:
+    if summed and (actual := sha256(file)) != entry["sha256"]:
         raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…; {entry['sha256'][:16]}… was written.")
 
 
@@ -219,9 +241,9 @@ def latest(root: Path, most: int | None = None) -> Latest:
     return Latest(None, 0, ignored)
 
 
-def prune(root: Path, keep: int) -> None:
+def prune(root: Path, keep: int, spare: int = 0) -> None:
     """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies, and leftovers of
-    dead saves.
+    dead saves. That of the step `spare` stays.
 
     Newer ones that do not verify are left for people to look at, until the run has passed them.
     """
@@ -229,7 +251,8 @@ def prune(root: Path, keep: int) -> None:
     if newest is not None:
         places = _steps(root)
         for path in places[places.index(newest) + max(1, keep) :]:
-            _discard(path)
+            if step_of(path) != spare or not spare:
+                _discard(path)
     for path in root.iterdir() if root.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

@@ -15,6 +15,8 @@ from psigrad.records.row_lines import read_lines, read_steps
 from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600
+# After the last two another step may become the best.
+KEEPS = ("kept", "started", "resumed")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class Sample:
     completion: str
     reward: float
     messages: tuple[tuple[str, str], ...] = ()
+
+
+def kept_step(events: Sequence[Mapping[str, Any]]) -> float:
+    """The step whose weights a run left behind as its best ones; infinite where it left its last ones."""
+    last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
+    return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,12 @@ class RunData:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
+        """Held-out figures by step, in order, up to the weights that were kept."""
+        kept = kept_step(self.events)
+        return [row for row in self.all_evaluations if row["step"] <= kept]
+
+    @property
+    def all_evaluations(self) -> list[dict[str, Any]]:
         """Held-out figures by step, in order."""
         by_step: dict[int, dict[str, Any]] = {}
         for row in self.metrics:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from psigrad import redaction
-from psigrad.errors import UserError
+from psigrad.errors import NO_LOCKS, UserError
 from psigrad.records import checkpoint, pins, row_lines
 from psigrad.records.rows import FORMAT, parse_row
 
@@ -223,16 +223,20 @@ class RunFolder:
             for stream in self._files.values():
                 os.fsync(stream.fileno())
 
-    def rewind(self, step: int, written: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Take metrics, timings and rollouts back to their rows of step `step` and before, of which so many were `written`.
+    def rewind(
+        self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Take metrics, timings and rollouts back to their rows of step `step` and before, of which so many were `written`, up to
+        the bytes `ends` of each file: a large file is cut there and not read.
 
-        Damaged lines are kept aside, and said, as rows that are missing are.
+        Damaged lines of others are kept aside, and said, as rows that are missing are.
         """
         with _errors_of(self.path):
             for name in ("metrics", "timings", "rollouts"):
                 file, expected = self.path / f"{name}.jsonl", written.get(name)
                 self._files[name].close()
-                left, damaged = row_lines.take_back(file, step, expected)
+                found = row_lines.cut_back(file, step, expected, ends.get(name))
+                left, damaged = found or row_lines.take_back(file, step, expected)
                 self._files[name], self.rows[name] = file.open("ab", buffering=0), left
                 if damaged:
                     said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
@@ -240,6 +244,10 @@ class RunFolder:
                 if expected is not None and left < expected:
                     said = f"{file.name} lacks {expected - left} of its {expected} rows; the run goes on without them."
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
+
+    def ends(self) -> dict[str, int]:
+        """How many bytes metrics, timings and rollouts have."""
+        return {name: os.fstat(self._files[name].fileno()).st_size for name in self.rows}
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
@@ -287,7 +295,9 @@ class NullRunFolder(RunFolder):
     def flush(self) -> None:
         """Nothing was written."""
 
-    def rewind(self, step: int, written: Mapping[str, int] = MappingProxyType({})) -> None:
+    def rewind(
+        self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         """Rank 0 does it."""
 
     def disk_low(self) -> str:
@@ -312,7 +322,13 @@ def _lock(path: Path) -> BinaryIO:
     stream = (path / ".lock").open("a+b")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            where = f"{path} lies on a file system without locks"
+            print(f"psigrad: {where}; see to it yourself that no other run writes there.", file=sys.stderr, flush=True)
+            return stream
+        if not isinstance(error, BlockingIOError):
+            raise
         stream.seek(0)
         holder = stream.read().decode(errors="replace").strip() or "another process"
         stream.close()

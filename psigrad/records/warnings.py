@@ -66,7 +66,7 @@ SIGNALS = (
     Signal("update_kl", "Policy", "KL of the update", "Between the policy that collected and the one after the update.",
         ("train/approx_kl", "policy/approxkl_avg", "kl_pre_post"), "nats"),
     Signal("entropy", "Policy", "Entropy", "How undecided the policy is, per token or step.",
-        ("entropy", "train/entropy", "optim/entropy", "entropy/all"), "nats"),
+        ("entropy", "train/entropy", "optim/entropy", "entropy/all", "surprise"), "nats"),
     Signal("clipped", "Policy", "Clipped", "Share of tokens or actions whose gradient the clip took away.",
         ("clip_ratio/region_mean", "train/clip_fraction", "cispo_clip_ratio"), share=True),
     Signal("mismatch", "Policy", "Sampler against trainer",
@@ -205,7 +205,7 @@ def _not_finite(figures: Figures, memory: Memory) -> float | None:
 
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
     """How much of the entropy of the first five rows is gone."""
-    value = figures.get("entropy")
+    value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures  # imitation is meant to make up its mind
     if value is None or not math.isfinite(value) or not learns_by_reward:
         return None

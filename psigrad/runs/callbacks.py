@@ -98,13 +98,14 @@ class Arguments:
         self._names = dict(flat_names(type(config)))
         self._others: dict[str, Any] = {}
         evaluates = any(getattr(self, name) != 0 for name in ("eval_prompts", "eval_episodes") if name in self._names)
+        given = getattr(config, "evaluation", None)
         self.greater_is_better = True
         self._others |= {
             "eval_strategy": "steps" if evaluates else "no",
             "save_strategy": "steps",
             "logging_strategy": "steps",
-            "metric_for_best_model": HEADLINE if evaluates else None,
-            "load_best_model_at_end": False,
+            "metric_for_best_model": (given.metric_for_best_model if given else "") or HEADLINE if evaluates else None,
+            **({} if "load_best_model_at_end" in self._names else {"load_best_model_at_end": False}),
             "gradient_accumulation_steps": 1,
             "run_name": config.run.output_dir,
             "disable_tqdm": not config.run.progress,

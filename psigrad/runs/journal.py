@@ -23,6 +23,7 @@ from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
+from psigrad.runs.machine import Trimmer
 from psigrad.runs.trackers import Tracker
 
 STACKS = "stacks.txt"
@@ -135,6 +136,7 @@ class Journal:
     world: World = ALONE
     """The processes of the run; only rank 0 writes and prints."""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    trim: Callable[[], dict[str, int]] = field(default_factory=Trimmer)
 
     def clock(self) -> Clock:
         """A clock for one step or evaluation."""
@@ -163,7 +165,14 @@ class Journal:
         """One row of timings.jsonl; `tokens` were sampled or trained on in this step."""
         seconds = time.perf_counter() - clock.start
         self.folder.timings(
-            {"step": step, "step_time": seconds, **clock.phases, "tokens": tokens, "tokens_per_second": tokens / seconds}
+            {
+                "step": step,
+                "step_time": seconds,
+                **clock.phases,
+                "tokens": tokens,
+                "tokens_per_second": tokens / seconds,
+                **self.trim(),
+            }
         )
 
     def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:

@@ -18,13 +18,15 @@ from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, join_world
 from psigrad.records import checkpoint, pins
-from psigrad.records.row_lines import read_steps
+from psigrad.records.read import KEEPS, kept_step
+from psigrad.records.row_lines import last_event, read_steps
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
+from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
-from psigrad.runs.machine import device, prepare_torch
+from psigrad.runs.machine import device, prepared_torch
 from psigrad.runs.result import Result
 from psigrad.runs.trackers import open_trackers
 
@@ -37,7 +39,8 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
     """
     with contextlib.ExitStack() as stack:
         world = ALONE
-        prepare_torch(config.run, recompute=hasattr(config, "model") and config.model.gradient_checkpointing)
+        recompute = hasattr(config, "model") and config.model.gradient_checkpointing
+        stack.enter_context(prepared_torch(config.run, recompute=recompute))
         if hasattr(config, "placement"):
             launch.check(config.placement.processes)
             lockstep, minutes = config.placement.strategy == "fsdp", config.placement.timeout_minutes
@@ -82,6 +85,8 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     """The run's callbacks, ready to be told."""
     found = [callbacks.resolve(given) for given in config.run.callbacks]
+    evaluation: Any = getattr(config, "evaluation", None)
+    found += [Best(evaluation)] if Best.wanted(evaluation) else []
     for callback in found if world.rank == 0 else ():
         if never := callbacks.never_called(callback):
             print(f"psigrad: {', '.join(never)} of {type(callback).__name__} is never called; the events are "
@@ -122,7 +127,8 @@ def newest_checkpoint(journal: Journal) -> Path | None:
     found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Latest(None))
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
-    journal.folder.rewind(found.step if found.path is not None else -1, found.manifest.get("rows") or {})
+    rows, ends = (found.manifest.get(name) or {} for name in ("rows", "ends"))
+    journal.folder.rewind(found.step if found.path is not None else -1, rows, ends)
     return found.path
 
 
@@ -136,8 +142,8 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
 
 
 def vouched(journal: Journal) -> dict[str, Any]:
-    """What a checkpoint's manifest says of the run folder: its settings, and how many rows there are."""
-    return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows)}
+    """What a checkpoint's manifest says of the run folder: its settings, and how many rows and bytes of them there are."""
+    return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
 
 def note_end(journal: Journal, **noted: Any) -> None:
@@ -172,10 +178,11 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first and the last evaluation of a run, with their steps."""
+    """The first evaluation of a run and that of the weights it left, with their steps."""
+    kept = kept_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows: dict[int, dict[str, Any]] = {}
     for row in read_steps(folder / "metrics.jsonl"):
         if any(name.startswith("eval/") for name in row):
             rows.setdefault(row["step"], {}).update(row)
-    ordered = [rows[step] for step in sorted(rows)]
+    ordered = [rows[step] for step in sorted(rows) if step <= kept]
     return (ordered[0], ordered[-1]) if ordered else ({}, {})

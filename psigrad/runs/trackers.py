@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
+import re
 import sys
 import threading
 from collections import deque
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from psigrad.errors import UserError, nearest
+from psigrad.records.read import flatten
 
 
 class Tracker(Protocol):
@@ -48,6 +51,11 @@ def _cell(value: Any) -> Any:
     return value
 
 
+def run_id_of(folder: Path) -> str:
+    """One folder is one run, also when it goes on after a stop."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+
+
 class _TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -73,10 +81,9 @@ class _Wandb:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        # one folder is one run, also when it goes on after a stop
-        name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         self.wandb = wandb
-        self.run = wandb.init(project="psigrad", id=name, name=folder.name, dir=str(folder), config=dict(config), resume="allow")
+        known = {"id": run_id_of(folder), "resume": "allow"}
+        self.run = wandb.init(project="psigrad", name=folder.name, dir=str(folder), config=dict(config), **known)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
@@ -108,10 +115,59 @@ class _Trackio:
         self.trackio.finish()
 
 
+class _MLflow:
+    """A run of MLflow's client, at MLFLOW_TRACKING_URI; its id stands in the run folder, so that one folder is one run."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import mlflow
+
+        self.mlflow, noted = mlflow, folder / "mlflow_run_id"
+        before = noted.read_text().strip() if noted.exists() else None
+        if not (os.environ.get("MLFLOW_EXPERIMENT_NAME") or os.environ.get("MLFLOW_EXPERIMENT_ID")):
+            mlflow.set_experiment("psigrad")
+        run = mlflow.start_run(run_id=before, run_name=None if before else folder.name)
+        if before is None:
+            noted.write_text(run.info.run_id)
+            mlflow.log_params({name: str(value)[:500] for name, value in flatten(config).items()})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # its names have no "@", as in pass@4
+        self.mlflow.log_metrics({re.sub(r"[^\w\-. /:]", "_", name): value for name, value in metrics.items()}, step=step)
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = zip(*table_of(rows), strict=True)
+        self.mlflow.log_table(dict(zip(COLUMNS, map(list, columns), strict=True)), "completions.json")
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+class _SwanLab:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import swanlab
+
+        self.swanlab = swanlab
+        known = {"id": run_id_of(folder), "resume": "allow", "log_dir": str(folder / "swanlog")}
+        swanlab.init(project="psigrad", name=folder.name, config=dict(config), **known)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.swanlab.log(dict(metrics), step=step)
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        texts = [self.swanlab.Text("\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)))
+                 for row in table_of(rows)]  # fmt: skip
+        self.swanlab.log({"completions": texts}, step=step)
+
+    def close(self) -> None:
+        self.swanlab.finish()
+
+
 KNOWN: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
     "trackio": _Trackio,
+    "mlflow": _MLflow,
+    "swanlab": _SwanLab,
 }
 
 

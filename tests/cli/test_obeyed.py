@@ -67,7 +67,7 @@ RUNS = {
     "eval": (EvalConfig, "held_out", [*DRAWN, "--reward", REWARD], ["", PLAYED, SERVED]),
     "sample": (SampleConfig, "held_out", [*DRAWN, "--reward", REWARD], ["--keep pairs --bradley-terry 2", PLAYED, SERVED]),
 }
-TRAINS = ("--threads", "1", "--no-progress", "--no-report")
+TRAINS = ("--early-stopping-patience", "9", "--threads", "1", "--no-progress", "--no-report")
 
 
 @pytest.fixture
@@ -158,11 +158,12 @@ ENDS = " ".join(map(str, range(0, 270, 2)))  # half of all tokens, or a tiny mod
 OTHER = {
     "evaluation.eval_prompts": 3, "data.max_rows": 20, "data.max_prompt_length": 2, "sampling.max_completion_length": 3,
     "sampling.top_k": 2, "sampling.min_p": 0.5, "sampling.top_p": 0.3, "sampling.stop_token_ids": ENDS,
-    "evaluation.eval_temperature": 0, "evaluation.metric": "exact", "reward_weights": "3", "reward": f"{REWARD} exact",
+    "evaluation.eval_temperature": 0, "evaluation.metric": "exact", "reward_weights": "3", 
+    "reward": f"{REWARD} {tiny_rewards.__file__}:early_letters",
     "optim.max_grad_norm": 0.01, "optim.warmup_steps": 1, "optim.adam_epsilon": 0.1, "max_length": 4, "batch_size": 3,
     "evaluation.num_generations_eval": 3, "best_of": 3, "keep": "best", "max_logp_difference": 1e-12, "max_unscored": 0.9,
     "reference_dtype": "bfloat16", "model.dtype": "bfloat16", "loss": "ipo", "algorithm": "rloo", "teacher_prompt": "answer",
-    "data.eval_dataset": "{rows}", "model.lora_target_modules": "q_proj",
+    "data.eval_dataset": "{rows}", "fewshot_dataset": "{rows}", "model.lora_target_modules": "q_proj",
     "model.lora_modules_to_save": "lm_head", "record_tokens": 1, "run.save_steps": 1, "run.save_total_limit": 1,
     "server": "http://127.0.0.1:9", "prompts_per_step": 3,
 }  # fmt: skip
@@ -219,6 +220,9 @@ ELSEWHERE = {
     "tools": "language/rollout/test_episodes.py::test_tools_are_called_by_type_and_their_mistakes_are_answers",
     "server_timeout": "language/rollout/test_openai_server.py::"
     "test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too",
+    "agent": "language/rollout/agents/test_agents.py::test_one_question_has_the_tokens_of_this_process_and_its_gradient",
+    "agent_command": "language/rollout/agents/test_agents.py::test_a_program_is_asked_as_a_function_is",
+    "benchmark": "language/data/test_benchmarks.py::test_prompts_by_hand",
     "server_key_variable": "language/rollout/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
     **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
     "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
@@ -240,6 +244,7 @@ def another(command_name, name, setting):
         return [flag_of(name) if not setting.default else flag_of(name).replace("--", "--no-", 1)]
     if get_origin(setting.type) is Literal:
         return [flag_of(name), next(word for word in get_args(setting.type) if word and word != setting.default)]
+    assert setting.type in (int, float), f"{name} is new: OTHER says another value of it, or ELSEWHERE which test shows it"
     return [flag_of(name), str(setting.default + 1 if setting.type is int else setting.default / 2 or 0.5)]
 
 

@@ -74,8 +74,11 @@ def test_of_a_fresh_object_nothing_is_asked_for_but_trls_defaults(config):
 
 
 def test_what_cannot_be_is_a_sentence():
-    args = trl.GRPOConfig(use_cpu=True, bf16=False, optim="adafactor")
-    with pytest.raises(UserError, match=r"no equal of: optim='adafactor': the optimiser is AdamW\. Leave it out of GRPOConfig"):
+    args = trl.GRPOConfig(use_cpu=True, bf16=False, optim="sgd")
+    with pytest.raises(
+        UserError,
+        match=r"no equal of: optim='sgd': the optimiser is optimizer=adamw, muon or adafactor\. Leave it out of GRPOConfig",
+    ):
         psigrad.train("grpo", model="m", dataset="d", args=args)
     with pytest.raises(UserError, match=r'GRPOConfig, which is for grpo, and the method is \'dpo\'; give psigrad.train\("grpo"'):
         psigrad.train("dpo", model="m", dataset="d", args=trl.GRPOConfig(use_cpu=True, bf16=False))

@@ -127,6 +127,19 @@ def test_the_target_network_moves_when_it_is_due_and_not_before():
     assert not torch.equal(made.network.flat.detach(), before)
 
 
+def test_the_target_follows_by_tau_once_in_an_interval():
+    """From 0 towards 1 by ¼: 0.25, then 1 - 0.75² = 0.4375."""
+    made = build(Chain, tau=0.25, target_update_interval=12)
+    made.target.zero_()
+    with torch.no_grad():
+        made.network.flat.fill_(1.0)
+    found = []
+    for collected in (4, 7, 1, 11, 1):
+        made._follow(collected)
+        found.append(float(made.target[0]))
+    assert found == [0.0, 0.0, 0.25, 0.25, 0.4375] and float(made.target.min()) == 0.4375
+
+
 def test_the_slope_of_the_loss_equals_autograd():
     draw = torch.Generator().manual_seed(0)
     q = (3 * torch.randn(64, 4, generator=draw, dtype=torch.double)).requires_grad_()

@@ -93,3 +93,34 @@ def test_every_step_of_training_keeps_its_promises():
         accepted += figures["trpo/accepted"]
     assert accepted > 10  # at the optimum there is nothing left to improve
     np.testing.assert_array_equal(made.network.act(np.eye(4, dtype=np.float32)[:3]), [1, 1, 1])
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.25])
+def test_a_step_is_taken_by_the_settings(damping, monkeypatch):
+    """The Fisher matrix has the damping on its diagonal, F·v + 0.25 v; the critic is fitted in so many passes of minibatches."""
+    given = {"tuned": False, "n_envs": 2, "n_steps": 16, "batch_size": 16, "total_timesteps": 100, "network.critic": "separate"}
+    given |= {"max_kl": 0.02, "cg_max_steps": 3, "cg_damping": damping, "n_critic_updates": 4}
+    given |= {"line_search_shrinking_factor": 0.7, "line_search_max_iter": 5}
+    made = builder.build(builder.settings("trpo", Chain, given))
+    made.restart()
+    asked, updates, fisher = [], [], trust_region.fisher_product
+
+    def step(gradient, product, measure, **named):
+        v = torch.ones_like(gradient)
+        asked.append((product(v) - undamped[0](v), named))
+        return trust_region.Taken(torch.zeros_like(gradient), 0.0, 0.0, 1)
+
+    undamped = []
+
+    def products(kl, start, damping):
+        undamped.append(fisher(kl, start, 0.0))
+        return fisher(kl, start, damping)
+
+    monkeypatch.setattr(trust_region, "step", step)
+    monkeypatch.setattr(trust_region, "fisher_product", products)
+    monkeypatch.setattr(made.optimizer, "step", lambda gradient, rate: updates.append(rate))
+    made.iterate()
+    ((more, named),) = asked
+    torch.testing.assert_close(more, torch.full_like(more, damping), rtol=0, atol=1e-6)
+    assert named == {"max_kl": 0.02, "cg_steps": 3, "shrink": 0.7, "tries": 5}
+    assert len(updates) == 4 * 2, "32 steps are two minibatches"

@@ -364,3 +364,10 @@ def test_two_methods_of_one_name_are_told_apart():
 
 def test_a_lambda_of_1_needs_no_discount():
     assert gae().gamma == 1.0 and gae().lam == 1.0
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_pass_at_k_needs_one_more_than_k(k):
+    """Of k alone nothing is learned: one of them is right, or none is."""
+    method = resolve("pass_at_k")
+    assert replace(method, psi=replace(method.psi, k=k)).min_group_size == k + 1

@@ -21,7 +21,8 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
 from psigrad.language.training.online.forward import inputs_of, micro_batches, to_batch
-from psigrad.language.training.update import Optimizer, steps_natively
+from psigrad.language.training.optimizers import steps_natively
+from psigrad.language.training.update import Optimizer
 from psigrad.preflight import plan
 from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
@@ -55,7 +56,7 @@ def test_parameters_are_counted_without_weights(architecture, tied):
 def test_an_adapters_parameters_are_counted(targets):
     hf = tiny.model("qwen3", 100)
     expected = count_shape(hf.config).lora_parameters(4, targets)
-    model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0), lora=Lora(4, target_modules=targets))
+    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0), lora=Lora(4, target_modules=targets))
     assert sum(p.numel() for p in model.trainable().values()) == expected
 
 
@@ -68,7 +69,7 @@ def running(vocabulary: int, prompts: int, members: int, prompt: int, length: in
 
 def kept_by_autograd(hf, prompts: int, members: int, prompt: int, length: int) -> tuple[int, int, int]:
     """(bytes, packed tokens, prompt tokens carried) of a forward pass to the last hidden state."""
-    model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0))
+    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0))
     own = {t.untyped_storage().data_ptr() for t in (*hf.parameters(), *hf.buffers())}
     held: list[torch.Tensor] = []
 
@@ -119,11 +120,11 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
     shape = count_shape(hf.config)
     lora = Lora(rank) if rank else None
-    model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0), lora=lora)
+    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0), lora=lora)
     optimizer = Optimizer(model.trainable(), Optim())
     optimizer.step([lambda: model.evaluate(Groups([[1, 2]], [[[3, 4]]])).logp.sum()], 1e-3)
     weights = sum(p.numel() * p.element_size() for p in hf.parameters())
-    moments = sum(t.numel() * t.element_size() for s in optimizer.adamw.state.values() for n, t in s.items() if n != "step")
+    moments = sum(t.numel() * t.element_size() for s in optimizer.rule.state.values() for n, t in s.items() if n != "step")
     masters = sum(m.numel() * 4 for n, m in optimizer.masters.items() if m is not optimizer.parameters[n])
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in optimizer.parameters.values())
     copies = [m.grad for n, m in optimizer.masters.items() if m is not optimizer.parameters[n] and m.grad is not None]
@@ -143,7 +144,7 @@ def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_sto
     for module in (logprobs, memory):
         monkeypatch.setattr(module, "TILE_ELEMENTS", 1000)
     hf = tiny.model(architecture, 400, hidden=32, tied=tied)
-    model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0))
+    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0))
     optimizer = Optimizer(model.trainable(), Optim(), recompute=True)
     groups = running(400, prompts, 2, 4, 8)
     stored = []
@@ -174,7 +175,7 @@ def test_a_plan_that_recomputes_has_no_gradient_of_a_large_head_and_gives_memory
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_the_cache_is_as_large_as_the_samplers(architecture, monkeypatch):
     hf = tiny.model(architecture, 100, max_length=512)
-    model = language_model.prepare(hf, SimpleNamespace(eos_token_id=99))
+    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=99))
     model.as_transformers().get_output_embeddings().weight.data[99] = 0.0
     largest = [0]
     remove = embedded._Batch.decode

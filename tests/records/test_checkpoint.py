@@ -416,3 +416,26 @@ def test_checkpoints_survive_another_process(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env={"PYTHONPATH": str(root)}, check=True, timeout=120)
     assert latest(tmp_path).step == 7
+
+
+def test_a_checkpoint_is_read_and_summed_once(tmp_path, monkeypatch):
+    read: list[str] = []
+    sha256 = checkpoint.sha256
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: (read.append(path.name), sha256(path))[1])
+    made = make(tmp_path, 1)
+    assert sorted(read) == ["config.json", "model.safetensors", "state.json"]
+    assert latest(tmp_path).path == made and len(read) == 3
+    prune(tmp_path, 1)
+    assert verify(made)["step"] == 1 and len(read) == 3
+    monkeypatch.setattr(checkpoint, "_verified", {})  # another process
+    assert latest(tmp_path).path == made and verify(made)["step"] == 1 and len(read) == 6
+
+
+def test_a_file_that_was_touched_since_is_read_again(tmp_path):
+    made = make(tmp_path, 1)
+    data = bytearray((made / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    times = (made / "model.safetensors").stat()
+    (made / "model.safetensors").write_bytes(data)
+    os.utime(made / "model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert latest(tmp_path).path is None

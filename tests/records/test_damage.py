@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from psigrad.language.recipes.finish import write_card
-from psigrad.records import checkpoint, read, report
+from psigrad.processes.parallel.world import ALONE
+from psigrad.records import checkpoint, read, report, row_lines
 from psigrad.records.run_folder import RunFolder, RunFolderError
 from psigrad.runs import session
 from psigrad.runs.result import Result
@@ -216,3 +217,42 @@ def test_a_page_and_a_card_are_written_where_a_file_is_named_by_no_text(tmp_path
     write_card(tmp_path / "run")
     assert "rows\\udcff.jsonl" in (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
     assert report.write([tmp_path / "run"]).read_text(encoding="utf-8")
+
+
+def test_a_large_file_is_cut_where_a_checkpoint_saw_its_end_and_not_read(tmp_path, monkeypatch):
+    lines = written(tmp_path / "run", 10)
+    end = sum(map(len, lines[:7]))
+    monkeypatch.setattr(row_lines, "_LARGE", 1)
+    monkeypatch.setattr(row_lines, "read_lines", None)
+    assert row_lines.cut_back(tmp_path / "run" / "metrics.jsonl", 7, 7, end) == (7, 0)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b"".join(lines[:7])
+
+
+@pytest.mark.parametrize(
+    ("step", "rows", "end"),
+    [(6, 7, 0), (7, 7, 1), (7, 7, -1), (7, 7, 10**6), (7, None, 0)],
+    ids=["a row of a later step ends there", "no row ends there", "in a row", "the file is shorter", "nothing is known"],
+)
+def test_a_large_file_whose_end_is_not_what_a_checkpoint_saw_is_read(step, rows, end, tmp_path, monkeypatch):
+    lines = written(tmp_path / "run", 10)
+    monkeypatch.setattr(row_lines, "_LARGE", 1)
+    assert row_lines.cut_back(tmp_path / "run" / "metrics.jsonl", step, rows, sum(map(len, lines[:7])) + end) is None
+
+
+def test_a_run_that_goes_on_cuts_its_large_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_lines, "_LARGE", 1)
+    path = tmp_path / "run"
+    with RunFolder.open(path, CONFIG) as folder:
+        journal = SimpleNamespace(folder=folder, world=ALONE)
+        folder.rollouts([{"step": 1}, {"step": 2}])
+        meta = session.vouched(journal)
+        checkpoint.save(folder.checkpoints, 2, lambda place: save_file({"w": torch.ones(9)}, place / "w.safetensors"), meta=meta)
+        folder.rollouts([{"step": 3}])
+    assert meta["ends"] == {"rollouts": 24}  # two lines of 12 bytes
+    with RunFolder.open(path, CONFIG) as folder:
+        monkeypatch.setattr(
+            row_lines, "take_back", lambda file, *_: pytest.fail(f"{file.name} was read") if "roll" in file.name else (0, 0)
+        )
+        session.newest_checkpoint(SimpleNamespace(folder=folder, world=ALONE))
+        assert folder.rows["rollouts"] == 2
+    assert (path / "rollouts.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'

@@ -83,6 +83,28 @@ def test_a_second_process_is_told_who_holds_the_folder_and_a_dead_holder_lets_go
     assert rows(path) == [{"step": 1}]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_said_and_used(number, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fcntl.flock", refuses(number))
+    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
+        folder.metrics({"step": 1})
+    assert rows(tmp_path / "run") == [{"step": 1}]
+    assert f"{tmp_path / 'run'} lies on a file system without locks; see to it yourself" in capsys.readouterr().err
+
+
+def test_negative_control_a_lock_that_breaks_otherwise_is_no_such_file_system(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", refuses(errno.EIO))
+    with pytest.raises((RunFolderError, OSError)), RunFolder.open(tmp_path / "run", CONFIG):
+        pass
+
+
+def refuses(number):
+    def flock(*given):
+        raise OSError(number, os.strerror(number))
+
+    return flock
+
+
 def test_the_lock_is_let_go_at_the_end_and_after_an_error(tmp_path):
     for _ in range(2):
         with contextlib.suppress(ZeroDivisionError), RunFolder.open(tmp_path / "run", CONFIG) as folder:

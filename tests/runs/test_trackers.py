@@ -100,6 +100,75 @@ def test_trackio_gets_each_step(tmp_path, monkeypatch):
     ]
 
 
+class FakeMLflow(Fake):
+    """mlflow's functions as they are called, with the run ids that it gives away."""
+
+    def set_experiment(self, name):
+        self.calls.append(("experiment", name))
+
+    def start_run(self, run_id=None, run_name=None):
+        self.calls.append(("start", run_id, run_name))
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "abc"))
+
+    def log_params(self, values):
+        self.calls.append(("params", values))
+
+    def log_metrics(self, values, step=None):
+        self.calls.append(("metrics", values, step))
+
+    def log_table(self, columns, file):
+        self.calls.append(("table", columns, file))
+
+    def end_run(self):
+        self.calls.append(("end",))
+
+
+def test_mlflow_gets_each_step_and_one_folder_is_one_run(tmp_path, monkeypatch):
+    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    first, again = FakeMLflow("mlflow"), FakeMLflow("mlflow")
+    monkeypatch.setitem(sys.modules, "mlflow", first)
+    run(["mlflow"], tmp_path)
+    assert first.calls == [
+        ("experiment", "psigrad"),
+        ("start", None, tmp_path.name),
+        ("params", {"run.seed": "0"}),
+        ("metrics", {"loss": 0.5, "reward/mean": 1.0}, 1),
+        ("metrics", {"loss": 0.25}, 2),
+        ("end",),
+    ]
+    monkeypatch.setitem(sys.modules, "mlflow", again)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    (tracker,) = open_trackers(["mlflow"], tmp_path, CONFIG)
+    tracker.log(3, {"eval/pass@4": 1.0})
+    tracker.completions(1, [{"step": 1, "kind": "train", "prompt": "p", "completion": "c", "reward": 1.0}])
+    tracker.close()
+    assert again.calls == [
+        ("start", "abc", None),
+        ("metrics", {"eval/pass_4": 1.0}, 3),
+        ("table", dict(zip(COLUMNS, ([1], ["train"], ["p"], ["c"], [1.0], [None]), strict=True)), "completions.json"),
+        ("end",),
+    ]
+
+
+def test_swanlab_gets_each_step_and_one_folder_is_one_run(tmp_path, monkeypatch):
+    ids = []
+    for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        fake = Fake("swanlab")
+        fake.Text = lambda text: ("text", text)
+        monkeypatch.setitem(sys.modules, "swanlab", fake)
+        (tracker,) = open_trackers(["swanlab"], folder, CONFIG)
+        tracker.log(1, {"loss": 0.5})
+        tracker.completions(1, [{"step": 1, "kind": "train", "prompt": "p", "completion": "c", "reward": 1.0}])
+        tracker.close()
+        (_, settings), *rest = fake.calls
+        ids.append(settings["id"])
+        assert settings["project"] == "psigrad" and settings["resume"] == "allow" and settings["config"] == CONFIG
+        text = "step: 1\nkind: train\nprompt: p\ncompletion: c\nreward: 1.0\nadvantage: None"
+        assert rest == [("log", {"loss": 0.5}, {"step": 1}), ("log", {"completions": [("text", text)]}, {"step": 1}), ("finish",)]
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_a_tracker_that_raises_is_told_about_once_and_left_alone(capsys):
     failing = Failing()
     tracker = Background("mine", lambda: failing)
@@ -154,7 +223,9 @@ def test_a_missing_package_names_the_command(name, tmp_path, monkeypatch):
 def test_an_unknown_name_is_refused_before_any_tracker_starts(tmp_path, monkeypatch):
     fake = Fake("trackio")
     monkeypatch.setitem(sys.modules, "trackio", fake)
-    with pytest.raises(UserError, match="no tracker 'wandbb'; expected tensorboard, wandb, trackio; did you mean 'wandb'"):
+    with pytest.raises(
+        UserError, match="no tracker 'wandbb'; expected tensorboard, wandb, trackio, mlflow, swanlab; did you mean 'wandb'"
+    ):
         open_trackers(["trackio", "wandbb"], tmp_path, CONFIG)
     assert fake.calls == []
 

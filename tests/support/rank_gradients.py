@@ -157,6 +157,7 @@ CASES = {
     "grpo": Case(online, algorithm="grpo"),
     "ppo": Case(online, algorithm="ppo", critic=True),
     "ppo shared": Case(online, algorithm="ppo", value_head=True),
+    "ppo shared bfloat16": Case(online, algorithm="ppo", value_head=True, dtype="bfloat16"),
     "lora": Case(online, lora=True),
     "sft": Case(partial(offline, sft)),
     "dpo": Case(partial(offline, dpo), "untied"),

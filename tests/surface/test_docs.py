@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -41,6 +42,14 @@ def script(name):
 @pytest.fixture(scope="module")
 def maker():
     return script("methods")
+
+
+def test_the_defaults_of_others_are_theirs():
+    """TRL's classes have them as fields, Stable-Baselines3's as arguments."""
+    for where, name, value, _ in script("settings").THEIRS.values():
+        module, _, owner = where.rpartition(".")
+        found = inspect.signature(getattr(importlib.import_module(module), owner)).parameters[name].default
+        assert found == value, (where, name)
 
 
 def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():

@@ -32,6 +32,7 @@ CHANGING = {
         "ServedModel",
         "TokenStream",  # tokens come to it
         *("TokenTree", "Flat", "Session"),  # as do requests of an agent
+        *("MethodWatch", "_Recorded"),  # a replay fills them as it goes
         "Translation",
         "TrlScript",
     ),

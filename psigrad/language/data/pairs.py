@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, alike
@@ -12,8 +12,6 @@ from psigrad.language.data.templates import Example, encode_after, examples, pro
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,14 +135,8 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
     return Steps(ids, ends, list(row.labels))
 
 
-def drop_long(rows: Sequence[T], tokens: Callable[[T], int], max_length: int) -> tuple[list[T], int]:
-    """The rows of at most `max_length` tokens (0: all), and how many were left out: half an answer cannot be judged."""
-    kept = [row for row in rows if not max_length or tokens(row) <= max_length]
-    return kept, len(rows) - len(kept)
-
-
-def longest(made: Pair | Steps) -> int:
-    """Tokens of the longer text of a pair, or of a solution."""
-    if isinstance(made, Steps):
+def longest(made: Pair | Judged | Steps) -> int:
+    """Tokens of the longest text of a pair, or of all that a prompt has with its only answer."""
+    if not isinstance(made, Pair):
         return made.tokens
     return len(made.prompt) + max(len(text.ids) for side in (made.chosen, made.rejected) for text in side.texts)

@@ -10,16 +10,34 @@ from psigrad import seeds
 from psigrad.errors import UserError, nearest
 
 
+def library() -> Any:
+    """reasoning-gym. Raises `UserError` where it is not installed: a part of it is compiled when it is."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise UserError(
+            'Tasks and the demo need reasoning-gym; install it: pip install "psigrad[tasks]". That takes a C compiler and '
+            "Python's headers, in Debian gcc and python3-dev."
+        ) from error
+    return reasoning_gym
+
+
+def task_names() -> list[str]:
+    """The names of its tasks."""
+    library()
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
 def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """`size` rows of a reasoning-gym task: `prompt`, `answer`, `task` and `metadata`, ready for the `reasoning_gym` reward.
 
     Row i depends on (seed, i) only.
     """
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    if name not in DATASETS:
-        raise UserError(f"There is no reasoning-gym task {name!r}; `psigrad tasks` lists them{nearest(name, DATASETS) or '.'}")
+    reasoning_gym, known = library(), task_names()
+    if name not in known:
+        raise UserError(f"There is no reasoning-gym task {name!r}; `psigrad tasks` lists them{nearest(name, known) or '.'}")
     dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "task": name, "metadata": entry["metadata"]} for entry in dataset

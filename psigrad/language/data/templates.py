@@ -92,7 +92,9 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
     elif row.completion or row.messages:
-        made = [_conversation(tokenizer, row, context) for context in contexts(tokenizer, row, empty_thinking=empty_thinking)]
+        talk = Talk(tokenizer, row)
+        stops = _stops_of(talk)
+        made = [_conversation(talk, context, stops) for context in contexts(talk, empty_thinking=empty_thinking)]
     else:
         raise UserError(f"{row.source} has no completion to train on; give a row of the form prompt-completion or messages.")
     found = []
@@ -114,7 +116,11 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -
     A turn that calls a tool may have an end of its own, which counts where the row offers tools. The EOS where the template shows
     no end.
     """
-    found: Any = tokenizer.convert_tokens_to_ids(stop_tokens(tokenizer, row)) or [tokenizer.eos_token_id]
+    return _stops_of(Talk(tokenizer, row or Row("a test conversation")))
+
+
+def _stops_of(talk: Talk) -> tuple[int, ...]:
+    found: Any = talk.tokenizer.convert_tokens_to_ids(stop_tokens(talk)) or [talk.tokenizer.eos_token_id]
     return tuple(token for token in found if token is not None)
 
 
@@ -179,7 +185,11 @@ def _encodable(text: str) -> str:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False: `max_length` is our affair, the tokenizer's warning about its model's limit is not.
-    ids = list(tokenizer(_encodable(text), add_special_tokens=special, verbose=False)["input_ids"])
+    text, backend = _encodable(text), dialect.specials_of(tokenizer).backend
+    if special or backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
+        ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    else:
+        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     # text that was rendered before has its BOS, and the tokenizer puts another before it
     check_known(tokenizer, ids)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
@@ -191,6 +201,9 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 
     Encoding `text` alone is not enough: SentencePiece tokenizers put a space before it.
     """
+    cuts = dialect.specials_of(tokenizer).cuts
+    # tokenizers cut a text at its added tokens before anything else: what stands before the last one changes nothing behind it
+    before = before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
     base, joint = _encode(tokenizer, before), _encode(tokenizer, before + text)
     return joint[len(base) :] if joint[: len(base)] == base else _encode(tokenizer, text)
 
@@ -209,7 +222,8 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
     return prompt + ids, [False] * len(prompt) + [True] * end + [False] * (len(ids) - end)
 
 
-def _conversation(tokenizer: PreTrainedTokenizerBase, row: Row, context: Context) -> tuple[list[int], list[bool]]:
+def _conversation(talk: Talk, context: Context, stops: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+    tokenizer, row = talk.tokenizer, talk.row
     ids: list[int] = []
     runs: list[tuple[int, int]] = []
     before, at = "", 0
@@ -221,7 +235,6 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, row: Row, context: Context
             ids += new
             before, at = piece or before, cut
     mask = [False] * len(ids)
-    stops = stop_token_ids(tokenizer, row)
     for turn, (first, last) in enumerate(runs, 1):
         last = _end_of_turn(tokenizer, row, ids, first, last, turn, stops)
         mask[first:last] = [True] * (last - first)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-import transformers
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of
@@ -25,10 +26,21 @@ from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import machine
 
 M = TypeVar("M", bound=LanguageModel | ScalarModel)
-# a bar per weight file drowns ours
-transformers.utils.logging.disable_progress_bar()
 
 
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without transformers' bar per weight file, which drowns ours; whoever called has theirs again."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@_no_bars()
 def load_model(
     settings: Model,
     run: Run,
@@ -133,6 +145,7 @@ def set_attention(settings: Model, model: LanguageModel | ScalarModel) -> None:
         model.attend_by_flex()
 
 
+@_no_bars()
 def load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
 ) -> ScalarModel:
@@ -175,6 +188,7 @@ def _load_scalar_model(
         )
 
 
+@_no_bars()
 def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     """A reward model to score with."""
     if not settings.path:
@@ -188,6 +202,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     )
 
 
+@_no_bars()
 def load_reference(
     path: str,
     model: LanguageModel,
@@ -205,6 +220,7 @@ def load_reference(
     return other
 
 
+@_no_bars()
 def load_own_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel:
@@ -218,6 +234,7 @@ def load_own_reference(
     return load_start(config, model, checkpoint, world, dtype, saved)
 
 
+@_no_bars()
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
@@ -230,6 +247,7 @@ def load_start(
     return load_frozen(replace(config.model, dtype=dtype), config.run, saved, world)
 
 
+@_no_bars()
 def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World) -> LanguageModel:
     """As `load_model`, one that never learns."""
     model = load_model(settings, run, checkpoint, world)
@@ -239,6 +257,7 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
     return model
 
 
+@_no_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
     place = checkpoint / "critic" if checkpoint is not None else None

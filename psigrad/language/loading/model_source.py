@@ -212,7 +212,8 @@ def plain_folder(path: str) -> str:
     if not place.is_dir() or (place / "config.json").exists():
         return path
     if (place / CONFIG).exists():
-        return _convert_once(_identity([place / CONFIG, *sorted(place.glob("adapter_model.*"))]), place, _merge_adapter)
+        own = [place / CONFIG, *sorted(place.glob("adapter_model.*"))]
+        return _convert_once(_identity(own, _base_as_it_is(place)), place, _merge_adapter)
     files = sorted(place.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
@@ -220,12 +221,25 @@ def plain_folder(path: str) -> str:
     return _convert_once(_identity(files), files[0], _convert_gguf) if files else path
 
 
-def _identity(files: list[Path]) -> str:
-    digest = hashlib.sha256()
+def _identity(files: list[Path], *more: str) -> str:
+    digest = hashlib.sha256("\n".join(more).encode())
     for file in files:
         with file.open("rb") as stream:
             digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()[:24]
+
+
+def _base_as_it_is(adapter: Path) -> str:
+    """What changes when an adapter's base does: of a folder the size and time of its files, of the hub's the snapshot."""
+    from transformers.utils import cached_file
+
+    base = Path(json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"] or "")
+    if base.is_dir():
+        files = [file for file in sorted(base.iterdir()) if file.is_file()]
+        return "\n".join(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+    with contextlib.suppress(OSError, ValueError):
+        return str(cached_file(str(base), "config.json"))
+    return ""
 
 
 def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -20,10 +19,10 @@ from psigrad.errors import UserError, reason_of
 from psigrad.language.models import attention
 from psigrad.language.models.fused.activation_cache import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.fused.layer import Unsupported
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
+from psigrad.language.models.probe import LENGTH, choose_attention, fuse, shared_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +47,7 @@ class Pretrained(ABC):
     - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
     - `flex`: packed attention runs by FlexAttention.
+    - `texts`: those that ways to compute were compared on.
     - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`processes/parallel/sharded.py`).
     """
 
@@ -61,6 +61,7 @@ class Pretrained(ABC):
     why_unfused: str = ""
     flex: bool = False
     root: nn.Module | None = None
+    texts: Groups | None = None
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +72,15 @@ class Pretrained(ABC):
     def is_own_reference(self) -> bool:
         """Whether the model without its adapter is the one that training starts from."""
         return self.adapter is not None and not self.continued
+
+    @property
+    def slower(self) -> str:
+        """Why the model is computed in a slower way than its device has, and what that costs; empty where it is not."""
+        if self.why_padded:
+            return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
+        if self.why_unfused and self.device.type == "cpu":
+            return f"Layers run in transformers' modules, not fused, which takes about twice the time: {self.why_unfused}."
+        return ""
 
     @property
     def max_length(self) -> int:
@@ -87,7 +97,7 @@ class Pretrained(ABC):
             switch_dropout_off(hf)
             self.network, fused, self.decoder = hf, self.decoder, None
             try:
-                self.why_padded = choose_attention(hf, self._probe)
+                self.why_padded = choose_attention(hf, self._texts, self._probe)
                 if fused is not None and fused.recompute:
                     recompute_activations(hf)
             finally:
@@ -101,8 +111,18 @@ class Pretrained(ABC):
             self.network.train(training)
 
     @abstractmethod
-    def _probe(self, packed: bool) -> Tensor:
-        """Numbers on `PROBE`, to tell whether one way to compute them is as good as another."""
+    def _probe(self, texts: Groups, packed: bool) -> Tensor:
+        """What the model says of `texts`, to tell whether one way to compute it is as good as another."""
+
+    @abstractmethod
+    def _sample_texts(self, length: int) -> list[list[int]]:
+        """Two texts of `length` tokens such as the model meets."""
+
+    def _texts(self) -> Groups:
+        """What ways to compute are compared on, drawn once."""
+        if self.texts is None:
+            self.texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
+        return self.texts
 
     def forward(
         self,
@@ -171,13 +191,13 @@ class Pretrained(ABC):
             hf = self.as_transformers()
             switch_dropout_off(hf)
             if not self.why_padded:
-                self.why_padded = choose_attention(hf, self._probe)
+                self.why_padded = choose_attention(hf, self._texts, self._probe)
             if lora is not None:
                 self.adapter = with_lora(hf, lora, adapter, task)
             if gradient_checkpointing:
                 recompute_activations(hf)
             if not self.why_padded:
-                self.decoder, self.why_unfused = fuse(self, gradient_checkpointing)
+                self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
         drops = lora is not None and lora.dropout > 0
         self.train_mode = gradient_checkpointing or drops
         if gradient_checkpointing and self.decoder is None and not drops:
@@ -207,9 +227,9 @@ class Pretrained(ABC):
             raise UserError(f"attention is 'flex', and its numbers differ by {gap:.1g} from the model's own; leave it at 'sdpa'.")
 
     def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
-        """The numbers on `PROBE`, and the direction of the gradient of their sum, parameter by parameter."""
+        """The numbers on the model's own texts, and the direction of the gradient of their sum, parameter by parameter."""
         with torch.enable_grad():
-            found = self._probe(packed=True)
+            found = self._probe(self._texts(), packed=True)
             slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True)
         return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
 
@@ -275,7 +295,7 @@ def switch_dropout_off(hf: PreTrainedModel) -> None:
 def _check_repeatable(model: Pretrained) -> None:
     """Refuse a model that computes otherwise in training mode each time: gradient checkpointing needs that mode."""
     with torch.enable_grad():  # training mode is where a gradient is wanted
-        one, other = (model._probe(packed=not model.why_padded).detach() for _ in range(2))
+        one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
             f"{type(model.network).__name__} draws random numbers in training mode that psigrad cannot switch off (two passes "
@@ -296,73 +316,3 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     os.umask(umask)
     for path in folder.iterdir():  # safetensors leaves its files to their owner alone
         path.chmod(0o666 & ~umask)
-
-
-# Two prompts of unlike length, with completions that share them: enough to tell a model that leaks between packed sequences.
-PROBE = Groups(prompts=((3, 1, 2), (2, 5, 4, 1, 3)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5))))
-
-
-@torch.no_grad()
-def choose_attention(hf: PreTrainedModel, run: Callable[[bool], Tensor]) -> str:
-    """Why the packed forward can't be used for this model: an empty string where it reproduces the model's own attention.
-
-    `run(packed)` gives the model's numbers on `PROBE`, without the decoder. Leaves the model with our attention where that works,
-    else with its own.
-    """
-    from psigrad.language.models.hf_attention import IMPLEMENTATION
-
-    own = hf.config._attn_implementation
-    oracle, failure = _probe(hf, run, own, packed=False)
-    if oracle is None:  # some models take SDPA for granted and refuse it when they run (softcapped attention)
-        own = "eager"
-        oracle, failure = _probe(hf, run, own, packed=False)
-    if oracle is None:
-        raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal model of transformers.")
-    packed, failure = _probe(hf, run, IMPLEMENTATION, packed=True)
-    if packed is not None:
-        gap = float((packed - oracle).abs().max())
-        # float32 agrees to about 1e-6; bfloat16 differs by its own rounding in either form
-        if gap < (1e-3 if hf.dtype in (torch.float32, torch.float64) else 0.25):
-            return ""
-        failure = f"its numbers differ by {gap:.1g} from the padded ones"
-    hf.set_attn_implementation(own)
-    return f"{type(hf).__name__} does not run packed: {failure}"
-
-
-def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
-    """The fused decoder where it reproduces the model's own modules, else None and why."""
-    hf = model.as_transformers()
-    try:
-        decoder = Decoder(hf, recompute)
-    except Unsupported as reason:
-        return None, str(reason)
-    with torch.no_grad(), _perturb_fresh_adapters(decoder):
-        own = model._probe(packed=True)
-        model.decoder = decoder
-        gap = float((model._probe(packed=True) - own).abs().max())
-    if gap < (1e-3 if hf.dtype == torch.float32 else 0.25):
-        return decoder, ""
-    return None, f"the fused forward differs by {gap:.1g} from the model's own"
-
-
-@contextlib.contextmanager
-def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
-    """Fresh adapters add nothing, their B being 0: here they do, so that a probe sees them."""
-    fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
-    generator = torch.Generator().manual_seed(0)
-    for b in fresh:
-        b.normal_(std=0.02, generator=generator)
-    try:
-        yield
-    finally:
-        for b in fresh:
-            b.zero_()
-
-
-def _probe(hf: PreTrainedModel, run: Callable[[bool], Tensor], implementation: str, packed: bool) -> tuple[Tensor | None, str]:
-    """The numbers of `PROBE` under an attention implementation, or what went wrong."""
-    try:
-        hf.set_attn_implementation(implementation)
-        return run(packed), ""
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        return None, reason_of(error)

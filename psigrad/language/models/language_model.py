@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, PROBE, Pretrained, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, with_whole_weights
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, token_stats
 from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
+from psigrad.language.models.probe import draw_texts
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -74,9 +75,15 @@ class LanguageModel(Pretrained):
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
         return super().trainable() | head
 
-    def _probe(self, packed: bool) -> Tensor:
-        """Log-probs on `PROBE`."""
-        return self.evaluate(PROBE, packed=packed).logp
+    def _probe(self, texts: Groups, packed: bool) -> Tensor:
+        """The log-probs of the completions."""
+        return self.evaluate(texts, packed=packed).logp
+
+    def _sample_texts(self, length: int) -> list[list[int]]:
+        """Two texts that the model writes itself."""
+        begin = self.tokenizer.bos_token_id
+        first = self.eos_token_ids[0] if begin is None else int(begin)
+        return draw_texts(self.as_transformers(), first, self.vocabulary, length)
 
     def add_value_head(self, folder: Path | None = None) -> None:
         """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""
@@ -132,6 +139,7 @@ class LanguageModel(Pretrained):
         accuracy: bool = False,
         kl_to: LanguageModel | Divergence | None = None,
         value: bool = False,
+        mean_logp: bool = False,
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
@@ -153,7 +161,7 @@ class LanguageModel(Pretrained):
             if reference is not None:
                 reference_hidden, reference_head = self._reference_hidden(reference, inputs, forward)
             kind, mixture = ("exact", 0.5) if reference is None else (reference.kind, reference.mixture)
-            wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
+            wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture, mean_logp)
             cached = None if forward.cached is None else forward.cached.logps
             stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
             return replace(stats, value=values)

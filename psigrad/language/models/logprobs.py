@@ -27,7 +27,7 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 64
 @dataclass(frozen=True)
 class TokenStats:
     """Per token, each [M]: log pi(a|s); on request the entropy of pi(.|s), KL(pi||ref) over the whole vocabulary (both in
-    nats), whether a is the most probable token, and the critic's V(s).
+    nats), whether a is the most probable token, the critic's V(s), and the mean of log pi over the vocabulary.
     """
 
     logp: Tensor
@@ -35,10 +35,11 @@ class TokenStats:
     kl: Tensor | None = None
     hit: Tensor | None = None
     value: Tensor | None = None
+    mean_logp: Tensor | None = None
 
     def detach(self) -> TokenStats:
         """Without gradient."""
-        columns = (self.logp, self.entropy, self.kl, self.hit, self.value)
+        columns = (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
         kept: list[Any] = [x if x is None else x.detach() for x in columns]
         return TokenStats(*kept)
 
@@ -60,13 +61,14 @@ class TokenStatsRequest:
     reference_head: Callable[[Tensor], Tensor] | None = None
     divergence: str = "exact"
     mixture: float = 0.5
+    mean_logp: bool = False
 
     @property
     def nothing_else(self) -> bool:
         """Whether log-probs are all that is wanted."""
-        return not (self.entropy or self.accuracy) and self.reference_head is None
+        return not (self.entropy or self.accuracy or self.mean_logp) and self.reference_head is None
 
-    def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | None) -> tuple[Tensor, ...]:
         """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
         empty = logits.new_empty(0)
         raw, logits = logits, upcast(logits)
@@ -74,7 +76,7 @@ class TokenStatsRequest:
             logits = logits / self.temperature
         normaliser = logits.logsumexp(-1)
         logp = logits.gather(-1, ids[:, None])[:, 0] - normaliser
-        entropy = kl = hit = empty
+        entropy = kl = hit = mean_logp = empty
         if self.entropy or self.reference_head is not None:
             log_pi = logits - normaliser[:, None]
             pi = log_pi.exp()
@@ -87,7 +89,9 @@ class TokenStatsRequest:
                 kl = self._divergence(pi, log_pi, never, log_ref)
         if self.accuracy:
             hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
-        return logp, entropy, kl, hit
+        if self.mean_logp:
+            mean_logp = logits.mean(-1) - normaliser
+        return logp, entropy, kl, hit, mean_logp
 
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
         """[M] of log π [M, V], 0 at the tokens that π `never` takes, and log π_ref, which may be −∞."""
@@ -287,7 +291,7 @@ def token_stats(
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None
 
-    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
         return wanted.of(_Logits.apply(h, linear.weight, sums) if plain else head(h), i, r)
 
     parts = []
@@ -295,10 +299,11 @@ def token_stats(
         cut = slice(start, start + rows)
         args = (hidden[cut], ids[cut], None if reference_hidden is None else reference_hidden[cut])
         parts.append(chunk(*args) if whole else checkpoint(chunk, *args, use_reentrant=False))
-    logp, entropy, kl, hit = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    logp, entropy, kl, hit, mean_logp = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return TokenStats(
         logp,
         entropy if wanted.entropy else None,
         kl if wanted.reference_head is not None else None,
         hit if wanted.accuracy else None,
+        mean_logp=mean_logp if wanted.mean_logp else None,
     )

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, PROBE, Pretrained, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, with_whole_weights
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # In a reward model's config.json: of a process reward model what ends a step; whether plain prompts were text to it, not turns.
 STEP_SEPARATOR, PLAIN_PROMPTS = "step_separator", "plain_prompts"
+
+# What it is asked to compare ways to compute it.
+TEXTS = ("The capital of France is Paris, and that of Peru is Lima.", "Water boils at a hundred degrees, ice melts at none.")
 
 
 @dataclass
@@ -45,9 +48,14 @@ class ScalarModel(Pretrained):
         """Whether it was trained on plain prompts as they are, though its tokenizer has a chat template."""
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
-    def _probe(self, packed: bool) -> Tensor:
-        """V on `PROBE`."""
-        return self.values(PROBE, packed=packed)
+    def _probe(self, texts: Groups, packed: bool) -> Tensor:
+        """V before the tokens of the completions."""
+        return self.values(texts, packed=packed)
+
+    def _sample_texts(self, length: int) -> list[list[int]]:
+        """Two plain sentences: the model writes nothing."""
+        rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] or [0] for text in TEXTS]
+        return [(row * length)[:length] for row in rows]
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
         """V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""

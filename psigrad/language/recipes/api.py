@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
 from psigrad.config.load import convert_object, load, resolve_names
@@ -14,6 +14,7 @@ from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
+from psigrad.language.training.update import check_schedule
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel import launch
 from psigrad.runs.result import Result
@@ -23,11 +24,22 @@ if TYPE_CHECKING:
     import peft
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from psigrad.language.recipes import typed_settings as typed
     from psigrad.language.recipes.score_rows import RowScore
 
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
+@overload
+def train(method: typed.SFTMethod, **settings: Unpack[typed.SFTSettings]) -> Result: ...
+@overload
+def train(method: typed.OnlineMethod, **settings: Unpack[typed.OnlineSettings]) -> Result: ...
+@overload
+def train(method: typed.PreferenceMethod, **settings: Unpack[typed.PreferenceSettings]) -> Result: ...
+@overload
+def train(method: typed.RewardMethod, **settings: Unpack[typed.RewardSettings]) -> Result: ...
+@overload
+def train(method: PolicyGradient | Mapping[str, Any], **settings: Any) -> Result: ...
 def train(
     method: str | PolicyGradient | Mapping[str, Any],
     *,
@@ -112,6 +124,11 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
 
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
+    if config.run.max_memory:
+        from psigrad.preflight.plan.fit import fit
+
+        config = fit(config)
+    check_schedule(config.optim)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:
         from psigrad.runs import hub

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Report:
 
     figures: dict[str, Any]
     trajectories: list[Trajectory]
-    rows: list[Row]
+    rows: Sequence[Row]
     settings: dict[str, Any] = field(default_factory=dict)
     """What made the figures: template, examples, extraction, decoding, model and data."""
 
@@ -155,7 +155,7 @@ def _by_model(
     size: int,
     model: LanguageModel,
     episodes: Episodes | Agents | None,
-) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
+) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """`size` completions of each prompt by a model here."""
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer))
     evaluator = evaluator_for(config, model, rewards, scorer, rows, None, episodes, size=size)
@@ -166,7 +166,7 @@ def _by_model(
 
 def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
-) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
+) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """`size` completions of each prompt by a server, under the seeds that a model here would have."""
     if config.plays:
         raise UserError("Episodes and agents need a model here; leave out --server, or environment, tools and agent.")
@@ -206,7 +206,7 @@ def _choose(
     rewards: RewardSetup,
     figures: dict[str, Any],
     trajectories: list[Trajectory],
-    rows: list[Row],
+    rows: Sequence[Row],
 ) -> Report:
     """All completions, or with `best_of` the best of each prompt, by the metric where there is one."""
     if not isinstance(config, EvalConfig) or config.best_of == 1:
@@ -242,7 +242,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
     return [max(group, key=lambda t: float("-inf") if t.reward is None else t.reward) for group in groups]
 
 
-def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None, tokenizer: Any) -> list[Row]:
+def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | Agents | None, tokenizer: Any) -> list[Row]:
     """The rows of the dataset, or those that the environment brings along, as the model reads them."""
     own, data = own_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""

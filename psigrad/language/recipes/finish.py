@@ -11,7 +11,10 @@ from typing import Any
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import reason_of
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.rendered_rows import first_rows
+from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading.load_model import load_model, load_scalar_model
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -25,6 +28,7 @@ from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import session
+from psigrad.runs.best import Best
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
@@ -40,27 +44,28 @@ def train_on_rows(
     config: SFTConfig | RewardConfig | PreferenceConfig,
     journal: Journal,
     model: LanguageModel | ScalarModel,
-    rows: tuple[Sequence[Row], Sequence[Row]],
+    prepared: PreparedRows[Any],
     checkpoint: Path | None,
     task: Task,
     held_out: Task | None,
     generated: Generated | None = None,
     judges: Sequence[RewardSetup | None] = (),
+    given: GivenModel | None = None,
 ) -> Result:
     """The rest of every offline recipe: train on `task` from the `checkpoint` on, and leave the model behind.
 
-    `rows` are those of training and those that are held out. `judges` are the reward and the held-out metric.
+    `judges` are the reward and the held-out metric.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    note_rows(config, model, rows[0], journal, checkpoint)
-    pins, counted = collect_pins(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
+    note_rows(config, model, prepared.rows, journal, checkpoint)
+    pins, counted = collect_pins(config, model.tokenizer, prepared, judges), (len(prepared.rows), len(prepared.held_out))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:
         check_offline(job)
     offline.train(job, begun.state, begun.save)
-    return finish(config, journal, model)
+    return finish(config, journal, model, given)
 
 
 def note_rows(
@@ -72,9 +77,12 @@ def note_rows(
         journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))
 
 
-def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel, **noted: Any) -> Result:
-    """The final model, the report, and what they hold; `noted` goes into the event."""
+def finish(
+    config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: GivenModel | None = None, **noted: Any
+) -> Result:
+    """The final model, the report, and what they hold; `noted` goes into the event. `given` are the objects that are trained."""
     world = journal.world
+    model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
     kept = "merged" if model.adapter is None else config.model.lora_save
     in_shards = model.root is not None
     leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
@@ -87,6 +95,23 @@ def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel,
     written = write_report(journal.folder.path) if config.run.report and world.rank == 0 else None
     before, after = session.evaluations(journal.folder.path)
     return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
+
+
+def _best_of(
+    config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: GivenModel | None
+) -> LanguageModel | ScalarModel:
+    """The model as it was at its best evaluation, from the checkpoint of that step."""
+    best = next((found for found in journal.callbacks.callbacks if isinstance(found, Best)), None)
+    step, value = journal.world.broadcast((best.step, best.value) if best else (0, 0.0))
+    place = journal.folder.checkpoints / f"step-{step:08d}"
+    if not step or not place.is_dir():
+        return model
+    journal.tell("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
+    if isinstance(model, LanguageModel):
+        return load_model(config.model, config.run, place, journal.world, given=given)
+    loaded = load_scalar_model(config.model, config.run, place, journal.world, given)
+    loaded.network.config = model.network.config  # with what the recipe noted there
+    return loaded
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:

@@ -12,9 +12,10 @@ from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConf
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
 from psigrad.language.data.chat.rendering import day_of, prints_date
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.sources import parse_mixture
 from psigrad.language.models.native.kernels import kernels
+from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.episodes import environments, tools
 from psigrad.records import pins
@@ -26,24 +27,24 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 def collect_pins(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    held_out_rows: Sequence[Row],
+    prepared: PreparedRows[Any],
     judges: Sequence[RewardSetup | None] = (),
 ) -> dict[str, str]:
     """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them. `judges` are the reward and the
     held-out metric, whose functions are pinned too.
     """
     functions = [function for judge in judges if judge is not None for function in judge.functions]
-    content = {
-        **{
-            name: [[getattr(row, f.name) for f in fields(row) if f.name not in ("source", "plain_prompt")] for row in part]
-            for name, part in (("dataset", rows), ("eval_dataset", held_out_rows))
-        },
-        "tokenizer": tokenizer.get_vocab(),
-        "chat_template": tokenizer.chat_template,
-    }
+    content = {"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template}
+    rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if prints_date(tokenizer) else {}
-    return {**pins.hash_parts(content), **day, **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
+    return {
+        **rows,
+        **pins.hash_parts(content),
+        **day,
+        **_models(config),
+        **_code(config, functions),
+        **pins_of(config.run, kernels()),
+    }
 
 
 def lasting_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:

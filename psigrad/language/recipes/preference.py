@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,10 +20,8 @@ from psigrad.config import PreferenceConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.kept_rows import folder
 from psigrad.language.data.pairs import Answer
-from psigrad.language.data.posted_forms import for_model
-from psigrad.language.data.sources import read_rows
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel
@@ -30,7 +29,8 @@ from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.placement import sampler_of
-from psigrad.language.recipes.row_limits import check_row_count, encode_rows, token_limit
+from psigrad.language.recipes.row_encoding import Encoder
+from psigrad.language.recipes.row_limits import prepare_answers, token_limit
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Generated, Task
@@ -57,12 +57,14 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             return done
         checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"
-        read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, journal.tell)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
-        rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
+        encode: Any = pairs.encode_judged if isinstance(loss, KahnemanTversky) else pairs.encode_pair
+        encoder, limit = Encoder(model.tokenizer, partial(encode, model.tokenizer)), token_limit(config, model)
+        prepared = prepare_answers(config, form, encoder, limit, journal)
+        held_out_rows = prepared.held_out
         reference = _reference(config, loss, model, checkpoint, journal.world)
-        task = _task(config, loss, model, reference, rows, journal)
-        held_out = _task(config, loss, model, reference, held_out_rows, journal) if held_out_rows else None
+        task = _task(config, loss, model, reference, list(prepared.made), journal)
+        held_out = _task(config, loss, model, reference, list(prepared.judged), journal) if held_out_rows else None
         generated = None
         measure = metric or rewards
         if held_out_rows and measure.weights:
@@ -70,9 +72,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        return train_on_rows(
-            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
-        )
+        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
 
 
 def _reference(
@@ -97,22 +97,13 @@ def _task(
     loss: Preference | KahnemanTversky,
     model: LanguageModel,
     reference: LanguageModel | None,
-    rows: Sequence[Row],
+    made: Sequence[Any],
     journal: Journal,
 ) -> Task:
-    """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
-    limit = token_limit(config, model)
+    """The encoded rows, with the reference's log-probs where the loss reads them."""
     if isinstance(loss, KahnemanTversky):
-        judged, left = pairs.drop_long(
-            encode_rows(rows, partial(pairs.encode_judged, model.tokenizer), config.data, journal), lambda j: j.tokens, limit
-        )
-        check_row_count(config, limit, len(judged), left, journal)
-        answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
-        return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers, journal.world))
-    made, left = pairs.drop_long(
-        encode_rows(rows, partial(pairs.encode_pair, model.tokenizer), config.data, journal), pairs.longest, limit
-    )
-    check_row_count(config, limit, len(made), left, journal)
+        answers = [[row.answer, other] for row, other in zip(made, mismatched(made), strict=True)]
+        return KTOTask(model, loss, made, _logps(config, reference, [row.prompt for row in made], answers, journal.world))
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)
     known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], journal.world)
@@ -130,7 +121,7 @@ def _logps(
     assert reference is not None
     if not config.cache_reference:
         return reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
-    cache = Path(os.environ.get("PSIGRAD_CACHE", Path.home() / ".cache" / "psigrad")) / "reference"
+    cache = folder("reference")
     path = cache / f"{_content(reference, prompts, answers)}.safetensors"
     held: list[list[float]] | None = None
     with contextlib.suppress(OSError, SafetensorError):

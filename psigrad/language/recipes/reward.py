@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from psigrad.config import Data, Model, RewardConfig, Run
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.posted_forms import for_model
-from psigrad.language.data.sources import read_dataset, read_rows
+from psigrad.language.data.sources import read_dataset
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
 from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
-from psigrad.language.recipes.row_limits import check_row_count, encode_rows, token_limit
+from psigrad.language.recipes.row_encoding import Encoder
+from psigrad.language.recipes.row_limits import prepare_answers, token_limit
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.scoring import judged_ids, score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.runs import machine, session
-from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
 
@@ -48,21 +46,17 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
         if config.data.plain_prompts != model.plain_prompts:
             setattr(model.network.config, PLAIN_PROMPTS, config.data.plain_prompts)
         form = "stepwise" if config.process else "preference"
-        read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, journal.tell)
-        rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
-        task = _task(config, model, rows, journal)
-        held_out = _task(config, model, held_out_rows, journal) if held_out_rows else None
-        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out)
+        encode: Any = partial(pairs.encode_pair, model.tokenizer, whole=False)
+        if config.process:
+            encode = partial(pairs.encode_steps, model.tokenizer, separator=config.step_separator)
+        limit = token_limit(config, model)
+        prepared = prepare_answers(config, form, Encoder(model.tokenizer, encode), limit, journal)
+        task = _task(config, model, prepared.made)
+        held_out = _task(config, model, prepared.judged) if prepared.held_out else None
+        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, given=given)
 
 
-def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:
-    """The rows as tokens; those above max_length are left out and counted."""
-    limit = token_limit(config, model)
-    encode: Any = partial(pairs.encode_pair, model.tokenizer, whole=False)
-    if config.process:
-        encode = partial(pairs.encode_steps, model.tokenizer, separator=config.step_separator)
-    made, left = pairs.drop_long(encode_rows(rows, encode, config.data, journal), pairs.longest, limit)
-    check_row_count(config, limit, len(made), left, journal)
+def _task(config: RewardConfig, model: ScalarModel, made: Sequence[Any]) -> Task:
     if config.process:
         return ProcessRewardTask(model, made)
     return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)

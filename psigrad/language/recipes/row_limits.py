@@ -2,95 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row, RowError
-from psigrad.language.data.posted_forms import as_turns
+from psigrad.language.data import pairs
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.kept_rows import PreparedRows
+from psigrad.language.data.posted_forms import Tell, as_turns, for_model
+from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import prompt_for_reward, prompt_ids, said_otherwise
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.rollout.types import Prompt
+from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
+from psigrad.language.rollout.types import Prompt, Prompts
 from psigrad.runs.journal import Journal
 
-R = TypeVar("R")
-T = TypeVar("T")
 
-
-def encode_prompts(
-    rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, journal: Journal | None = None
-) -> list[Prompt]:
+def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, tell: Tell | None = None) -> Prompts:
     """The rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
 
     A prompt that is empty or too long is refused by its place in the file, or left out and counted with `bad_rows: skip`.
     """
-    numbered = encode_rows(list(enumerate(rows)), lambda one: (*one, prompt_ids(model.tokenizer, one[1])), data, journal)
-    prompts = [Prompt(i, tuple(ids), row) for i, row, ids in numbered]
-    room = model.max_length - completion
-    bad = {}
-    for prompt in prompts:
-        tokens = len(prompt.ids)
+    room, limit = model.max_length - completion, data.max_prompt_length
+
+    def keep(made: tuple[int, list[int]]) -> tuple[Any, dict[str, int]]:
+        tokens, why = len(made[1]), ""
         if not tokens:
-            bad[prompt.index] = "the prompt has no tokens; give it some text, or the tokenizer a BOS token"
-        elif 0 < data.max_prompt_length < tokens:
-            bad[prompt.index] = (
-                f"the prompt has {tokens} tokens, above max_prompt_length {data.max_prompt_length}; shorten it or raise the limit"
-            )
+            why = "the prompt has no tokens; give it some text, or the tokenizer a BOS token"
+        elif 0 < limit < tokens:
+            why = f"the prompt has {tokens} tokens, above max_prompt_length {limit}; shorten it or raise the limit"
         elif tokens > room:
-            bad[prompt.index] = (
+            why = (
                 f"the prompt has {tokens} tokens, and with max_completion_length {completion} the model's {model.max_length} "
                 f"positions leave {max(0, room)}; shorten it or lower max_completion_length"
             )
-    if journal is not None:
-        tell_translations(model.tokenizer, rows, journal)
-    kept = [prompt for prompt in prompts if prompt.index not in bad]
-    if bad and (data.bad_rows == "stop" or not kept):
-        first = next(iter(bad))
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise UserError(f"{rows[first].source}: {bad[first]}, or leave such rows out with bad_rows=skip{more}.")
-    if bad and journal is not None:
-        text = f"{len(bad)} of {len(rows)} prompts have no tokens or too many and are left out."
-        journal.tell("rows_left_out", text, longer_than_max_length=len(bad), kept=len(kept))
-    return kept
+        return (None, {f"{rows[made[0]].source}: {why}": 1}) if why else (made, {})
+
+    encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])), keep)
+    made, faults = encode_rows(range(len(rows)), encoder, data, tell)
+    if tell is not None:
+        tell_translations(model.tokenizer, rows, tell)
+    if faults and (data.bad_rows == "stop" or not made):
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UserError(f"{next(iter(faults))}, or leave such rows out with bad_rows=skip{more}.")
+    if faults and tell is not None:
+        text = f"{len(faults)} of {len(rows)} prompts have no tokens or too many and are left out."
+        tell("rows_left_out", text, longer_than_max_length=len(faults), kept=len(made))
+    return Prompts(rows, made)
 
 
-def encode_rows(rows: Sequence[R], encode: Callable[[R], T], data: Data, journal: Journal | None = None) -> list[T]:
-    """What `encode` makes of each row. A row that it refuses stops the run, by its place in the file, or is left out and counted
-    with `bad_rows: skip`.
-    """
-    made: list[T] = []
-    refused: list[RowError] = []
-    for row in rows:
-        try:
-            made.append(encode(row))
-        except RowError as error:
-            refused.append(error)
-    if refused and (data.bad_rows == "stop" or not made):
-        more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
-        raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or leave such rows out with bad_rows=skip.")
-    if refused and journal is not None:
-        text = f"{len(refused)} of {len(rows)} rows are refused and left out; the first: {refused[0]}."
-        journal.tell("rows_refused", text, count=len(refused), kept=len(made), reasons=[str(error) for error in refused[:5]])
-    return made
-
-
-def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], journal: Journal) -> None:
+def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tell: Tell) -> None:
     """Say once what the chat template has no words for and is said otherwise, of the first row with such among a hundred."""
     for row in rows[:100]:
         if notes := said_otherwise(tokenizer, row):
             text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
-            journal.tell("said_otherwise", text, what=notes)
+            tell("said_otherwise", text, what=notes)
             return
 
 
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | None
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """The prompts with the tokens of what the reference reads in their place, from a column of the dataset; without a column, or
     a reference, as they are.
 
@@ -98,7 +76,7 @@ def add_teacher_prompts(
     """
     column, completion = config.teacher_prompt, config.sampling.max_completion_length
     if not column or reference is None:
-        return list(prompts)
+        return prompts
     found = []
     for prompt in prompts:
         own = prompt.row.columns.get(column)
@@ -134,10 +112,33 @@ def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) 
     return f"{limit} tokens, the model's number of positions; shorten them or take a model with more"
 
 
-def check_row_count(config: RewardConfig | PreferenceConfig, limit: int, kept: int, left_out: int, journal: Journal) -> None:
-    """Note how many rows have more tokens than `limit`; refuse a dataset if none is left."""
-    if left_out:
-        text = f"{left_out} of {left_out + kept} rows have more than {limit} tokens and are left out."
-        journal.tell("rows_left_out", text, longer_than_max_length=left_out, kept=kept)
-    if not kept:
-        raise UserError(f"All {left_out} rows have more than {name_limit(config, limit)}.")
+def prepare_answers(
+    config: RewardConfig | PreferenceConfig,
+    form: str,
+    encoder: Encoder[Row],
+    limit: int,
+    journal: Journal,
+) -> PreparedRows[Any]:
+    """The rows of answers that are compared, and their tokens. Half an answer cannot be judged: rows with more tokens than
+    `limit` are left out and counted; a dataset is refused if none is left.
+    """
+    settings = [form, limit, config.evaluation.eval_prompts, config.run.seed, getattr(config, "step_separator", ""), type(config)]
+    return prepare(config.data, encoder.tokenizer, settings, journal, partial(_answers, config, form, encoder, limit))
+
+
+def _answers(
+    config: RewardConfig | PreferenceConfig, form: str, encoder: Encoder[Row], limit: int, tell: Tell
+) -> PreparedRows[Any]:
+    read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, tell)
+    rows = for_model(encoder.tokenizer, read, config.data.plain_prompts, tell)
+    short = replace(encoder, keep=lambda made: (made, {}) if pairs.longest(made) <= limit else (None, {"long": 1}))
+    found = []
+    for part in filter(None, rows):
+        made, counts = encode_rows(part, short, config.data, tell)
+        if left := counts["long"]:
+            text = f"{left} of {left + len(made)} rows have more than {limit} tokens and are left out."
+            tell("rows_left_out", text, longer_than_max_length=left, kept=len(made))
+        if not made:
+            raise UserError(f"All {left} rows have more than {name_limit(config, limit)}.")
+        found.append(made)
+    return PreparedRows(rows[0], rows[1], found[0], found[1] if rows[1] else [])

@@ -15,6 +15,7 @@ from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import Tell
 from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.placement import open_actors
@@ -120,10 +121,12 @@ class RewardSetup:
             "variables": config.worker_env,
         }
 
-    def judgeable(self, rows: Sequence[Row], journal: Journal | None = None) -> list[Row]:
+    def judgeable(self, rows: Sequence[Row], tell: Tell | None = None) -> Sequence[Row]:
         """The rows that the functions can judge; one that they can't is refused by its place in the file, or left out and counted
         with `bad_rows: skip`. An answer that is read in part would reward wrong ones.
         """
+        if not any(hasattr(function, "check_row") for function in self.functions):
+            return rows
         groups = [samples_of(rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
         faults = row_faults(self.specs, groups, **self._processes())
         bad = [(row, fault) for row, fault in zip(rows, faults, strict=True) if fault]
@@ -131,17 +134,10 @@ class RewardSetup:
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
             (row, fault), cure = bad[0], "mend it, leave its answer empty where the reward does not apply, or set bad_rows=skip"
             raise UserError(f"{row.source}: {fault.rstrip('.')}; {cure}{more}.")
-        if bad and journal is not None:
+        if bad and tell is not None:
             text = f"{len(bad)} of {len(rows)} rows can't be judged by the rewards and are left out, such as {bad[0][0].source}."
-            journal.tell("rows_left_out", text, unjudged=len(bad), kept=len(rows) - len(bad))
+            tell("rows_left_out", text, unjudged=len(bad), kept=len(rows) - len(bad))
         return [row for row, fault in zip(rows, faults, strict=True) if not fault]
-
-
-def judgeable_rows(
-    rows: list[Row], held_out: list[Row], rewards: RewardSetup, metric: RewardSetup | None, journal: Journal
-) -> tuple[list[Row], list[Row]]:
-    """The rows that the rewards can judge, and those held out that the metric can, or without one the rewards."""
-    return rewards.judgeable(rows, journal), (metric or rewards).judgeable(held_out, journal)
 
 
 _ROWS_AT_ONCE = 64

@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 
+from transformers import PreTrainedTokenizerBase
+
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError, several
-from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.kept_rows import PreparedRows
+from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import Example, examples
 from psigrad.language.loading.given_model import GivenModel
@@ -16,7 +19,8 @@ from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.placement import sampler_of
-from psigrad.language.recipes.row_limits import encode_rows, name_limit, tell_translations, token_limit
+from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
+from psigrad.language.recipes.row_limits import name_limit, tell_translations, token_limit
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.training.offline.offline import Generated
 from psigrad.language.training.offline.sft_task import SFTTask
@@ -36,25 +40,10 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
-        read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, journal.tell)
-        rows, held_out_rows = for_model(model.tokenizer, read, config.data.plain_prompts, journal.tell)
         limit = token_limit(config, model)
-        encode = partial(examples, model.tokenizer, max_length=limit, empty_thinking=config.train_empty_thinking)
-        found = encode_rows(rows, encode, config.data, journal)
-        tell_translations(model.tokenizer, rows, journal)
-        texts = [text for texts in found for text in texts]
-        if len(texts) > len(found):
-            are = several(len(found), "row", "is", "are")
-            said = f"{are} {len(texts)} texts: the chat template rewrites turns once others follow."
-            journal.tell("turns_apart", said, rows=len(found), texts=len(texts))
-        if cut := sum(e.truncated for e in texts):
-            journal.tell("rows_cut", f"{cut} of {len(texts)} rows are cut at {limit} tokens.", at=limit, count=cut)
-        learned = _with_targets(found)
-        if not learned:
-            raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
-        if empty := len(found) - len(learned):
-            text = f"{empty} of {len(found)} rows have no token to learn within {limit} tokens and are left out."
-            journal.tell("rows_left_out", text, nothing_to_learn=empty, kept=len(learned))
+        settings = ["sft", limit, config.train_empty_thinking, config.evaluation.eval_prompts, config.run.seed]
+        prepared = prepare(config.data, model.tokenizer, settings, journal, partial(_prepare, config, model.tokenizer, limit))
+        held_out_rows = prepared.held_out
         generated = None
         measure = metric or rewards
         if measure.weights and held_out_rows:
@@ -62,14 +51,35 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             kl_to = load_start(config, model, checkpoint, journal.world) if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        task = SFTTask(model, learned)
-        judged = _with_targets(encode_rows(held_out_rows, encode, config.data))
-        held_out = SFTTask(model, judged) if judged else None
-        return train_on_rows(
-            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
-        )
+        task = SFTTask(model, prepared.made, label_smoothing=config.label_smoothing_factor)
+        held_out = SFTTask(model, prepared.judged) if prepared.judged else None
+        return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
 
 
-def _with_targets(rows: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Of each row the texts with something to learn; rows without one are left out."""
-    return [own for texts in rows if (own := [text for text in texts if any(text.mask)])]
+def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, tell: Tell) -> PreparedRows[list[Example]]:
+    """The rows as texts with something to learn."""
+    read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, tell)
+    rows, held_out = for_model(tokenizer, read, config.data.plain_prompts, tell)
+    encode = partial(examples, tokenizer, max_length=limit, empty_thinking=config.train_empty_thinking)
+    encoder = Encoder(tokenizer, encode, _with_targets)
+    learned, counts = encode_rows(rows, encoder, config.data, tell)
+    tell_translations(tokenizer, rows, tell)
+    found, texts = counts["rows"], counts["texts"]
+    if texts > found:
+        are = several(found, "row", "is", "are")
+        said = f"{are} {texts} texts: the chat template rewrites turns once others follow."
+        tell("turns_apart", said, rows=found, texts=texts)
+    if cut := counts["cut"]:
+        tell("rows_cut", f"{cut} of {texts} rows are cut at {limit} tokens.", at=limit, count=cut)
+    if not learned:
+        raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
+    if empty := found - len(learned):
+        text = f"{empty} of {found} rows have no token to learn within {limit} tokens and are left out."
+        tell("rows_left_out", text, nothing_to_learn=empty, kept=len(learned))
+    return PreparedRows(rows, held_out, learned, encode_rows(held_out, encoder, config.data)[0])
+
+
+def _with_targets(texts: Sequence[Example]) -> tuple[list[Example] | None, dict[str, int]]:
+    """Of a row the texts with something to learn; a row without one is left out."""
+    own = [text for text in texts if any(text.mask)]
+    return own or None, {"rows": 1, "texts": len(texts), "cut": sum(text.truncated for text in texts)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
+from psigrad.language.data import tasks
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.group_ranking import GroupRanking
 from psigrad.language.rewards.instructions import IFEval
@@ -81,9 +82,7 @@ def _reasoning_gym(task: str, scorer: Callable[..., float], text: str, entry: di
 @cache
 def _scorer(task: str) -> Callable[..., float]:
     """reasoning-gym builds a whole dataset to get at its scorer, which takes a tenth of a second; once is enough."""
-    import reasoning_gym as gym
-
-    scorer: Callable[..., float] = gym.get_score_answer_fn(task)
+    scorer: Callable[..., float] = tasks.library().get_score_answer_fn(task)
     return scorer
 
 

@@ -7,7 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.activation_cache import ActivationCache
@@ -25,6 +25,26 @@ class Prompt:
     ids: tuple[int, ...]
     row: Any
     teacher_ids: tuple[int, ...] = ()
+
+
+class Prompts(Sequence[Prompt]):
+    """The prompts of rows, each made where it is asked for."""
+
+    def __init__(self, rows: Sequence[Any], made: Sequence[Any]) -> None:
+        self.rows, self.made = rows, made
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        index, ids = self.made[place]
+        return Prompt(index, tuple(ids), self.rows[index])
 
 
 @dataclass(frozen=True)

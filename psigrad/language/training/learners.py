@@ -83,10 +83,12 @@ def save(
     learners: Learners,
     *,
     keep: int,
+    spare: int = 0,
     meta: Mapping[str, Any] | None = None,
     world: World = ALONE,
 ) -> Path | None:
-    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go.
+    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go,
+    but for that of the step `spare`.
 
     Where models are in shards each process writes its rows of both, and rank 0 all else. Returns the folder on rank 0.
     """
@@ -122,7 +124,7 @@ def save(
         return None
     together = (lambda folder: write(world.broadcast(folder))) if world.lockstep else write
     path = checkpoint.save(root, state.step, together, meta={**machine.versions(), **(meta or {})})
-    checkpoint.prune(root, keep)
+    checkpoint.prune(root, keep, spare)
     return path
 
 
@@ -150,7 +152,7 @@ def restore(path: Path, learners: Learners) -> State:
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Moments by parameter name and, for half-precision models, the float32 master weights; in shards where the weights are."""
     masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]}
-    found = {**optimizer.adamw.tensors(), **masters}
+    found = {**optimizer.rule.tensors(), **masters}
     return {key: shards.like(x, optimizer.parameters[key.partition(".")[2]]) for key, x in found.items()}
 
 
@@ -160,7 +162,7 @@ def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> N
         for name, master in optimizer.masters.items():
             if f"master.{name}" in tensors:
                 master.copy_(tensors[f"master.{name}"])
-    optimizer.adamw.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
+    optimizer.rule.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
 
 
 @dataclass(frozen=True)
@@ -190,29 +192,36 @@ def begin(
         pinned = {**pinned, "ranks": str(world.size)}
         agree(world, {**pinned, "settings": json.dumps(to_dict(config), sort_keys=True), **_sums_of(learners)})
     if found is not None:
-        session.check_pins(config.run, journal, checkpoint.verify(found), pinned)
+        session.check_pins(config.run, journal, checkpoint.read_manifest(found), pinned)
     first = fresh if found is None else restore(found, learners)
     if config.run.extend:
         first = replace(first, ended=False)
     model: Any = learners[0].model
     if journal.callbacks and world.rank == 0 and not world.lockstep:
         journal.callbacks.know(model.adapter or model.as_transformers(), model.tokenizer)
-    why = getattr(model, "why_padded", "")
-    session.note_start(config.run, journal, found, first.step, why_padded=why, rows=rows[0], eval_rows=rows[1])
-    if why:
-        journal.tell("padded", f"Sequences are padded, not packed, which takes more time and memory: {why}.", why=why)
+    slower = getattr(model, "slower", "")
+    session.note_start(config.run, journal, found, first.step, slower=slower, rows=rows[0], eval_rows=rows[1])
+    if slower:
+        journal.tell("slower", slower, why=slower)
 
     def keep(now: State) -> None:
         if world.rank and not world.lockstep:
             return
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
         meta = {**pinned, **session.vouched(journal)}
-        path = save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=meta, world=world)
+        path = save(
+            journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, spare=_best(now), meta=meta, world=world
+        )
         if path is not None:
             journal.folder.checkpoint_bytes = checkpoint.size_of(path)
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, keep)
+
+
+def _best(state: State) -> int:
+    """The step whose weights `load_best_model_at_end` wants; 0 where there is none."""
+    return int(state.callbacks.get("Best", {}).get("step", 0))
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
@@ -252,7 +261,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
     made: Any = with_changes(run, changes)
     for optimizer in (made.optimizer, *([made.critic.optimizer] if getattr(made, "critic", None) is not None else ())):
         optimizer.optim = made.config.optim
-        optimizer.adamw.weight_decay = made.config.optim.weight_decay
+        optimizer.rule.weight_decay = made.config.optim.weight_decay
     same: R = made
     return same
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.language.data.batches import pack_groups
 from psigrad.language.models.gradients import in_place
-from psigrad.language.models.packing import Groups
+from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.online.forward import divergence
 from psigrad.language.training.online.online_run import Online

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from psigrad.errors import UserError
-from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import example, prompt_ids
-from psigrad.language.models.packing import Groups, Ids
+from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.rewards import Failed, Result, RewardPool, Samples, Scored, Scorer, Scoring, Unscored
 from psigrad.language.rewards.outcomes import join, transcript_of

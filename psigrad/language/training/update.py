@@ -1,30 +1,32 @@
-"""One optimiser step: AdamW with float32 master weights, a schedule that is a pure function of the step, clipping, and a
-guard.
-"""
+"""One optimiser step: float32 master weights, its rate, clipping, and a guard. What steps is in `optimizers.py`."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from psigrad.config import Optim
+from psigrad.errors import UserError
 from psigrad.language.models.gradients import Sums, in_place
-from psigrad.language.models.native.kernels import HalfPrecision, MasterWeight, kernels
+from psigrad.language.training.optimizers import AdamW, make_rule, steps_natively
 from psigrad.processes.parallel.shards import held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
-from psigrad.records.checkpoint import CheckpointError
 from psigrad.runs.state import MAX_NONFINITE, NonFiniteError
 
 
 def learning_rate(optim: Optim, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`: linear warm-up, then linear or cosine decay to 0, or constant."""
-    if step < optim.warmup_steps:
+    """The rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
+
+    The values are those of transformers' schedule of `total` + 1 steps with `warmup_steps` + 1 of warm-up, without its first
+    step, whose rate is 0.
+    """
+    if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
     progress = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
     match optim.lr_scheduler_type:
@@ -32,12 +34,48 @@ def learning_rate(optim: Optim, step: int, total: int) -> float:
             return optim.learning_rate * max(0.0, 1 - progress)
         case "cosine":
             return optim.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        case _:
+        case "constant":
             return optim.learning_rate
+        case other:
+            arguments = json.dumps(optim.lr_scheduler_kwargs or {}, sort_keys=True)
+            return optim.learning_rate * _factor(other, arguments, optim.warmup_steps, total, optim.learning_rate)(step)
+
+
+# Their warm-up begins above 0, or is given by lr_scheduler_kwargs.
+_OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
+
+
+@lru_cache(maxsize=16)
+def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
+    """Step -> share of the `peak`, by transformers' `get_scheduler`."""
+    import torch
+    from transformers.optimization import get_scheduler
+
+    given = {**({"timescale": warmup or 10_000} if name == "inverse_sqrt" else {}), **json.loads(arguments)}
+    shift = int(name != "cosine_warmup_with_min_lr")  # which is above 0 from its first step on
+    total_for = None if "num_stable_steps" in given else total + shift  # transformers warns of both
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)
+    try:
+        made = get_scheduler(name, optimizer, warmup + shift, total_for, scheduler_specific_kwargs=given)
+        factor: Callable[[int], float] = made.lr_lambdas[0]
+        factor(shift), factor(total)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"lr_scheduler_type {name} cannot have lr_scheduler_kwargs {given}: {error}.") from None
+    return lambda step: float(factor(step + shift))
+
+
+def check_schedule(optim: Optim) -> None:
+    """Raises `UserError` where the schedule has no such parameters."""
+    simple = optim.lr_scheduler_type in ("linear", "cosine", "constant")
+    if simple and optim.lr_scheduler_kwargs:
+        raise UserError(
+            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs; cosine_with_min_lr, for one, does."
+        )
+    learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)
 
 
 class Optimizer:
-    """AdamW over named parameters.
+    """AdamW, Muon or Adafactor (`optim.optimizer`) over named parameters.
 
     Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
     itself, which is most of them at fine-tuning rates. With `recompute` the gradient of a large head is not stored: its rows are
@@ -55,13 +93,17 @@ class Optimizer:
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.held.items()}
         low_precision = {name: p for name, p in self.held.items() if self.masters[name] is not p}
         stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
+        stepped = stepped if optim.optimizer == "adamw" else {}
         self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
         self._narrow = {name: self.parameters[name] for name in low_precision}
-        betas = (optim.adam_beta1, optim.adam_beta2)
-        self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
+        if optim.optimizer != "adamw" and any(own is not self.parameters[name] for name, own in self.held.items()):
+            raise UserError(
+                f"optimizer {optim.optimizer} needs whole matrices, and strategy=fsdp shards them; take strategy=ddp."
+            )
+        self.rule = make_rule(self.masters, optim, stepped)
         self.nonfinite = self.updates = 0
         """Steps in a row without a finite gradient; updates of the weights by this object."""
-        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1)
+        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and optim.optimizer == "adamw")
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
@@ -129,7 +171,7 @@ class Optimizer:
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
         stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
-        squares += [self.adamw.squared_norm_bf16()] if self.adamw.low_precision else []
+        squares += [self.rule.squared_norm_bf16()] if isinstance(self.rule, AdamW) and self.rule.low_precision else []
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def _norm_over_ranks(self) -> float:
@@ -146,7 +188,7 @@ class Optimizer:
         self.updates += 1
         most = self.optim.max_grad_norm
         put_off = {name: self.sums.blocks(p) for name, p in self.parameters.items() if p in self.sums.uses}
-        self.adamw.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
+        self.rule.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
         self.sums.forget()
         with torch.no_grad():
             for name in self._narrow:
@@ -195,142 +237,3 @@ def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Cal
     for (optimizer, lr), norm in zip(rates, norms, strict=True):
         optimizer.apply(norm, lr)
     return norms
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def steps_natively(dtype: torch.dtype, device: str) -> bool:
-    """Whether an `AdamW` can step weights of this type on this device as `low_precision`."""
-    # the kernels are asked for last: they may have to be compiled
-    return dtype == torch.bfloat16 and device == "cpu" and not isinstance(kernels(), str)
-
-
-class AdamW:
-    """`torch.optim.AdamW`'s fused step (Loshchilov & Hutter 2019, arXiv:1711.05101) by its functional form, with a state that
-    knows the parameters' names. Weight decay acts on matrices only.
-
-    `low_precision` holds bfloat16 weights on a CPU by the name of their float32 master. The kernels step both with the
-    gradient of the former.
-
-    torch's class imports the compiler before its first step, which takes over a second and sixty megabytes. And it makes the
-    moments at that step, among tensors that come and go: the holes that those leave fit nothing any more, which took a tenth more
-    memory where the vocabulary is large. Here they are made first.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        low_precision: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self.parameters, self.low_precision = dict(parameters), dict(low_precision or {})
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.state = {name: self._fresh(p) for name, p in self.parameters.items()}
-
-    @torch.no_grad()
-    def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None, *, shrink: float = 1.0) -> None:
-        """Step at rate `lr` along the gradients that there are, divided by `shrink`, and along those that come as `blocks` of a
-        parameter's rows. The division happens as they are read: a pass of its own over them takes as long as a third of the step.
-        """
-        learning = [name for name, p in self.parameters.items() if p.grad is not None]
-        matrices = [name for name in learning if self.parameters[name].dim() > 1]
-        others = [name for name in learning if self.parameters[name].dim() <= 1]
-        for names, decay in ((matrices, self.weight_decay), (others, 0.0)):
-            if names:
-                states = [self.state[name] for name in names]
-                moments = tuple([state[key] for state in states] for key in _MOMENTS)
-                parameters = [self.parameters[name] for name in names]
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                self._step(lr, decay, parameters, gradients, moments, [state["step"] for state in states], shrink)
-        for name, parts in (blocks or {}).items():
-            p, state = self.parameters[name], self.state[name]
-            steps = state["step"].clone()
-            for rows, gradient in parts:
-                moments = tuple([state[key][rows]] for key in _MOMENTS)
-                self._step(lr, self.weight_decay if p.dim() > 1 else 0.0, [p[rows]], [gradient], moments, [steps.clone()], shrink)
-            state["step"] += 1
-        low_precision = [name for name, p in self.low_precision.items() if p.grad is not None]
-        if low_precision:
-            self._step_low_precision(low_precision, lr, shrink)
-        # these steps change parameters without counting their versions up, by which others notice
-        changed = [self.parameters[name] for name in (*learning, *(blocks or {}), *low_precision)]
-        torch.autograd.graph.increment_version(changed + [self.low_precision[name] for name in low_precision])
-
-    def _step(
-        self,
-        lr: float,
-        decay: float,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        moments: tuple[list[Tensor], ...],
-        steps: list[Tensor],
-        shrink: float,
-    ) -> None:
-        step: Any = adamw
-        step(
-            parameters,
-            gradients,
-            *moments,
-            [],
-            steps,
-            fused=True,
-            grad_scale=torch.tensor(shrink, device=parameters[0].device) if shrink != 1.0 else None,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=lr,
-            weight_decay=decay,
-            eps=self.eps,
-            maximize=False,
-        )
-
-    def squared_norm_bf16(self) -> float:
-        """Σ g² over the gradients of `low_precision`."""
-        gradients = [p.grad for p in self.low_precision.values() if p.grad is not None]
-        return _native().squared_norm(gradients) if gradients else 0.0
-
-    def _step_low_precision(self, names: list[str], lr: float, shrink: float) -> None:
-        steps = [self.state[name]["step"] for name in names]
-        torch._foreach_add_(steps, 1)
-        found = []
-        for name, step in zip(names, torch.stack(steps).tolist(), strict=True):
-            stored, moments = self.low_precision[name], [self.state[name][key] for key in _MOMENTS]
-            assert stored.grad is not None
-            decay = self.weight_decay if stored.dim() > 1 else 0.0
-            first, second = moments
-            found.append(MasterWeight(self.parameters[name], stored, stored.grad.contiguous(), first, second, int(step), decay))
-        _native().step(found, lr, self.betas, self.eps, 1 / shrink)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Moments and step counts as "exp_avg.<name>" and so on."""
-        return {f"{key}.{name}": tensor for name, state in self.state.items() for key, tensor in state.items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors`. Raises `CheckpointError` where they are of other parameters, and then changes nothing."""
-        own = self.tensors()
-        for key, value in tensors.items():
-            name = key.partition(".")[2]
-            if key not in own:
-                raise CheckpointError(f"The optimiser's state holds {name!r}, which is not a trainable parameter of this run.")
-            if lacks := [kind for kind in self.state[name] if f"{kind}.{name}" not in tensors]:
-                raise CheckpointError(f"The optimiser's state of {name!r} is incomplete: {', '.join(lacks)} is missing.")
-            if value.shape != own[key].shape:
-                raise CheckpointError(
-                    f"The optimiser's state holds {key!r} of shape {list(value.shape)}; the parameter has {list(own[key].shape)}."
-                )
-        for key, held in own.items():
-            held.copy_(tensors[key]) if key in tensors else held.zero_()
-
-    def _fresh(self, p: Tensor) -> dict[str, Tensor]:
-        # fused, torch counts steps on the parameter's device
-        moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in _MOMENTS}
-        return {"step": torch.zeros((), device=p.device), **moments}
-
-
-def _native() -> HalfPrecision:
-    native = kernels()
-    assert not isinstance(native, str), "without kernels no weight is stepped in low precision"
-    return native.half_precision

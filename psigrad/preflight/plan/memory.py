@@ -112,7 +112,7 @@ def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
     """The twin as the trainer has it."""
     with torch.random.fork_rng(devices=[]):
         hf = model_of(config, dtype=DTYPES[dtype])
-        tokenizer: Any = SimpleNamespace(eos_token_id=0)
+        tokenizer: Any = SimpleNamespace(bos_token_id=None, eos_token_id=0)
         return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
 
 

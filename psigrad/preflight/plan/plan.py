@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from psigrad.errors import UserError
 from psigrad.preflight.plan.arithmetic import REACHED, Config
 from psigrad.preflight.plan.hardware import machine
 from psigrad.preflight.plan.memory import count
@@ -16,6 +18,8 @@ from psigrad.preflight.plan.placements import ASSUMED, Split, smallest, splits
 from psigrad.preflight.plan.predict import MARGIN, Plan, lengths_of, predict
 from psigrad.preflight.settings import PlanConfig
 from psigrad.runs.machine import device as device_of
+
+SMALL, HOUR = 50_000_000, 3600
 
 
 def run(config: Config, asked: PlanConfig) -> str:
@@ -52,6 +56,35 @@ def warn(config: Config) -> None:
     """That line on stderr."""
     if line := warning(config):
         print(f"psigrad: {line}", file=sys.stderr)
+
+
+def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
+    """How long the run will be, in a line on stderr: its steps, tokens and time. Rows are read where they are a small file.
+
+    With `ask`, which is how a person at a terminal answers, and no length in the settings, a run of more than an hour is begun on
+    a yes alone: raises `UserError` else.
+    """
+    try:
+        data: Any = config.data.dataset
+        small = not isinstance(data, str) or (os.path.isfile(data) and os.path.getsize(data) < SMALL)
+        lengths, rows, _ = lengths_of(config, read=small)
+        here = machine(device_of(config.run), config.model.dtype, config.run.threads)
+        work = (made := predict(config, lengths, here, dataset=rows, quick=True)).work
+    except (ValueError, OSError):
+        return  # wrong settings: the run itself refuses them, with a better sentence
+    if not work.steps:
+        return
+    tokens = work.steps * work.rows * (lengths.prompt + work.members * lengths.completion)
+    spent = f", about {seconds(made.seconds * work.steps)} here and evaluations" if made.seconds else ""
+    print(
+        f"psigrad: {work.steps:,} steps of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.",
+        file=sys.stderr,
+    )
+    default = type(config)().run
+    unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
+    long = unsaid and made.seconds * work.steps > HOUR
+    if ask is not None and long and not ask("Begin? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
+        raise UserError("Nothing was begun; give --max-steps, or --num-train-epochs to have it as long as this.")
 
 
 def _sentence(plan: Plan) -> str:

@@ -21,7 +21,7 @@ from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
-from psigrad.language.training.update import steps_natively
+from psigrad.language.training.optimizers import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.preflight.plan.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.preflight.plan.hardware import Machine

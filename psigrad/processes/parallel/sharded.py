@@ -62,7 +62,10 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     network: Any = model.network
     for layer in layers_of(network):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    root: Any = fully_shard(Root(network, getattr(model, "value_head", None)), mesh=mesh, mp_policy=policy)
+    value_head: Any = getattr(model, "value_head", None)
+    if value_head is not None:  # of a group of its own: it is in float32 whatever the network is in
+        fully_shard(value_head, mesh=mesh, mp_policy=policy)
+    root: Any = fully_shard(Root(network, value_head), mesh=mesh, mp_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):  # each has its own factor
             module.set_gradient_divide_factor(1.0)

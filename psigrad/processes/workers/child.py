@@ -82,12 +82,6 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
             write(number, "answer", answer)
 
 
-def pack_request(number: int, message: Any) -> bytes:
-    """A request as it goes through a pipe."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(MARK, number, len(data)) + data
-
-
 def pack_answer(number: int, message: Any) -> bytes:
     """An answer as it goes through a pipe. Raises `TypeError` or `ValueError` for what JSON can't hold."""
     data = json.dumps(message, allow_nan=False).encode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import re
 import selectors
 import signal
@@ -44,6 +45,12 @@ _USUAL = re.compile(
     re.IGNORECASE,
 )
 _START = "from psigrad.processes.workers.child import main; main()"
+
+
+def pack_request(number: int, message: Any) -> bytes:
+    """A request as it goes through a pipe."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return child.HEADER.pack(child.MARK, number, len(data)) + data
 
 
 class WorkerGone(Exception):
@@ -107,7 +114,7 @@ class Worker:
         """Send a request that must be answered within `limit` seconds."""
         self.deadline = time.monotonic() + limit
         self._number += 1
-        self._outbox += child.pack_request(self._number, message)
+        self._outbox += pack_request(self._number, message)
         self._push()
 
     def _push(self) -> None:

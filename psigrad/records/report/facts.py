@@ -17,8 +17,8 @@ _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceCo
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """(name, text): when the run was, how long it took, by which commands, on what and with which versions. What was not noted
-    is left out.
+    """(name, text): when the run was, how long it took, by which commands, on what and why not faster, with which versions.
+    What was not noted is left out.
     """
     starts = [event for event in run.events if event.get("kind") in ("started", "resumed")]
     began = format_time(number(run.events[0].get("time"))) if run.events else ""
@@ -30,6 +30,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("Took", _took(run)),
         ("Command", "\n".join(clip(command, 1000) for command in commands[-3:])),
         ("On", ", ".join(filter(None, [str(machine.get("processor") or ""), *_shares(machine), str(machine.get("gpu") or "")]))),
+        ("Slower", next((str(event.get("slower") or "") for event in reversed(starts)), "")),
         ("With", ", ".join(f"{name} {number}" for name, number in versions.items()) if isinstance(versions, dict) else ""),
     ]
     return [(name, said) for name, said in facts if said]

@@ -110,7 +110,7 @@ _BY_KIND = {
     "online": (*_ONLINE, *_TURNS, *_CRITIC),
 }
 _BOTH = (
-    Plot("Entropy", "of the policy, nats per token", ("entropy",)),
+    Plot("Entropy", "of the policy, nats per token; surprise where its draws are filtered", ("entropy", "surprise")),
     Plot("Gradient norm", "before clipping", ("grad_norm",)),
     Plot("Learning rate", "", ("learning_rate",), smooth=False),
 )
@@ -200,7 +200,7 @@ def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], lis
 
 def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
     """The interval of a held-out figure, where it has one."""
-    rows = [(row["step"], number(row.get(f"{name}/low")), number(row.get(f"{name}/high"))) for row in run.evaluations]
+    rows = [(row["step"], number(row.get(f"{name}/low")), number(row.get(f"{name}/high"))) for row in run.all_evaluations]
     rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
     if rows:
         axes.fill_between(*zip(*rows, strict=True), color=colour, alpha=0.18, linewidth=0)

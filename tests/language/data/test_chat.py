@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -333,7 +332,10 @@ def test_an_answer_begun_with_more_than_words_is_refused(more: Any, plain_chatml
 
 def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTokenizerFast) -> None:
     told: list[Any] = []
-    journal: Any = SimpleNamespace(tell=lambda kind, text, **more: told.append(text))
     thought = sft(USER, {**BOT, "thinking": "two"})
-    tell_translations(plain_chatml, [sft(USER, BOT), replace(thought, source="my.jsonl:8"), thought], journal)
+    tell_translations(
+        plain_chatml,
+        [sft(USER, BOT), replace(thought, source="my.jsonl:8"), thought],
+        lambda kind, text, **more: told.append(text),
+    )
     assert len(told) == 1 and "some of my.jsonl:8: thoughts stand in <think> tags" in told[0]

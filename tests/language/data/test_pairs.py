@@ -80,12 +80,6 @@ def test_steps_end_where_their_separator_does(tokenizer):
     assert made.labels == [1.0, 0.25]
 
 
-def test_rows_above_the_limit_are_left_out_and_counted(tokenizer):
-    made = [pairs.encode_pair(tokenizer, validate(PLAIN, "preference", "x"))] * 3
-    assert pairs.drop_long(made, pairs.longest, 5) == ([], 3)
-    assert pairs.drop_long(made, pairs.longest, 0) == (made, 0)
-
-
 @pytest.mark.parametrize(
     ("row", "form", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -72,6 +73,19 @@ def test_it_is_converted_once_and_anew_when_it_changed(base, tmp_path, monkeypat
     adapted(base, tmp_path / "adapter", seed=1)
     second = plain_folder(str(tmp_path / "adapter"))
     assert second != first and sorted(p.name for p in cache.iterdir()) == sorted(Path(p).name for p in (first, second))
+
+
+def test_it_is_converted_anew_when_its_base_was_trained_in_place(base, tmp_path):
+    shutil.copytree(base, tmp_path / "own")
+    adapted(tmp_path / "own", tmp_path / "adapter")
+    first = plain_folder(str(tmp_path / "adapter"))
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    with torch.no_grad():
+        trained.base_model.norm.weight.mul_(2)
+    trained.save_pretrained(tmp_path / "own")
+    second = plain_folder(str(tmp_path / "adapter"))
+    assert second != first and plain_folder(str(tmp_path / "adapter")) == second
+    torch.testing.assert_close(logits_at(second), 2 * logits_at(first), rtol=1e-4, atol=1e-5)
 
 
 def test_training_starts_from_it_and_pins_it(base, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -32,6 +33,21 @@ def loads(home: Path, **environment) -> str:
     given = {**os.environ, "XDG_CACHE_HOME": str(home), "PYTHONPATH": root, **environment}
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else f"ended by {done.returncode}: {done.stderr[-200:]}"
+
+
+def test_on_a_file_system_without_locks_it_is_compiled_all_the_same(tmp_path, monkeypatch):
+    """What another process is compiling there meanwhile is left alone."""
+
+    def refuse(*given):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    (tmp_path / "tmp-of-another").mkdir()
+    with build._lock(tmp_path):
+        assert (tmp_path / "tmp-of-another").exists()
+    monkeypatch.undo()
+    with build._lock(tmp_path):
+        assert not (tmp_path / "tmp-of-another").exists()
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def trained(model, recompute: bool, steps: int = 4) -> tuple[list[float], dict[s
     """The gradient norms of some steps, and weights and moments after them."""
     optimizer = Optimizer(model.trainable(), OPTIM, recompute=recompute)
     norms = [optimizer.step(losses_of(model), OPTIM.learning_rate) for _ in range(steps)]
-    found = {name: p.detach().clone() for name, p in model.trainable().items()} | optimizer.adamw.tensors()
+    found = {name: p.detach().clone() for name, p in model.trainable().items()} | optimizer.rule.tensors()
     return norms, found
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_jobs import online_config
 
 from psigrad import cli
-from psigrad.config import Data, Evaluation, Model, RewardConfig, Run, SFTConfig
+from psigrad.config import Data, Evaluation, Model, Run, SFTConfig
 from psigrad.errors import UserError
+from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.rendered_rows import Segment, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
-from psigrad.language.recipes import conversation, online, reward, sft
+from psigrad.language.recipes import conversation, online, sft
+from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 
 HEAD = "<|im_start|>user\nsay a:<|endoftext|>\n<|im_start|>assistant\n"
 
@@ -192,9 +194,8 @@ def test_steps_that_a_template_cannot_say_are_left_out_when_asked(chat: Path) ->
     tokenizer.chat_template = "{% if 'b' in messages[0]['content'] %}{{ raise_exception('no b') }}{% endif %}" + CHATML
     rows = [Row(f"x:{text}", [{"role": "user", "content": text}], steps=("a",), labels=(1.0,)) for text in "aba"]
     told: list[str] = []
-    journal: Any = SimpleNamespace(tell=lambda kind, text, **more: told.append(kind))
-    model: Any = SimpleNamespace(tokenizer=tokenizer, max_length=64)
-    config = RewardConfig(process=True, data=Data(bad_rows="skip"))
-    assert len(reward._task(config, model, rows, journal)) == 2 and told == ["rows_refused"]
+    encoder = Encoder(tokenizer, partial(pairs.encode_steps, tokenizer))
+    made, _ = encode_rows(rows, encoder, Data(bad_rows="skip"), lambda kind, text, **more: told.append(kind))
+    assert len(made) == 2 and told == ["rows_refused"]
     with pytest.raises(UserError, match=r"x:b: .*no b.*bad_rows=skip"):
-        reward._task(RewardConfig(process=True), model, rows, journal)
+        encode_rows(rows, encoder, Data())

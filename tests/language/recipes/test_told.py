@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, MambaConfig
 from psigrad.config import Model
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, said_otherwise
-from psigrad.language.models import tiny
+from psigrad.language.models import language_model, tiny
 from psigrad.language.recipes import online
+from psigrad.records.read import load
+from psigrad.records.report.facts import facts
 
 OFFERS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
 TALK = [{"role": "user", "content": "2 + 3?"}]
@@ -80,5 +82,22 @@ def test_a_padded_model_is_told(job, tmp_path, capsys):
     config = online_config(job, tmp_path / "run", max_steps=1)
     online.run(replace(config, model=Model(path=str(tmp_path / "model"))))
     assert capsys.readouterr().err.count("Sequences are padded, not packed") == 1
+    said = dict(facts(load(tmp_path / "run")))["Slower"]
+    assert said.startswith("Sequences are padded, not packed, which takes two to five times") and "MambaForCausalLM" in said
     online.run(online_config(job, tmp_path / "packed", max_steps=1))
     assert "padded" not in capsys.readouterr().err
+    assert "Slower" not in dict(facts(load(tmp_path / "packed")))
+
+
+@pytest.mark.parametrize(
+    ("padded", "unfused", "said"),
+    [
+        ("", "", ""),
+        ("a reason", "", "Sequences are padded, not packed, which takes two to five times the time and memory: a reason."),
+        ("", "a reason", "Layers run in transformers' modules, not fused, which takes about twice the time: a reason."),
+    ],
+)
+def test_what_a_slower_way_costs_is_said(padded, unfused, said, job):
+    model = language_model.load(str(job / "base"))
+    model.why_padded, model.why_unfused = padded, unfused
+    assert model.slower == said

@@ -51,12 +51,9 @@ GOLDS = {
                                       SURE + "the river flows to the sea."),
     "punctuation:no_comma": ({}, "Rivers flow; seas wait.", "Rivers flow, seas wait.", SURE + "Rivers flow."),
 }  # fmt: skip
-NEEDS_LANGUAGE = {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
 
 
 def scores(kind, text, **how):
-    if kind in NEEDS_LANGUAGE:
-        pytest.importorskip("py3langid")
     return IFEval(**how)([text], instruction_id_list=[[kind]], kwargs=[[GOLDS[kind][0]]])[0]
 
 

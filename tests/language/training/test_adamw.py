@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.training.update import AdamW, Optimizer, steps_natively
+from psigrad.language.training.optimizers import AdamW, steps_natively
+from psigrad.language.training.update import Optimizer
 from psigrad.records import checkpoint
 from psigrad.records.checkpoint import CheckpointError
 
@@ -89,7 +90,7 @@ def test_a_step_counts_the_parameters_versions_up():
 @pytest.mark.parametrize(("which", "imports"), [("ours", "False"), ("torch", "True")])
 def test_only_torchs_own_imports_the_compiler(which, imports):
     make = {
-        "ours": "from psigrad.language.training.update import AdamW; o = AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0); o.step(0.1)",
+        "ours": "from psigrad.language.training.optimizers import AdamW; AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0).step(0.1)",
         "torch": "o = torch.optim.AdamW([p], fused=True); o.step()",
     }[which]
     code = f"import sys, torch; p = torch.nn.Parameter(torch.ones(2, 2)); p.grad = p.detach(); {make}"
@@ -191,7 +192,7 @@ def half_optimizer(monkeypatch, native: bool, *, max_grad_norm: float = 1.0) -> 
     draw = torch.Generator().manual_seed(0)
     weights = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for name, shape in HALVES.items()}
     made = Optimizer(weights, Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm))
-    assert bool(made.adamw.low_precision) == native
+    assert bool(made.rule.low_precision) == native
     return made, weights
 
 
@@ -222,8 +223,8 @@ def test_bfloat16_weights_are_stepped_as_torch_does_it(scale, monkeypatch):
     theirs, expected = half_optimizer(monkeypatch, native=False)
     found, wanted = half_steps(ours, weights, scale=scale), half_steps(theirs, expected, scale=scale)
     assert found == pytest.approx(wanted, rel=1e-5) and (wanted[0] > 1 or scale < 1)
-    for key, value in theirs.adamw.tensors().items():
-        assert alike(ours.adamw.tensors()[key], value), key
+    for key, value in theirs.rule.tensors().items():
+        assert alike(ours.rule.tensors()[key], value), key
     for name, p in weights.items():
         assert torch.allclose(ours.masters[name], theirs.masters[name], rtol=1e-5, atol=1e-6)
         assert torch.equal(p.detach(), ours.masters[name].detach().bfloat16())
@@ -236,7 +237,7 @@ def test_negative_control_another_step_of_bfloat16_weights_is_noticed(wrong, mon
     theirs, _ = half_optimizer(monkeypatch, native=False, max_grad_norm=0.0)
     half_steps(ours, ours.parameters, **wrong)
     half_steps(theirs, theirs.parameters)
-    pairs = zip(ours.adamw.tensors().values(), theirs.adamw.tensors().values(), strict=True)
+    pairs = zip(ours.rule.tensors().values(), theirs.rule.tensors().values(), strict=True)
     moments = all(alike(a, b) for a, b in pairs)
     masters = all(torch.allclose(m, theirs.masters[n], rtol=1e-5, atol=1e-6) for n, m in ours.masters.items())
     assert not (moments and masters)
@@ -265,7 +266,7 @@ def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
 
 def test_the_kernels_are_not_asked_for_where_no_weight_is_bfloat16(monkeypatch):
     """They may have to be compiled, which takes seconds."""
-    monkeypatch.setattr("psigrad.language.training.update.kernels", lambda: pytest.fail("nobody needs them"))
+    monkeypatch.setattr("psigrad.language.training.optimizers.kernels", lambda: pytest.fail("nobody needs them"))
     for kind in (torch.float32, torch.float16):
         weight = nn.Parameter(torch.ones(3, 3, dtype=kind))
         Optimizer({"w": weight}, Optim()).step([lambda weight=weight: weight.float().sum()], 0.1)

@@ -16,7 +16,8 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collect import LENGTH_PENALTY, metric_of
 from psigrad.language.training.online.forward import to_batch
-from psigrad.language.training.update import AdamW, learning_rate
+from psigrad.language.training.optimizers import AdamW
+from psigrad.language.training.update import learning_rate
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])

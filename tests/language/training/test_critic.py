@@ -13,10 +13,12 @@ from tiny_jobs import online_config, ppo_config, reward_config
 from psigrad.config import Optim
 from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, reward
+from psigrad.language.recipes.online import critic_rate
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import forward
 from psigrad.language.training.online import online_rl as training
@@ -24,6 +26,7 @@ from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.update import Optimizer, step_together
 from psigrad.objective.parts.surrogate import PENALTY_KEY
 from psigrad.objective.stats import explained_variance
+from psigrad.processes.parallel.world import ALONE
 
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)
 
@@ -194,6 +197,38 @@ def test_the_penalty_follows_how_far_the_policy_moved(tokenizer):
 
     assert coefficient(1e-7) == pytest.approx(1.0 / 8), "halved on each of three steps that moved it hardly"
     assert coefficient(3e-2) > 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "learns"), [(0.0, True), (1e-6, False)], ids=["default", "the policy's"])
+def test_a_critic_learns_at_its_defaults(rate, learns, job, tmp_path):
+    """The return is 1 where the prompt's letter is of the first four, so that a critic can explain all of it."""
+    config = online_config(job, tmp_path / "run", algorithm="ppo", max_steps=24, save_steps=0)
+    sampling = replace(config.sampling, max_completion_length=2)
+    config = replace(config, reward=(early_prompts,), sampling=sampling, optim=Optim(), critic_learning_rate=rate)
+    online.run(replace(config, prompts_per_step=16, num_generations=1))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    explained = [row["explained_variance"] for row in rows if "explained_variance" in row]
+    assert explained[0] == pytest.approx(0.0, abs=0.01)
+    assert explained[-1] > 0.5 if learns else max(explained) < 0.01, explained
+
+
+def test_the_wider_a_model_the_lower_the_rate_of_its_critic(job, tmp_path):
+    critic = scalar_model.load(str(job / "base"), fresh_head="zero")
+    assert critic.network.config.hidden_size == 32 and critic_rate(critic) == pytest.approx(0.0015625)
+    config = ppo_config(job, tmp_path / "run")
+    policy = load_model(config.model, config.run, None)
+
+    def used(own, of_policy):
+        asked = replace(config, critic_learning_rate=own, optim=Optim(learning_rate=of_policy))
+        return online._critic(asked, policy, None, ALONE).learning_rate
+
+    assert [used(0.0, 1e-6), used(0.0, 1e-2), used(1e-5, 1e-2)] == [pytest.approx(0.0015625), 1e-2, 1e-5]
+
+
+def early_prompts(prompts, completions, **columns):
+    """Says nothing of the completion."""
+    return [float(prompt[4] in "abcd") for prompt in prompts]
 
 
 def test_explained_variance():

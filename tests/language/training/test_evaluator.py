@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,24 @@ def test_the_spread_of_rewards_is_the_mean_over_groups_of_the_sample_deviation()
     assert found["reward_std"] == pytest.approx(0.5**1.5) and found["rewards/own/std"] == pytest.approx((0.5 / 3) ** 0.5)
     alone = collection_metrics(rows[:1], 1)
     assert (alone["reward_std"], alone["rewards/own/std"]) == (0.0, 0.0)
+
+
+def test_the_surprise_of_filtered_draws_is_no_entropy():
+    """p = (3/4, 1/4): drawn from p, −log p is ln 4/3 three times of four and ln 4 once, in the mean the entropy 0.562. Under
+    top-k 1 the likelier token is all that is drawn: 0.288, which says nothing of the other.
+    """
+    likely, rare = math.log(3 / 4), math.log(1 / 4)
+    free = [drawn(logp, logp) for logp in (likely, likely, likely, rare)]
+    found = collection_metrics(free, 4)
+    assert found["entropy"] == pytest.approx(0.5623, abs=1e-4) and "surprise" not in found
+    found = collection_metrics([drawn(likely, 0.0)] * 4, 4)
+    assert found["surprise"] == pytest.approx(0.2877, abs=1e-4) and "entropy" not in found
+
+
+def drawn(logp, filtered):
+    """A completion of one token."""
+    made = completion(0, 0, 1.0)
+    return replace(made, completion=replace(made.completion, ids=(5,), logprobs=(logp,), sampling_logprobs=(filtered,)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

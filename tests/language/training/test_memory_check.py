@@ -9,7 +9,6 @@ import torch
 from tiny_jobs import online_config, ppo_config, preference_config, reward_config, sft_config
 
 from psigrad.errors import UserError
-from psigrad.language.models import backbone
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import finish, online, preference, reward, sft
 
@@ -55,7 +54,7 @@ def test_the_pass_is_over_the_longest_prompts_with_full_completions(job, tmp_pat
 
     monkeypatch.setattr(LanguageModel, "evaluate", spied)
     online.run(config)
-    first = next(inputs for inputs in seen if inputs is not backbone.PROBE)
+    first = seen[0]
     assert {len(c) for group in first.completions for c in group} == {config.sampling.max_completion_length}
     prompts = [len(p) for p in first.prompts]
     assert min(prompts) == max(prompts)  # the job's prompts are all alike, so these are the longest

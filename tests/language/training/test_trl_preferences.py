@@ -199,7 +199,7 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
     reference = language_model.prepare(copy.deepcopy(hf), tokenizer)
     peer = peer_loss(trainer, moved(hf))
     made = [pairs.encode_judged(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
-    answers = [[row.answer, mismatched(made, i)] for i, row in enumerate(made)]
+    answers = [[row.answer, other] for row, other in zip(made, mismatched(made), strict=True)]
     known = reference_logps(reference, [row.prompt for row in made], answers, 100)
     loss = resolve_loss({"preset": "kto", "desirable_weight": 1.5})
     close(our_loss(KTOTask(language_model.prepare(hf, tokenizer), loss, made, known), hf, budget=60), peer)

@@ -102,11 +102,11 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_stops_the_run_in_the_en
     optimizer = Optimizer(dict(module.named_parameters()), Optim(learning_rate=0.1))
     optimizer.step([loss(module)], 0.1)
     weights = {n: p.detach().clone() for n, p in module.named_parameters()}
-    moments = {i: {k: v.clone() for k, v in s.items()} for i, s in enumerate(optimizer.adamw.state.values())}
+    moments = {i: {k: v.clone() for k, v in s.items()} for i, s in enumerate(optimizer.rule.state.values())}
     for count in range(1, MAX_NONFINITE + 1):
         assert optimizer.step([loss(module), loss(module, bad)], 0.1) is None
         assert all(torch.equal(p, weights[n]) for n, p in module.named_parameters())
-        for i, s in enumerate(optimizer.adamw.state.values()):
+        for i, s in enumerate(optimizer.rule.state.values()):
             assert all(torch.equal(s[k], moments[i][k]) for k in s)
         if count < MAX_NONFINITE:
             optimizer.check(7)

@@ -7,9 +7,10 @@ tools are offered, called and answered in Hermes' form, which is plain text. No 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -77,21 +78,61 @@ class Specials:
 
     ids: frozenset[int]
     pattern: re.Pattern[str]
+    cuts: re.Pattern[str] | None = None
+    """What finds the tokens at which a text is cut before anything else is done with it; None where that is not certain."""
+    backend: Any = None
+    """The tokenizer of `tokenizers` behind it, where transformers adds nothing to what that makes of a text."""
 
 
 _specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
 _dialects: WeakKeyDictionary[Any, dict[Any, Dialect]] = WeakKeyDictionary()
+_fixed: WeakKeyDictionary[Any, Specials] = WeakKeyDictionary()
 
 
 def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
     """Its special tokens, found once until it gets others."""
+    if (known := _fixed.get(tokenizer)) is not None:
+        return known
     key = (len(tokenizer), len(tokenizer.extra_special_tokens), *tokenizer.special_tokens_map.values())
     if _specials.get(tokenizer, (None,))[0] != key:
         found = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         words = sorted(found.values(), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
-        _specials[tokenizer] = (key, Specials(frozenset(found), pattern))
+        _specials[tokenizer] = (key, Specials(frozenset(found), pattern, *_backend_of(tokenizer)))
     return _specials[tokenizer][1]
+
+
+@contextlib.contextmanager
+def fixed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """A block in which the tokenizer gets no other special tokens: nobody looks for them again."""
+    _fixed[tokenizer] = specials_of(tokenizer)
+    try:
+        yield
+    finally:
+        _fixed.pop(tokenizer, None)
+
+
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | None, Any]:
+    """`Specials.cuts` and `Specials.backend`.
+
+    `tokenizers` cuts a text at its added tokens, the longest of those that begin first, and then goes on with each piece alone.
+    A cut must not depend on what stands before the token, as it does where it is found in normalised text, must be a word of its
+    own, or may lie inside another one.
+    """
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+    own = type(tokenizer)
+    if not isinstance(tokenizer, TokenizersBackend) or (own._encode_plus, own.__call__) != (
+        TokenizersBackend._encode_plus,
+        PreTrainedTokenizerBase.__call__,
+    ):
+        return None, None
+    added = list(tokenizer.added_tokens_decoder.values())
+    sound = [one.content for one in added if not one.normalized and not one.single_word]
+    inside = any(one != other and one[:1] and one in other[1:] for one in sound for other in (a.content for a in added))
+    if not sound or inside or len(sound) < sum(not one.normalized for one in added):
+        return None, tokenizer.backend_tokenizer
+    return re.compile("|".join(map(re.escape, sorted(sound, key=len, reverse=True)))), tokenizer.backend_tokenizer
 
 
 def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Dialect:

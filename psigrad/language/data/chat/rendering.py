@@ -15,7 +15,7 @@ from psigrad.language.data.dataset_rows import BadRow, Row, RowError, show
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SETTLED = "psigrad_settled"
+SETTLED = "psigrad_settled"
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ def settle(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today:
     """Render with these arguments from now on, where a row does not say otherwise, and on this day; `rows` are those of the
     model's embedding.
     """
-    setattr(tokenizer, _SETTLED, Settled(dict(kwargs), today, rows))
+    setattr(tokenizer, SETTLED, Settled(dict(kwargs), today, rows))
 
 
 def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Refuse tokens that the model has no embedding for."""
-    rows = getattr(tokenizer, _SETTLED, Settled()).rows
+    rows = getattr(tokenizer, SETTLED, Settled()).rows
     if rows and ids and (worst := max(ids)) >= rows:
         raise UserError(
             f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, and the model's embedding {rows} rows: "
@@ -48,7 +48,7 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
 
 def day_of(tokenizer: PreTrainedTokenizerBase) -> date:
     """The day that templates print: the one settled, or today."""
-    settled: Settled = getattr(tokenizer, _SETTLED, Settled())
+    settled: Settled = getattr(tokenizer, SETTLED, Settled())
     return settled.today or date.today()
 
 
@@ -59,7 +59,7 @@ def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]:
     """What the template is given besides the messages: the run's arguments, the row's over them, and its tools."""
-    settled: Settled = getattr(tokenizer, _SETTLED, Settled())
+    settled: Settled = getattr(tokenizer, SETTLED, Settled())
     return {**settled.kwargs, **without_nulls(row.columns.get("chat_template_kwargs") or {}), "tools": tools_of(row)}
 
 
@@ -99,7 +99,7 @@ def render(
 
 
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
-    """The spans of characters that the template's `{% generation %}` blocks wrote.
+    """(the text of the messages, the spans of characters in it that the template's `{% generation %}` blocks wrote).
 
     `apply_chat_template(return_assistant_tokens_mask=True)` is not used: it lets tokens merge across the start of a turn, and
     where a tokenizer trims offsets it loses every turn after one that starts with a space.
@@ -111,7 +111,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     _set_clock(tokenizer, arguments)
     said = [{name: value for name, value in message.items() if value is not None} for message in messages]
     rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
-    return rendered[1][0]
+    return rendered[0][0], rendered[1][0]
 
 
 def refuse(row: Row, what: str, why: str) -> RowError:

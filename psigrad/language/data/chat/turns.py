@@ -43,6 +43,7 @@ class Talk:
         self.template = template_of(tokenizer, row, self.arguments)
         self.special = specials_of(tokenizer).pattern
         self.dialect = dialect_of(tokenizer, self.arguments)
+        self._made: dict[Any, Any] = {}
         if self.dialect.header:
             raise UserError(
                 "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
@@ -51,7 +52,10 @@ class Talk:
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """The text of the messages. Raises `RowError` where the template cannot say them."""
-        return self._run(partial(render, generation_prompt=generation_prompt), messages)
+        key = (generation_prompt, *map(id, messages))
+        if key not in self._made:  # the messages are kept, so that no other ones get their ids
+            self._made[key] = self._run(partial(render, generation_prompt=generation_prompt), messages), messages
+        return str(self._made[key][0])
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """What is sampled from: the generation prompt, and behind it the words of an assistant's turn that the messages end with.
@@ -65,9 +69,14 @@ class Talk:
             raise refuse(self.row, f"prompt[{len(before)}].{name}", why)
         return self.render(before, generation_prompt=True) + str(last["content"])
 
-    def blocks(self, messages: Sequence[Message]) -> list[Span]:
-        """The spans of the template's generation blocks."""
-        return self._run(generation_blocks, messages)
+    def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
+        """The spans of the template's generation blocks; None where it has none. The text is known then, too."""
+        if not _GENERATION.search(self.template):
+            return None
+        text, spans = self._run(generation_blocks, messages)
+        found: list[Span] = spans
+        self._made[False, *map(id, messages)] = text, messages
+        return found
 
     def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
         try:
@@ -81,7 +90,7 @@ class Talk:
         return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
 
 
-def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bool = False) -> list[Context]:
+def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
     """The assistant's turns of a row in the contexts in which they would be sampled: what stands before a turn is what the
     template renders to sample it.
 
@@ -89,7 +98,7 @@ def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bo
     thought) one context for each turn that was rewritten. An empty thought that the template adds is context, unless
     `empty_thinking`. Raises `RowError` for a turn that no such context can be derived for, and for what the template leaves out.
     """
-    talk = Talk(tokenizer, row)
+    row = talk.row
     prompt = row.prompt if isinstance(row.prompt, list) else []
     answer = list(row.completion) if isinstance(row.completion, list) else []
     first = len(prompt)
@@ -125,8 +134,8 @@ def contexts(tokenizer: PreTrainedTokenizerBase, row: Row, *, empty_thinking: bo
 def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
     """The context of the last message, the text up to its end, and its spans that are trained."""
     said = messages[-1]
-    before, text = talk.render(messages[:-1], generation_prompt=True), talk.render(messages)
-    own = [span for span in talk.blocks(messages) if span[1] > len(before)] if _GENERATION.search(talk.template) else None
+    before, blocks = talk.render(messages[:-1], generation_prompt=True), talk.blocks(messages)
+    text, own = talk.render(messages), None if blocks is None else [span for span in blocks if span[1] > len(before)]
     if own == []:
         return before, text, []
     as_rendered = text
@@ -255,8 +264,7 @@ def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
     )
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> list[str]:
+def stop_tokens(talk: Talk) -> list[str]:
     """The special tokens that end an assistant's turn: one that answers, and where a row offers tools one that calls."""
-    talk = Talk(tokenizer, row or Row("a test conversation"))
     ends = [talk.dialect.turn_end, *([talk.dialect.call_end] if talk.arguments["tools"] else [])]
     return list(dict.fromkeys(found[-1] for end in ends if (found := talk.special.findall(end))))

@@ -104,10 +104,11 @@ class _Norm(torch.autograd.Function):
 class Decoder:
     """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is none of `FAMILIES`.
 
-    `recompute` is gradient checkpointing: a layer keeps only its input, and runs forward again in the backward pass.
+    `recompute` is gradient checkpointing: a layer keeps only its input, and runs forward again in the backward pass. An `exact`
+    decoder computes in float32 whatever the weights' type.
     """
 
-    def __init__(self, network: PreTrainedModel | WeightsOnly, recompute: bool = False) -> None:
+    def __init__(self, network: PreTrainedModel | WeightsOnly, recompute: bool = False, exact: bool = False) -> None:
         native = kernels()
         if isinstance(native, str):
             raise Unsupported(native)
@@ -129,8 +130,9 @@ class Decoder:
             eps=float(config.rms_norm_eps),
             scale=float(first.scaling),
         )
-        self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
-        self.layers = [Layer(i, module, heads, family.window(config, i) or 0, native) for i, module in enumerate(base.layers)]
+        self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
+        windows = [family.window(config, i) or 0 for i in range(len(base.layers))]
+        self.layers = [Layer(i, module, heads, windows[i], native, exact) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
         self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)

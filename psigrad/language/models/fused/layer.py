@@ -40,11 +40,13 @@ def compute_dtype(stored: torch.dtype) -> torch.dtype:
 
 
 class Weights:
-    """Tensors in the type to compute in. One that is stored in another type is cast again whenever it has changed."""
+    """Tensors in the type to compute in. One that is stored in another type is cast again whenever it has changed; where they are
+    `exact`, each time and to float32, and nothing is kept.
+    """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        self.given = list(given)
-        self.dtype = compute_dtype(self.given[0].dtype)
+    def __init__(self, given: Sequence[Tensor], exact: bool = False) -> None:
+        self.given, self.exact = list(given), exact
+        self.dtype = torch.float32 if exact else compute_dtype(self.given[0].dtype)
         self._versions: list[Version | None] = [None] * len(self.given)
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
@@ -52,6 +54,8 @@ class Weights:
         """The tensors with their present values, in the order given."""
         if all(p.dtype == self.dtype for p in self.given):
             return self.given
+        if self.exact:
+            return [p.detach().to(self.dtype) for p in self.given]
         for i, p in enumerate(self.given):
             if self._versions[i] != (version := version_of(p)):
                 self._versions[i], self._cast[i] = version, p.detach().to(self.dtype)
@@ -154,7 +158,7 @@ class LayerWeights:
 class Layer:
     """One decoder layer over rows [S, E]. `window` is 0 where a token sees all before it."""
 
-    def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels) -> None:
+    def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels, exact: bool = False) -> None:
         attention, mlp = module.self_attn, module.mlp
         modules = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
         linear, adapters = zip(*map(_split_adapter, modules), strict=True)
@@ -168,7 +172,7 @@ class Layer:
         self.biased = [i for i, child in enumerate(linear[:4]) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
         self._linear, self._norms = linear, norms
-        self.weights = Weights(self._read_weights())
+        self.weights = Weights(self._read_weights(), exact)
         self.eps = float(norms[0].variance_epsilon)
 
     def _read_weights(self) -> list[Tensor]:

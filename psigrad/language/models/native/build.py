@@ -23,6 +23,7 @@ from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
+from psigrad.errors import NO_LOCKS
 from psigrad.language.models.native.processor import identity
 
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
@@ -90,7 +91,13 @@ def _lock(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _claim(folder)
     with (folder / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            yield  # two may then compile, each beside the place where the library goes
+            return
         for leftover in folder.glob("tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat.messages import Message
@@ -44,7 +44,8 @@ class _Served:
         self.sessions: dict[str, Session] = {}
         self.address = ""
         self._under_way: dict[tuple[str, int], tuple[Session, list[Asked], set[int]]] = {}
-        self._stack, self._whole, self._sampler = contextlib.ExitStack(), contextlib.ExitStack(), None
+        self._stack, self._whole = contextlib.ExitStack(), contextlib.ExitStack()
+        self._sampler: Sampler | None = None
         self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
@@ -58,8 +59,9 @@ class _Served:
         self._sampler = sampler
         engine = SamplingEngine(model, sampler=sampler)
         self._stack.callback(engine.close)
+        recorder: Any = self  # it has both methods of a Recorder, whose module is not imported where nobody serves
         # the name of a session is its key
-        self.address = self._stack.enter_context(running(Served(engine, recorder=self), token="")).url
+        self.address = self._stack.enter_context(running(Served(engine, recorder=recorder), token="")).url
 
     def close(self) -> None:
         """See `Gateway`."""

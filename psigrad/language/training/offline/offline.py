@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from psigrad.config import Evaluation, Optim, Run
-from psigrad.language.data.batches import batch_at
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import batch_at
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
-from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.pairs import Answer, Judged, Pair
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups, Ids
+from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share
@@ -143,6 +142,10 @@ class KTOTask:
         """The loss's name."""
         return self.loss.name
 
+    @cached_property
+    def _mismatched(self) -> list[Answer]:
+        return mismatched(self.rows)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -163,7 +166,7 @@ class KTOTask:
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
         """z of the step from every row's prompt with the answer of `mismatched`."""
-        others = [mismatched(self.rows, i) for i in rows]
+        others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, world.size)
 
@@ -187,10 +190,16 @@ class KTOTask:
         return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
-def mismatched(rows: Sequence[Judged], i: int) -> Answer:
-    """The answer that row i is mismatched with: that of the last row before it with another prompt, as in TRL."""
-    before = (rows[(i - k) % len(rows)] for k in range(1, len(rows) + 1))
-    return next((row for row in before if row.prompt != rows[i].prompt), rows[i]).answer
+def mismatched(rows: Sequence[Judged]) -> list[Answer]:
+    """The answer that each row is mismatched with: that of the last row before it with another prompt, as in TRL. Before the
+    first row stands the last. A row without another prompt keeps its own.
+    """
+    found, other = list(rows), None
+    for i in range(1 - len(rows), len(rows)):  # once around, so that the first row knows what stands before it
+        if rows[i].prompt != rows[i - 1].prompt:
+            other = rows[i - 1]
+        found[i] = rows[i] if other is None else other
+    return [row.answer for row in found]
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
-from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.dataset_rows import alike
 from psigrad.language.data.templates import Example
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups, Rows
+from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.training.offline.offline import Share
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, each_once
@@ -20,7 +19,8 @@ from psigrad.processes.parallel.world import ALONE, World, each_once
 class SFTTask:
     """Cross-entropy on the tokens of each example's mask.
 
-    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step
+    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is
+    −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over a vocabulary of V, as in transformers' `LabelSmoother`
 
     A row is one text, or several: its turns in contexts of their own (`templates.examples`). What these share is computed once.
     """
@@ -28,30 +28,31 @@ class SFTTask:
     model: LanguageModel
     rows: Sequence[Sequence[Example]]
     name: str = "SFT"
+    label_smoothing: float = 0.0
+    """ε; figures of held-out rows are without it."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @cached_property
-    def bundles(self) -> list[list[Bundle]]:
-        """Of each row its texts in bundles that share a beginning."""
-        return [bundle(texts) for texts in self.rows]
-
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens that are computed of these rows: what texts of one row share counts once."""
-        return sum(one.tokens for i in rows for one in self.bundles[i])
+        return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """One forward pass after the other; see `Task`."""
-        targets = max(1, sum(sum(text.mask) for i in rows for text in self.rows[i]))
-        parts = pack_by_tokens([self.tokens([i]) for i in rows], budget, ranks)
-        packed = [_pack([one for place in part for one in self.bundles[rows[place]]]) for part in parts]
+        bundles = [bundle(self.rows[i]) for i in rows]
+        targets = max(1, sum(sum(text.mask) for own in bundles for one in own for text in one.texts))
+        parts = pack_by_tokens([sum(one.tokens for one in own) for own in bundles], budget, ranks)
+        packed = [_pack([one for place in part for one in bundles[place]]) for part in parts]
         return [partial(self._loss, part, targets) for part in packed]
 
     def _loss(self, rows: Rows | Groups, targets: int) -> Loss:
-        stats, _ = self.model.stats(rows, entropy=True, accuracy=True)
+        epsilon = self.label_smoothing
+        stats, _ = self.model.stats(rows, entropy=True, accuracy=True, mean_logp=epsilon > 0)
         assert stats.entropy is not None and stats.hit is not None
         value = -stats.logp.sum() / targets
+        if stats.mean_logp is not None:
+            value = (1 - epsilon) * value - epsilon * stats.mean_logp.sum() / targets
         figures = {"loss": value, "entropy": stats.entropy.sum() / targets, "mean_token_accuracy": stats.hit.sum() / targets}
         return Loss(value, {name: figure.detach() for name, figure in figures.items()})
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.errors import UserError
-from psigrad.language.data.batches import order
 from psigrad.language.data.templates import completion_for_reward, decode, prompt_for_reward
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import order
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
 from psigrad.language.rewards.outcomes import turns_of
 from psigrad.language.rollout.agents.agent_rollouts import Agents

@@ -5,6 +5,7 @@ Nothing is computed from any of it, but that a run stops where sampler and train
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,8 @@ class Tally:
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
     """Rewards, lengths and an entropy estimate over all completions of a step, those that are not trained on included.
 
-    `entropy` is the mean of -log pi(a) over sampled tokens: an unbiased estimate of the policy's entropy that costs nothing.
+    `entropy` is the mean of -log pi(a) over sampled tokens: an unbiased estimate of the policy's entropy that costs nothing,
+    where they were drawn from pi. Under top-k and the like they are its likelier tokens alone; the mean is then `surprise`.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
@@ -122,6 +124,11 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     lengths = [t.chosen for t in trajectories]
     ended = [t.chosen for t in trajectories if t.completion.finish_reason == "stop"]
     surprise = [-lp for t in trajectories for lp in t.completion.logprobs]  # 0 on tokens that the policy did not choose
+    filtered = any(
+        abs(own - drawn) > 1e-3
+        for t in trajectories
+        for own, drawn in zip(t.completion.logprobs, t.completion.sampling_logprobs, strict=True)
+    )
     figures: dict[str, Any] = {}
     if rewards:
         figures["reward"] = math.fsum(rewards) / len(rewards)
@@ -137,7 +144,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - len(ended) / len(lengths),
-        "entropy": math.fsum(surprise) / max(1, sum(lengths)),
+        "surprise" if filtered else "entropy": math.fsum(surprise) / max(1, sum(lengths)),
         "samples": len(trajectories),
         "failed": sum(t.status == "failed" for t in trajectories),
         "unscored": sum(t.status == "unscored" for t in trajectories),
@@ -238,7 +245,9 @@ def rollout_rows(
     """A row of rollouts.jsonl for every completion of the step: those that were trained on with their advantage, and the first
     `record_tokens` groups token by token.
     """
-    rows: dict[int, Any] = {p.index: p.row for p in prompts}
+    # prompts stand in the order of their rows; a look at all of them in every step would cost more than the step
+    numbers = {t.row for t in collected.trajectories}
+    rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
     used = [t for group in collected.groups for t in group]
     advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
     shown = {id(t) for group in collected.groups[:record_tokens] for t in group}

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.errors import UserError
-from psigrad.language.data.batches import pack_groups
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import Divergence, LanguageModel
-from psigrad.language.models.packing import Groups
+from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rollout.types import Stretch, Trajectory
 from psigrad.language.training.online.collect import metric_of

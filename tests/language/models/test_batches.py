@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psigrad.errors import UserError
-from psigrad.language.data.batches import batch_at, order, pack_by_tokens, pack_groups
+from psigrad.language.models.packing import batch_at, order, pack_by_tokens, pack_groups
 
 
 def slow_batches(steps: int, batch_size: int, n: int, seed: int) -> list[list[int]]:

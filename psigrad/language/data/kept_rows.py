@@ -1,0 +1,279 @@
+"""Rows and their tokens in Arrow: four bytes a token and the text, decoded where they are asked for, and files that are mapped.
+
+A file is Arrow's own format with the SHA-256 of it behind its end. It is written beside and renamed, so that of several
+processes each finds it whole or not there; what is damaged or cut is not read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.pairs import Answer, Judged, Pair, Steps
+from psigrad.language.data.templates import Example
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+T = TypeVar("T")
+_MADE: dict[str, Any] = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
+_NAMES = {name: [f.name for f in fields(kind)] for name, kind in _MADE.items()}
+_ENDING = 64
+"""Bytes of the SHA-256 behind a file."""
+
+
+class NotKeptError(ValueError):
+    """A value that would not come back as it was."""
+
+
+def pack_row(row: Row) -> tuple[str, list[int]]:
+    """A row as JSON. Raises `NotKeptError` where JSON has no form for something in it."""
+    held = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
+    try:
+        text = json.dumps(held)
+        if unpack_row(text, []) == row:
+            return text, []
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise NotKeptError(row.source)
+
+
+def unpack_row(text: str, _: list[int]) -> Row:
+    """The inverse of `pack_row`."""
+    held: dict[str, Any] = json.loads(text)
+    for name in ("steps", "labels"):
+        held[name] = tuple(held.get(name, ()))
+    return Row(**held)
+
+
+def pack(value: Any) -> tuple[str, list[int]]:
+    """What a method trains on: its form as JSON, and its tokens. A list of tokens is their number there, one of flags the lengths
+    of its runs, of which the first is of False.
+    """
+    ids: list[int] = []
+
+    def form(part: Any) -> Any:
+        if type(part).__name__ in _MADE:
+            return {type(part).__name__: [form(getattr(part, f.name)) for f in fields(part)]}
+        if not isinstance(part, list | tuple) or not part:
+            return part
+        kinds = {type(part[0]), type(part[-1])}  # lists are of one kind; a pair is a number and a list
+        if kinds == {bool}:
+            runs = [0] if part[0] else []
+            return {"flags": [*runs, *(len(list(run)) for _, run in itertools.groupby(part))]}
+        if kinds == {int}:
+            ids.extend(part)
+            return {"ids": len(part)}
+        return [form(one) for one in part]
+
+    return json.dumps(form(value)), ids
+
+
+def unpack(text: str, ids: list[int]) -> Any:
+    """The inverse of `pack`."""
+    rest = iter(ids)
+
+    def value(form: Any) -> Any:
+        if isinstance(form, list):
+            return [value(one) for one in form]
+        if not isinstance(form, dict):
+            return form
+        ((kind, parts),) = form.items()
+        if kind == "ids":
+            return list(itertools.islice(rest, parts))
+        if kind == "flags":
+            return [flag for run, n in enumerate(parts) for flag in [run % 2 == 1] * n]
+        values = [tuple(part) if name == "apart" else part for name, part in zip(_NAMES[kind], map(value, parts), strict=True)]
+        return _MADE[kind](*values)
+
+    return value(json.loads(text))
+
+
+@functools.cache
+def _schema() -> pa.Schema:
+    """pyarrow, and pandas with it, take 70 MB: they are loaded where there are many rows."""
+    import pyarrow as pa
+
+    return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int32()))])
+
+
+def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
+    """Packed things as a batch of Arrow."""
+    import pyarrow as pa
+
+    columns = zip(*packed, strict=True) if packed else ((), ())
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _schema(), strict=True)]
+    return pa.record_batch(arrays, schema=_schema())
+
+
+def batch_from(data: bytes) -> pa.RecordBatch:
+    """The batch that was serialised."""
+    import pyarrow as pa
+
+    return pa.ipc.read_record_batch(pa.py_buffer(data), _schema())
+
+
+class Packed(Sequence[T], Generic[T]):
+    """Things in batches of Arrow, each made anew where it is asked for."""
+
+    def __init__(self, batches: Sequence[pa.RecordBatch], made_of: Callable[[str, list[int]], T]) -> None:
+        self.batches, self._made_of = [batch for batch in batches if batch.num_rows], made_of
+        self._starts: list[int] = [0, *itertools.accumulate(batch.num_rows for batch in self.batches)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, place: int | slice) -> T | list[T]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        i = range(len(self))[place]
+        at = bisect.bisect_right(self._starts, i) - 1
+        texts, ids = self.batches[at].columns
+        return self._made_of(texts[i - self._starts[at]].as_py(), ids[i - self._starts[at]].values.to_pylist())
+
+    def __iter__(self) -> Iterator[T]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclass(frozen=True)
+class PreparedRows(Generic[T]):
+    """What a run needs of its data: the rows as the model reads them, and what they are trained on, for both parts."""
+
+    rows: Sequence[Row]
+    held_out: Sequence[Row]
+    made: Sequence[T]
+    judged: Sequence[T]
+    sums: Mapping[str, str] = field(default_factory=dict)
+    """What a run pins of the rows, where it is known."""
+
+
+def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None:
+    """Keep it in a file, with what was told of it; older files of the folder go until all of them have `most` bytes. A disk that
+    is full, and rows that would not come back as they were, only mean that nothing is kept.
+    """
+    import pyarrow as pa
+
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    rows = [_batches(part, pack_row) for part in (prepared.rows, prepared.held_out)]
+    made = [_batches(part, pack) for part in (prepared.made, prepared.judged)]
+    with contextlib.suppress(OSError, NotKeptError, pa.ArrowException):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with beside.open("wb") as file:
+                stream = _Hashing(file)
+                counts = []
+                with pa.ipc.new_file(pa.PythonFile(stream, "w"), _schema()) as out:
+                    for part in (*rows, *made):
+                        counts.append(sum(1 for batch in part if out.write_batch(batch) is None))
+                    note = {"parts": counts, "told": told, "sums": dict(prepared.sums)}
+                    out.write_batch(batch_of([(json.dumps(note), [])]))
+                file.write(stream.digest.hexdigest().encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        _make_room(path, most)
+
+
+def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
+    """What `write` has kept, mapped and not read, and what was told; None where it is not there, or not as it was written."""
+    if not path.is_file():
+        return None
+    import pyarrow as pa
+
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END) - _ENDING
+            file.seek(0)
+            digest = hashlib.sha256()
+            while size > 0 and (piece := file.read(min(1 << 20, size - file.tell()))):
+                digest.update(piece)
+            if size <= 0 or file.read() != digest.hexdigest().encode():
+                return None
+        mapped = pa.memory_map(str(path)).read_buffer(size)
+        found = pa.ipc.open_file(pa.BufferReader(mapped))
+        batches = [found.get_batch(i) for i in range(found.num_record_batches)]
+        note = json.loads(batches[-1].column(0)[0].as_py())
+        os.utime(path)
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+    ends = [0, *itertools.accumulate(note["parts"])]
+    parts = [batches[start:end] for start, end in itertools.pairwise(ends)]
+    rows, made = [Packed(part, unpack_row) for part in parts[:2]], [Packed[Any](part, unpack) for part in parts[2:]]
+    return PreparedRows(rows[0], rows[1], made[0], made[1], note["sums"]), note["told"]
+
+
+def folder(name: str) -> Path:
+    """Where psigrad keeps what it can make again: `PSIGRAD_CACHE`, or `psigrad` in the user's folder for such things."""
+    given = os.environ.get("PSIGRAD_CACHE")
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad") / name
+
+
+def limit() -> int:
+    """How many bytes of rows are kept: `PSIGRAD_CACHE_GB`, 20 if it is not set."""
+    given = os.environ.get("PSIGRAD_CACHE_GB", "20")
+    try:
+        return int(float(given) * 1e9)
+    except ValueError:
+        raise UserError(f"PSIGRAD_CACHE_GB is {given!r}; give a number of gigabytes, 0 to keep no rows.") from None
+
+
+def _batches(part: Sequence[Any], packed: Callable[[Any], tuple[str, list[int]]]) -> Iterator[pa.RecordBatch]:
+    if isinstance(part, Packed):
+        yield from part.batches
+        return
+    for start in range(0, len(part), 2048):
+        yield batch_of([packed(one) for one in part[start : start + 2048]])
+
+
+def _make_room(newest: Path, most: int) -> None:
+    """Delete what was used longest ago, and what a kill has left an hour ago."""
+    kept = sorted(newest.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+    used = 0
+    for file in kept:
+        used += file.stat().st_size
+        stale = file.name.startswith(".") and file.stat().st_mtime < newest.stat().st_mtime - 3600
+        if stale or (used > most and not file.name.startswith(".")):
+            file.unlink(missing_ok=True)
+
+
+class _Hashing:
+    """A file whose bytes are summed while they are written."""
+
+    closed = False
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """As a file's."""
+        self.digest.update(data)
+        return int(self._file.write(data))
+
+    def flush(self) -> None:
+        """As a file's."""
+        self._file.flush()
+
+    def tell(self) -> int:
+        """As a file's."""
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        """The file's owner closes it."""

@@ -1,0 +1,237 @@
+"""A model as others use it: a GGUF file with a Modelfile for Ollama, the whole model, an adapter merged in, or the adapter."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psigrad.config import Model
+from psigrad.errors import UserError, nearest
+from psigrad.language.loading.model_source import locate, plain_folder
+from psigrad.language.models.lora import is_adapter
+from psigrad.records import checkpoint
+
+KINDS = ("gguf", "merged", "adapter")
+# What `gguf` can write; K-quants are llama.cpp's own: llama-quantize makes them of an f16 file.
+QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+# How a text is cut before its pairs of bytes are merged: the regular expression of tokenizer.json -> llama.cpp's name of it.
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CUTS = {
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + _WORDS % "{1,3}": "llama-bpe",
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + _WORDS % "": "qwen2",
+}
+
+
+class LeftBehind(NamedTuple):
+    """What was written, and of a quantised file how far its weights are off: ‖W − Q(W)‖ / ‖W‖."""
+
+    path: Path
+    error: float = 0.0
+
+
+def run(source: str, to: str, output: str = "", quantization: str = "f16", *, trust_remote_code: bool = False) -> LeftBehind:
+    """Write the model of a run folder, a model's folder, a hub name or a GGUF file as `to` says. Raises `UserError` where it is
+    there already, or is no model that can be written so.
+    """
+    for name, given, known in (("--to", to, KINDS), ("--quantization", quantization, QUANTISATIONS)):
+        if given not in known:
+            raise UserError(f"{name} is {given!r}; expected {', '.join(known)}{nearest(given, known) or '.'}")
+    of_run = Path(source).expanduser() / "model"
+    model = str(of_run if of_run.is_dir() else source)
+    folder = Path(output or f"{Path(source).name}-{to}")
+    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+        raise UserError(f"{folder} is there already; name another folder with --output.")
+    if to == "adapter":
+        places = [place for place in (Path(model) / "adapter", Path(model)) if is_adapter(place)]
+        if not places:
+            raise UserError(f"{source} has no adapter; train one with --lora-rank, and keep it with --lora-save both or adapter.")
+        shutil.copytree(places[0], folder)
+        return LeftBehind(folder)
+    place = Path(plain_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
+    if to == "merged" and place.is_dir():
+        keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
+        shutil.copytree(place, folder, ignore=keep)
+        return LeftBehind(folder)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
+    tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    if to == "merged":
+        network.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return LeftBehind(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = (
+        Path(source).resolve().name if of_run.is_dir() else Path(source).stem if source.endswith(".gguf") else Path(source).name
+    )
+    file = folder / f"{name}-{quantization.upper()}.gguf"
+    error = write_gguf(network, tokenizer, file, quantization)
+    (folder / "Modelfile").write_text(modelfile(tokenizer, file.name), encoding="utf-8")
+    if (card := Path(model) / "README.md").is_file():
+        said = f"\n{file.name} has the weights as {quantization}, off by {error:.2g} of their norm.\n"
+        (folder / "README.md").write_text(card.read_text(encoding="utf-8") + said, encoding="utf-8")
+    return LeftBehind(file, error)
+
+
+def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> float:
+    """The GGUF file of a Llama (SmolLM, Llama 3), Qwen2 or Qwen3 with a tokenizer of byte pairs; returns `LeftBehind.error`.
+
+    Matrices are stored as `quantization` says; embeddings and head in 8 bits where that is fewer, vectors as float32.
+    """
+    import gguf
+
+    config = network.config
+    if config.model_type not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise UserError(
+            f"psigrad writes GGUF files of {known}, and this is {config.model_type}; llama.cpp's convert_hf_to_gguf.py takes a "
+            "folder of --to merged."
+        )
+    kind = _ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(file, kind.lower())
+    writer.add_file_type(gguf.LlamaFileType[("" if quantization == "f32" else "MOSTLY_") + quantization.upper()].value
+                         if quantization != "f32" else gguf.LlamaFileType.ALL_F32.value)  # fmt: skip
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer, tokenizer, config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind], config.num_hidden_layers)
+    squares = [0.0, 0.0]
+    for name, weight in [*_weights(network, config, kind, names), *_rope_factors(rope, size)]:
+        wide = weight.detach().float().numpy()
+        coarse = quantization if quantization[:2] not in ("q4", "q5") or "blk." in name else "q8_0"
+        stored = "f32" if wide.ndim == 1 else "f16" if coarse[0] == "q" and wide.shape[-1] % 32 else coarse
+        form = gguf.GGMLQuantizationType[stored.upper()]
+        data = gguf.quantize(wide, form)
+        squares[0] += float(((gguf.dequantize(data, form) - wide) ** 2).sum(dtype="float64"))
+        squares[1] += float((wide**2).sum(dtype="float64"))
+        writer.add_tensor(name, data, raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return math.sqrt(squares[0] / squares[1])
+
+
+def _weights(network: Any, config: Any, kind: str, names: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights under llama.cpp's names. Of a Llama it rotates neighbours where transformers rotates halves: the rows of
+    each head in that order.
+    """
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if kind == "LLAMA" else {}
+    for name, weight in network.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        named = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if named is None:
+            raise UserError(f"The weight {name} has no place in a GGUF file of {kind.lower()}.")
+        count = next((n for part, n in heads.items() if f".{part}." in name), 0)
+        shape = weight.shape
+        yield named, weight.reshape(count, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape) if count else weight
+
+
+def _rope_factors(rope: Any, size: int) -> Iterator[tuple[str, Tensor]]:
+    """By how much Llama 3 slows its rotations down, one factor per pair. Raises `UserError` for other scalings."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return
+    if kind != "llama3":
+        raise UserError(f"The model's positions are scaled by {kind}, which psigrad does not write; --to merged takes it.")
+    waves = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    smooth = ((old / waves - low) / (high - low)).clamp(0, 1)
+    yield "rope_freqs.weight", 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
+    """Tokens, merges, special tokens and the chat template."""
+    import gguf
+
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
+    if whole["model"]["type"] != "BPE" or whole["model"].get("byte_fallback"):
+        raise UserError(
+            "psigrad writes GGUF files with tokenizers of byte pairs; llama.cpp's convert_hf_to_gguf.py knows others."
+        )
+    added = tokenizer.added_tokens_decoder
+    words = {index: word for word, index in tokenizer.get_vocab().items()}
+    kinds = [gguf.TokenType.CONTROL if i in added and added[i].special else
+             gguf.TokenType.USER_DEFINED if i in added else
+             gguf.TokenType.NORMAL if i in words else gguf.TokenType.UNUSED for i in range(rows)]  # fmt: skip
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_cut(whole["pre_tokenizer"]))
+    writer.add_token_list([words.get(i, f"[PAD{i}]") for i in range(rows)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in whole["model"]["merges"]])
+    writer.add_add_bos_token(_adds_bos(tokenizer))
+    for add, index in ((writer.add_bos_token_id, tokenizer.bos_token_id), (writer.add_eos_token_id, tokenizer.eos_token_id),
+                       (writer.add_pad_token_id, tokenizer.pad_token_id)):  # fmt: skip
+        add(tokenizer.eos_token_id if index is None else index)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    """Whether every text begins with BOS by itself."""
+    return bool(tokenizer("a").input_ids[0] == tokenizer.bos_token_id != tokenizer("a", add_special_tokens=False).input_ids[0])
+
+
+def _cut(pre_tokenizer: Any) -> str:
+    """llama.cpp's name of how a text is cut into words. Raises `UserError` for one that is not known."""
+    steps = [pre_tokenizer, *(pre_tokenizer or {}).get("pretokenizers", [])]
+    kinds = {step["type"]: step for step in steps if step}
+    if "Split" in kinds:
+        found = _CUTS.get(kinds["Split"]["pattern"].get("Regex", ""), "")
+    else:
+        found = "smollm" if "Digits" in kinds else "gpt-2" if kinds.get("ByteLevel", {}).get("use_regex") else ""
+    if not found or "ByteLevel" not in kinds:
+        raise UserError("The tokenizer cuts words in a way that psigrad has no name for in GGUF; llama.cpp's converter may have.")
+    return found
+
+
+def modelfile(tokenizer: Any, file: str) -> str:
+    """Ollama's Modelfile: the chat template as one of Go, read off what the tokenizer's makes of a conversation."""
+    lines = [f"FROM ./{file}"]
+    if tokenizer.chat_template:
+        lines += [f'TEMPLATE """{_go_template(tokenizer)}"""']
+    return "\n".join([*lines, f'PARAMETER stop "{tokenizer.eos_token}"']) + "\n"
+
+
+def _go_template(tokenizer: Any) -> str:
+    def shown(*turns: tuple[str, str], ask: bool = False) -> str:
+        messages = [{"role": role, "content": text} for role, text in turns]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+        return text.removeprefix(tokenizer.bos_token) if _adds_bos(tokenizer) else text
+
+    user, answer, again, system = ("user", "[[U]]"), ("assistant", "[[A]]"), ("user", "[[V]]"), ("system", "[[S]]")
+    one, two, three = shown(user), shown(user, answer), shown(user, answer, again)
+    after_user = one.partition("[[U]]")[2]
+    before_answer = two.partition("[[U]]")[2].partition("[[A]]")[0].removeprefix(after_user)
+    after_answer = two.partition("[[A]]")[2]
+    before_user = three.partition("[[A]]")[2].partition("[[V]]")[0].removeprefix(after_answer)
+    start = one.partition("[[U]]")[0].removesuffix(before_user)
+    begin, _, rest = shown(system, user).partition("[[S]]")
+    after_system = rest.partition("[[U]]")[0].removesuffix(before_user)
+    ask = shown(user, ask=True).removeprefix(one)
+    return (
+        f"{{{{ if .System }}}}{begin}{{{{ .System }}}}{after_system}{{{{ else }}}}{start}{{{{ end }}}}"
+        f'{{{{ range .Messages }}}}{{{{ if eq .Role "user" }}}}{before_user}{{{{ .Content }}}}{after_user}'
+        f'{{{{ else if eq .Role "assistant" }}}}{before_answer}{{{{ .Content }}}}{after_answer}{{{{ end }}}}{{{{ end }}}}{ask}'
+    )

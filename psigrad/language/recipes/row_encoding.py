@@ -1,0 +1,222 @@
+"""A run's rows as tokens: encoded by several processes, and kept for the next start with the same data and settings."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from psigrad.config import Data
+from psigrad.errors import UserError
+from psigrad.language import data as data_room
+from psigrad.language import rewards as rewards_room
+from psigrad.language.data import kept_rows
+from psigrad.language.data.chat import rendering
+from psigrad.language.data.chat.dialect import fixed
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError
+from psigrad.language.data.kept_rows import Packed, PreparedRows, batch_of, pack, unpack
+from psigrad.language.data.posted_forms import Tell
+from psigrad.language.data.sources import parse_mixture
+from psigrad.processes.proc import die_with_parent
+from psigrad.records import pins
+from psigrad.runs import machine
+from psigrad.runs.journal import Journal
+
+R = TypeVar("R")
+T = TypeVar("T")
+Keep = Callable[[Any], tuple[Any, Mapping[str, int]]]
+"""What is kept of an encoded row, None for nothing, and what is counted of it."""
+
+_AT_ONCE = 1024
+# Rows below which other processes, and a file, would cost more than they save: each takes half a millisecond.
+FEW = 4000
+
+
+@dataclass(frozen=True)
+class Encoder(Generic[R]):
+    """How a row becomes what is trained on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    encode: Callable[[R], Any]
+    keep: Keep | None = None
+
+    def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
+        """(what is trained on, what was refused, what was counted) of some rows."""
+        found, refused, counts = [], list[BadRow](), Counter[str]()
+        with fixed(self.tokenizer):
+            for row in rows:
+                try:
+                    made = self.encode(row)
+                except RowError as error:
+                    refused.append(error.bad)
+                    continue
+                if self.keep is not None:
+                    made, counted = self.keep(made)
+                    counts.update(counted)
+                if made is not None:
+                    found.append(made)
+        return found, refused, counts
+
+
+def encode_rows(
+    rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None
+) -> tuple[Sequence[Any], Counter[str]]:
+    """What the encoder makes of the rows, in Arrow where they are many, and what it counted. A row that it refuses stops the run,
+    by its place in the file, or is left out and counted with `bad_rows: skip`.
+    """
+    if len(rows) < FEW and data.num_proc <= 1:
+        made: Sequence[Any]
+        made, refused, counts = encoder(rows)
+    else:
+        found = list(_batches(rows, encoder, data.num_proc))
+        made = Packed([kept_rows.batch_from(batch) for batch, _, _ in found], unpack)
+        refused, counts = [bad for _, some, _ in found for bad in some], sum((more for _, _, more in found), Counter[str]())
+    if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
+        more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
+        raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or leave such rows out with bad_rows=skip.")
+    if refused and tell is not None:
+        kept = len(rows) - len(refused)
+        text = f"{len(refused)} of {len(rows)} rows are refused and left out; the first: {refused[0]}."
+        tell("rows_refused", text, count=len(refused), kept=kept, reasons=[str(bad) for bad in refused[:5]])
+    return made, counts
+
+
+def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterator[tuple[bytes, list[BadRow], Counter[str]]]:
+    """What the encoder makes of the rows, in order, as batches of Arrow, by several processes where there are many."""
+    spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
+    here = machine.cores() if sys.platform == "linux" else 1
+    count = min(wanted or (here if len(rows) >= FEW else 1), len(spans))
+    if count <= 1:
+        yield from (_encode(encoder, rows[span]) for span in spans)
+        return
+    # forked, they have the rows and the tokenizer without a copy; they call nothing of torch, whose threads a fork leaves behind
+    pool = ProcessPoolExecutor(count, get_context("fork"), initializer=_begin, initargs=(rows, encoder))
+    try:
+        with pool:
+            yield from pool.map(_encode_span, spans)
+    except BrokenProcessPool:
+        raise UserError(
+            f"One of {count} processes that encode rows has ended, for want of memory perhaps; set num_proc to fewer, 1 for none."
+        ) from None
+
+
+_work: dict[str, Any] = {}
+
+
+def _begin(rows: Sequence[Any], encoder: Encoder[Any]) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _work.update(rows=rows, encoder=encoder)
+
+
+def _encode_span(span: slice) -> tuple[bytes, list[BadRow], Counter[str]]:
+    return _encode(_work["encoder"], _work["rows"][span])
+
+
+def _encode(encoder: Encoder[Any], rows: Sequence[Any]) -> tuple[bytes, list[BadRow], Counter[str]]:
+    made, refused, counts = encoder(rows)
+    return batch_of(list(map(pack, made))).serialize().to_pybytes(), refused, counts
+
+
+def prepare(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Sequence[Any],
+    journal: Journal,
+    make: Callable[[Tell], PreparedRows[T]],
+) -> PreparedRows[T]:
+    """What `make` makes of the data, or what it made at an earlier start of the same files by the same settings, mapped from the
+    disk; what it told is told again. Of several processes rank 0 makes it, and those that share its disk map it.
+    """
+    world, key = journal.world, _key(data, tokenizer, settings)
+    place = kept_rows.folder("rows") / f"{key}.arrow" if key else None
+    if world.rank == 0 or place is None:
+        try:
+            found = _make_or_map(place, journal.tell, make)
+        finally:
+            world.broadcast(None)
+        return found
+    world.broadcast(None)
+    return _make_or_map(place, journal.tell, make)
+
+
+def _make_or_map(place: Path | None, tell: Tell, make: Callable[[Tell], PreparedRows[T]]) -> PreparedRows[T]:
+    if place is not None and (kept := kept_rows.read(place)) is not None:
+        prepared, told = kept
+        for kind, text, facts in told:
+            tell(kind, text, **facts)
+        return prepared
+    told = []
+
+    def hear(kind: str, text: str, **facts: Any) -> None:
+        told.append((kind, text, facts))
+        tell(kind, text, **facts)
+
+    made = make(hear)
+    if place is None:
+        return made
+    made = replace(made, sums=sum_parts(made))
+    kept_rows.write(place, made, told, kept_rows.limit())
+    kept = kept_rows.read(place)
+    return made if kept is None else kept[0]
+
+
+def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
+    """The SHA-256 of what a run pins of its rows, by the names of `pins.PINS`."""
+    names = [f.name for f in fields(Row) if f.name not in ("source", "plain_prompt")]
+    parts = {"dataset": prepared.rows, "eval_dataset": prepared.held_out}
+    return pins.hash_parts({part: [[getattr(row, name) for name in names] for row in rows] for part, rows in parts.items()})
+
+
+def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:
+    """The SHA-256 of all that rows and tokens depend on; empty where that is not known, or little would be saved."""
+    names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
+    if not all(isinstance(name, str) for name in names) or not kept_rows.limit():
+        return ""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not type(tokenizer).__module__.startswith("transformers."):
+        return ""
+    paths = [Path(name).expanduser() for name in names]
+    if sum(map(_size, paths)) < FEW * 100 or not all(map(Path.exists, paths)):
+        return ""
+    settled = getattr(tokenizer, rendering.SETTLED, None)
+    held = {
+        "files": [pins.identify_data(name) for name in names],
+        "data": {name: value for name, value in asdict(data).items() if name != "num_proc"},
+        "settings": settings,
+        "tokenizer": [backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map, str(type(tokenizer))],
+        # not the names of files, which are others in a checkpoint
+        "flags": {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool)},
+        "settled": repr(settled and (settled.kwargs, settled.rows)),
+        "day": rendering.day_of(tokenizer).isoformat() if rendering.prints_date(tokenizer) else "",
+        "code": [_code(), *(version(name) for name in ("transformers", "tokenizers", "jinja2", "pyarrow"))],
+    }
+    return hashlib.sha256(json.dumps(held, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+
+
+@functools.cache
+def _code() -> str:
+    """The SHA-256 of what reads and encodes rows: another psigrad may do it otherwise."""
+    rooms = (data_room, rewards_room)
+    files = [Path(__file__), *(file for room in rooms for file in sorted(Path(room.__path__[0]).rglob("*.py")))]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,0 +1,65 @@
+"""The best evaluation of a run: its weights are kept, and training ends when there was none better for a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from psigrad.config import Evaluation
+from psigrad.errors import UserError, nearest
+from psigrad.records.rows import headline
+from psigrad.runs.callbacks import Callback, Control
+
+
+class Best(Callback):
+    """Remembers the best evaluation after a step, asks for a checkpoint of it, and ends the run by `early_stopping_patience`.
+
+    transformers' rules: an evaluation is better if its figure is, by however little, and counts against the patience unless it
+    is better by more than `early_stopping_threshold`.
+    """
+
+    def __init__(self, settings: Evaluation) -> None:
+        self.settings = settings
+        self.step, self.value, self.waited = 0, math.nan, 0
+
+    @staticmethod
+    def wanted(settings: Any) -> bool:
+        """Whether a run's settings ask for it."""
+        return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far, and for how many evaluations there was none better."""
+        return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited}
+
+    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.step, self.waited = held["step"], held["waited"]
+        self.value = math.nan if held["value"] is None else held["value"]
+
+    def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        """Compare. The model before its first step is no candidate."""
+        if state.step == 0:
+            return
+        value, greater = self._figure(metrics)
+        gain = (value - self.value) * (1 if greater else -1) if self.step else math.inf
+        self.waited = 0 if gain > self.settings.early_stopping_threshold else self.waited + 1
+        if gain > 0:
+            self.step, self.value = state.step, value
+            control.should_save = control.should_save or self.settings.load_best_model_at_end
+        if self.settings.early_stopping_patience and self.waited >= self.settings.early_stopping_patience:
+            control.should_training_stop = True
+
+    def _figure(self, metrics: Mapping[str, Any]) -> tuple[float, bool]:
+        """The figure that decides, and whether more of it is better."""
+        name = self.settings.metric_for_best_model.removeprefix("eval_").removeprefix("eval/").removesuffix("/mean")
+        found = headline(metrics)
+        if not name and found is not None:
+            name = found.name
+        known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
+        key = next((key for key in (f"eval/{name}", f"eval/{name}/mean") if key in metrics), "")
+        if not key:
+            near = nearest(name, known) or f", which has {', '.join(known)}."
+            raise UserError(f"metric_for_best_model is {name!r} and no figure of this run's evaluation{near}")
+        greater = self.settings.greater_is_better
+        return float(metrics[key]), not name.endswith("loss") if greater is None else greater
