@@ -1,4 +1,4 @@
-"""A small model learns to use a tool over several turns, in three families' tongues: python examples/rooms.py [FOLDER] [FAMILY …]
+"""A small model learns to use a tool over several turns, in the tongues of families: python examples/rooms.py [FOLDER] [FAMILY …]
 
 Every room of a house has one door. The question is where you are behind the second, and only the tool `open_door` knows: the
 policy has to call it, call it again with the answer, and say what it heard last. The demonstrations are careless: six in ten
@@ -28,6 +28,7 @@ from psigrad.runs.result import Result
 
 MARKED = ("turn", "tool", "tool_call", "tool_response", "channel")
 FAMILIES = {
+    "qwen3_instruct_2507": ["<|im_start|>", "<|im_end|>"],
     "qwen3": ["<|im_start|>", "<|im_end|>"],
     "llama3_1": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"],
     "gemma4": [f"<|{name}>" for name in MARKED] + [f"<{name}|>" for name in MARKED] + ['<|"|>'],
