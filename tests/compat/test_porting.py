@@ -54,7 +54,7 @@ def test_trls_script_says_what_psigrads_program_does(here):
     for name in ("learning_rate", "max_steps", "num_generations", "max_completion_length", "prompts_per_step"):
         assert float(converted[name]) == float(said[name]), name
     assert json.loads(said["beta"]) in (converted.get("beta"), converted.get("coefficient"))
-    scope = {"__name__": "brief", "__file__": str(here / "brief.py")}
+    scope = {"__name__": "__main__", "__file__": str(here / "brief.py")}
     exec(compile(ours, str(here / "brief.py"), "exec"), scope)
     assert len((here / "runs/brief/metrics.jsonl").read_text().splitlines()) >= 2
     assert (here / "runs/brief/model/model.safetensors").exists()

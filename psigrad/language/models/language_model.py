@@ -82,8 +82,8 @@ class LanguageModel(Pretrained):
     def _sample_texts(self, length: int) -> list[list[int]]:
         """Two texts that the model writes itself."""
         begin = self.tokenizer.bos_token_id
-        first = self.eos_token_ids[0] if begin is None else int(begin)
-        return draw_texts(self.as_transformers(), first, self.vocabulary, length)
+        known = [token for token in (begin, *self.eos_token_ids) if token is not None and token < self.vocabulary]
+        return draw_texts(self.as_transformers(), int(known[0]) if known else 0, self.vocabulary, length)
 
     def add_value_head(self, folder: Path | None = None) -> None:
         """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""

@@ -105,6 +105,7 @@ def run(config: EvalConfig) -> Report:
 
 def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
     """What a score depends on, to stand beside it."""
+    dataset = config.data.dataset
     shape, sampling, evaluation = BENCHMARKS.get(config.benchmark), config.sampling, config.evaluation
     chat = found.rows and isinstance(found.rows[0].prompt, list)
     examples = config.fewshot_dataset or "the first rows of the dataset, which are not asked"
@@ -112,7 +113,7 @@ def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
     comparison = {"gsm8k": "math", "math": "math", "mmlu": "choice"}
     made = {
         "model": " ".join(filter(None, (config.server, config.model.path, identify_model(config.model.path) or ""))),
-        "dataset": f"{config.data.dataset} {identify_data(str(config.data.dataset)) or ''}".strip(),
+        "dataset": f"{dataset} {identify_data(dataset) or ''}".strip() if isinstance(dataset, str) else "rows given from Python",
         "rows": len(found.rows),
         "template": shape.head + shape.template if shape else "the rows' own prompts",
         "sent": "as one user turn of the chat template" if chat else "as plain text",

@@ -30,7 +30,7 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> 
     return [None if a is None else float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
-_INSIDE = r"(?:(?!</?(?:think|answer)>).)*+"
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
 
 
 math = Math()

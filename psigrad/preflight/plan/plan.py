@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.preflight.plan.arithmetic import REACHED, Config
 from psigrad.preflight.plan.hardware import machine
 from psigrad.preflight.plan.memory import count
@@ -61,9 +62,14 @@ def warn(config: Config) -> None:
 def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     """How long the run will be, in a line on stderr: its steps, tokens and time. Rows are read where they are a small file.
 
+    A reward that does not exist is named first: raises `UserError`.
+
     With `ask`, which is how a person at a terminal answers, and no length in the settings, a run of more than an hour is begun on
     a yes alone: raises `UserError` else.
     """
+    for reward in getattr(config, "reward", ()):
+        if isinstance(reward, str) and reward.isidentifier() and reward not in OF_TRL:  # no code of the user's is imported
+            resolve(reward)
     try:
         data: Any = config.data.dataset
         small = not isinstance(data, str) or (os.path.isfile(data) and os.path.getsize(data) < SMALL)
@@ -75,11 +81,10 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     if not work.steps:
         return
     tokens = work.steps * work.rows * (lengths.prompt + work.members * lengths.completion)
-    spent = f", about {seconds(made.seconds * work.steps)} here and evaluations" if made.seconds else ""
-    print(
-        f"psigrad: {work.steps:,} steps of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.",
-        file=sys.stderr,
-    )
+    there = max(made.seconds * work.steps, 1.0)
+    spent = f", about {seconds(there)} here and evaluations" if made.seconds else ""
+    steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
+    print(f"psigrad: {steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.", file=sys.stderr)
     default = type(config)().run
     unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
     long = unsaid and made.seconds * work.steps > HOUR

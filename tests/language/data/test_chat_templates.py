@@ -69,11 +69,10 @@ def _shift(made: Callable[..., Any]) -> Callable[..., Any]:
     return examples  # fmt: skip
 
 
-def _rendered_once(tokenizer: Any, row: Any, **more: Any) -> Any:
+def _rendered_once(talk: Any, **more: Any) -> Any:
     """Every turn as it stands in the whole conversation: the context in which nothing is sampled."""
-    talk = turns.Talk(tokenizer, row)
-    text = talk.render(row.messages)
-    words = [m["content"] for m in row.messages if m["role"] == "assistant"]
+    text = talk.render(talk.row.messages)
+    words = [m["content"] for m in talk.row.messages if m["role"] == "assistant"]
     return [turns.Context(text, [(text.index(word), text.index(word) + len(word)) for word in words])]
 
 

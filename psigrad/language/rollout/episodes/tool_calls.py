@@ -244,8 +244,8 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 # Text in the quotes of Gemma, then of Python and JSON; a name before its arguments, a key, another word; what ends arguments.
 # Text whose quotes are never closed goes on to the end: tried again from each quote in it, it would take quadratic time.
 _LOOSE = re.compile(
-    r"""<\|"\|>(?P<raw>(?:[^<]|<(?!\|"\|>))*+)(?:<\|"\|>)?|(?P<quote>['"])(?P<text>(?:\\.|(?!(?P=quote))[^\\])*+)(?P=quote)?"""
-    r"""|(?P<name>[^\W\d][\w.-]*+)(?:(?P<call>\()|\s*+(?P<key>[=:]))?|(?P<end>\))""",
+    r"""<\|"\|>(?P<raw>(?:[^<]|<(?!\|"\|>))*)(?:<\|"\|>)?|(?P<quote>['"])(?P<text>(?:\\.|(?!(?P=quote))[^\\])*)(?P=quote)?"""
+    r"""|(?P<name>[^\W\d][\w.-]*)(?:(?P<call>\()|\s*(?P<key>[=:]))?|(?P<end>\))""",
     re.DOTALL,
 )
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
