@@ -115,7 +115,7 @@ class Session:
             mask=tuple(flat.mask),
             turns=len(self.answers),
             messages=() if isinstance(prompt_for_reward(self.row), str) else tuple(self._conversation()),
-            policy_turns=tuple(text for _, _, text in self.answers),
+            policy_turns=tuple(decode(self.tokenizer, completion.ids) for completion in self.tree.completions()),
             branches=tuple(flat.branches),
             answer=self.answers[-1][2],
         )

@@ -118,6 +118,12 @@ class TokenTree:
             chains.append([number]) if own is None else own.append(number)
         return sorted(chains, key=lambda chain: key[chain[0]])
 
+    def completions(self) -> list[Completion]:
+        """All answers: those of the branches in their order, whichever of several at once came first, and the last one last."""
+        last = next(reversed(self.answers), None)
+        before = [number for chain in self.chains() for number in chain if number != last]
+        return [self.answers[number][1] for number in (*before, last) if number is not None]
+
     def flat(self) -> Flat | None:
         """All of it as one completion behind the first chain's prompt; None where nothing was answered."""
         chains = self.chains()
