@@ -368,7 +368,7 @@ def swap(swaps: Swaps) -> None:
     """Give every living function its changed code."""
     wanted = {(old.co_filename, old.co_qualname, old.co_firstlineno): new for old, new in swaps}
     for thing in gc.get_objects():
-        if isinstance(thing, FunctionType):
+        if type(thing) is FunctionType:
             code = thing.__code__
             if (new := wanted.get((code.co_filename, code.co_qualname, code.co_firstlineno))) is not None:
                 thing.__code__ = new

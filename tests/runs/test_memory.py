@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +19,7 @@ from psigrad.runs.journal import Clock, Journal
 from psigrad.runs.machine import Trimmer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says what a process holds")
-MB = 1 << 20
+MB, ROOT = 1 << 20, Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -45,8 +47,10 @@ def test_what_is_held_after_it_was_given_back_is_needed(held: list[int]) -> None
         assert held[1:] == ([-bytes_held] if given else []), bytes_held
 
 
-def see_peaks(trims: bool, leak: int, flat: bool) -> None:
-    """Whether the peak after 40 steps is that after 5, with tensors of ever new sizes between small ones that stay."""
+def see_peaks(trims: int, leak: int, flat: int) -> None:
+    """Whether the peak after 40 steps is that after 15, with tensors of ever new sizes between small ones that stay. By then it has
+    settled, at 1.04 to 1.054 times that after 5.
+    """
     machine.keep_freed_memory()
     machine.give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
@@ -63,14 +67,22 @@ def see_peaks(trims: bool, leak: int, flat: bool) -> None:
         del live, caches[:-200]
         leaked.append(torch.ones(leak))
         found.append(ours()["peak_memory_bytes"])
-    print([one // MB for one in found[::5]], found[-1] / found[4], file=sys.stderr)
-    assert (found[-1] <= 1.05 * found[4]) == flat
+    print([one // MB for one in found[::5]], found[-1] / found[14], file=sys.stderr)
+    assert (found[-1] <= 1.05 * found[14]) == flat
 
 
-@pytest.mark.parametrize(("trims", "leak", "flat"), [(True, 1, True), (False, 1, False), (True, MB // 2, False)])
-def test_the_peak_stays_what_it_was(trims: bool, leak: int, flat: bool) -> None:
-    """Without giving back it rises, and a leak of 2 MB a step is seen."""
-    assert forked(partial(see_peaks, trims, leak, flat)) == 0
+@pytest.mark.parametrize(("leak", "flat"), [(1, True), (MB // 2, False)])
+def test_the_peak_stays_what_it_was(leak: int, flat: bool) -> None:
+    """A leak of 2 MB a step is seen."""
+    assert forked(partial(see_peaks, 1, leak, flat)) == 0
+
+
+def test_negative_control_the_peak_rises_where_nothing_is_given_back() -> None:
+    """In a process of its own: the holes that other tests left in the heap of this one would take what comes."""
+    words = [sys.executable, __file__, "0", "1", "0"]
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests/support"))
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_row_of_timings_says_what_the_process_holds() -> None:
@@ -82,3 +94,7 @@ def test_every_row_of_timings_says_what_the_process_holds() -> None:
 
     Journal(Folder()).timings(1, Clock(), 5)  # type: ignore[arg-type]
     assert 10 * MB < rows[0]["memory_bytes"] <= rows[0]["peak_memory_bytes"]
+
+
+if __name__ == "__main__":
+    see_peaks(*map(int, sys.argv[1:]))
