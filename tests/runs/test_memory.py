@@ -48,8 +48,8 @@ def test_what_is_held_after_it_was_given_back_is_needed(held: list[int]) -> None
 
 
 def see_peaks(trims: int, leak: int, flat: int) -> None:
-    """Whether the peak after 40 steps is that after 15, with tensors of ever new sizes between small ones that stay. By then it has
-    settled, at 1.04 to 1.054 times that after 5.
+    """Whether the peak after 40 steps is that after 15, with tensors of ever new sizes between small ones that stay. By then it
+    has settled, at 1.04 to 1.054 times that after 5.
     """
     machine.keep_freed_memory()
     machine.give_back()
