@@ -27,6 +27,7 @@ from psigrad.language.rollout.agents.agent_rollouts import Agents
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.tools import resolve, schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
+from psigrad.language.rollout.types import Prompts
 from psigrad.language.training.learners import Begun, Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
 from psigrad.language.training.online.online_rl import train
@@ -86,7 +87,7 @@ def open_job(
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             by = metric or rewards
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
-        prompts = row_limits.add_teacher_prompts(row_limits.Prompts(rows, prepared.made), config, model, own_reference)
+        prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal))
         algorithm = correct(algorithm, config, sampler, model, journal)
