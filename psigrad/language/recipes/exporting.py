@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from psigrad.config import Model
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.loading.model_source import locate, plain_folder
+from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
 
@@ -62,8 +63,12 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         return LeftBehind(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
-    tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    try:
+        network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except LOADING_ERRORS as error:
+        reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"
+        raise UserError(f"{reason}; give a run, a folder or a hub name.") from error
     if to == "merged":
         network.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -73,12 +78,12 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         Path(source).resolve().name if of_run.is_dir() else Path(source).stem if source.endswith(".gguf") else Path(source).name
     )
     file = folder / f"{name}-{quantization.upper()}.gguf"
-    error = write_gguf(network, tokenizer, file, quantization)
+    lost = write_gguf(network, tokenizer, file, quantization)
     (folder / "Modelfile").write_text(modelfile(tokenizer, file.name), encoding="utf-8")
     if (card := Path(model) / "README.md").is_file():
-        said = f"\n{file.name} has the weights as {quantization}, off by {error:.2g} of their norm.\n"
+        said = f"\n{file.name} has the weights as {quantization}, off by {lost:.2g} of their norm.\n"
         (folder / "README.md").write_text(card.read_text(encoding="utf-8") + said, encoding="utf-8")
-    return LeftBehind(file, error)
+    return LeftBehind(file, lost)
 
 
 def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> float:
