@@ -85,15 +85,17 @@ def sampler_of(
 
 @contextlib.contextmanager
 def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """A thread that collects while steps train, where others sample and a lag gives them the time."""
+    """Threads that collect while steps train, where others sample and a lag gives them the time: one for each collection that is
+    under way, but only one where environments play.
+    """
     if not (sampler.central and config.lag and world.rank == 0):
         yield None
         return
-    thread = ThreadPoolExecutor(1, "collector")
+    threads = ThreadPoolExecutor(1 if config.plays else config.lag + 1, "collector")
     try:
-        yield thread
+        yield threads
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def count_tasks(sampler: Sampler) -> dict[str, dict[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,6 +24,8 @@ from psigrad.language.rewards import Failed, Result, RewardPool, Samples, Scored
 from psigrad.language.rewards.outcomes import join, transcript_of
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.processes.parallel.actor_pool import ActorPool
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,11 @@ class ModelScorer:
 
     def begin(self) -> Scoring:
         """All groups in few forward passes at the end, since the policy samples on the same device until then."""
-        return Scoring(lambda groups: self.score(join(groups)))
+        return Scoring(self._score_groups)
+
+    def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
+        with _ONE_AT_A_TIME:  # threads that collect would each take the memory of a pass
+            return self.score(join(groups))
 
     def score(self, samples: Samples) -> list[Result]:
         """The model's score of every completion."""

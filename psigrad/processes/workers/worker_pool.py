@@ -92,10 +92,10 @@ class WorkerPool(Generic[C]):
         while self._places:
             self._places.pop().worker.kill()
 
-    def give_up(self) -> None:
-        """Replace the workers that are at calls, whose answers nobody waits for any more."""
+    def give_up(self, unwanted: Callable[[C], bool] = lambda call: True) -> None:
+        """Replace the workers that are at such calls, whose answers nobody waits for any more."""
         for place in self._places:
-            if place.calls:
+            if place.calls and unwanted(place.calls[0]):
                 self._replace(place)
 
     def idle(self) -> list[int]:
@@ -118,16 +118,28 @@ class WorkerPool(Generic[C]):
         after so many seconds.
         """
         self._return()
-        busy = [(number, place) for number, place in enumerate(self._places) if place.calls or not place.worker.ready]
-        if wait and busy:
-            with selectors.DefaultSelector() as selector:
-                for _, place in busy:
-                    place.worker.watch(selector)
-                soonest = min(place.worker.deadline for _, place in busy)
-                selector.select(min(seconds, max(0.0, soonest - time.monotonic())))
-        for number, place in busy:
+        if wait:
+            self.stirring(seconds)()
+        for number, place in self._busy():
             yield from ((number, *answered) for answered in self._answers_of(place))
         self._looked = time.monotonic()
+
+    def stirring(self, seconds: float) -> Callable[[], None]:
+        """What waits until a worker stirs or is late, or for so many seconds; it may do so while the pool is used elsewhere."""
+        selector, busy = selectors.DefaultSelector(), self._busy()
+        for _, place in busy:
+            place.worker.watch(selector)
+        soonest = min((place.worker.deadline for _, place in busy), default=0.0)
+
+        def wait() -> None:
+            with selector:
+                if busy:
+                    selector.select(min(seconds, max(0.0, soonest - time.monotonic())))
+
+        return wait
+
+    def _busy(self) -> list[tuple[int, _Place]]:
+        return [(number, place) for number, place in enumerate(self._places) if place.calls or not place.worker.ready]
 
     def _answers_of(self, place: _Place) -> Iterator[tuple[C, Any]]:
         while place.calls or not place.worker.ready:

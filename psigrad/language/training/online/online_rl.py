@@ -45,7 +45,7 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 
     def evaluate(state: State) -> None:
         if run.evaluate is not None:
-            for pending in state.pending:  # the sampler and the scorer serve one at a time
+            for pending in state.pending if run.episodes is not None else ():  # environments play for one at a time
                 pending.result()
             run.evaluate(state.step)
 

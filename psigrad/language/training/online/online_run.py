@@ -59,7 +59,7 @@ class Online:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part of the rewards, by name; 1 for others."""
     collector: Executor | None = None
-    """One thread that collects while steps train; None: collections are made between them."""
+    """Threads that collect while steps train; None: collections are made between them."""
     recorded: Callable[[list[Trajectory]], list[Trajectory]] | None = None
     """In a replay: the completions with what was recorded of them, in place of what a scorer gives."""
     token_figures: Callable[[int, Prepared], TokenFigures] = TokenFigures
