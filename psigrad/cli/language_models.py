@@ -29,9 +29,12 @@ def train(name: str) -> Callable[[list[str]], int]:
         if config.placement.processes > 1 and not launch.is_rank():
             return launch.run(config.placement.processes, [name, *arguments])
         from psigrad.language.recipes import api
+        from psigrad.preflight.plan import fit
         from psigrad.preflight.plan import plan as command
         from psigrad.records.report import terminal
 
+        if not config.micro_batch_tokens:
+            config = fit.fit(config)
         if launch.first():
             command.warn(config)
             command.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead
+from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead, On
 from psigrad.config.sections import (
     DRAWS,
     BelowOne,
@@ -75,9 +75,9 @@ _AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in 
 class PackingSettings:
     """How much goes into a forward pass."""
 
-    micro_batch_tokens: Annotated[Count, RECORDED, MAIN] = 4096
+    micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, On(cuda=0)] = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
-    activations stay near the processor. A GPU with room wants more."""
+    activations stay near the processor. 0: as many as the device's free memory has room for, by `psigrad plan`'s arithmetic."""
 
 
 @dataclass(frozen=True)

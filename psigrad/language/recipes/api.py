@@ -124,7 +124,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
 
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
-    if config.run.max_memory:
+    if config.run.max_memory or not config.micro_batch_tokens:
         from psigrad.preflight.plan.fit import fit
 
         config = fit(config)

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from psigrad.config.fields import usual_on
 from psigrad.errors import UserError
 from psigrad.preflight.plan.arithmetic import Config
-from psigrad.preflight.plan.hardware import machine
+from psigrad.preflight.plan.hardware import Machine, available_memory, machine
 from psigrad.preflight.plan.plan import size
 from psigrad.preflight.plan.predict import MARGIN, Plan, lengths_of, predict
 from psigrad.processes.parallel import launch
 from psigrad.runs.machine import device
 
 C = TypeVar("C", bound=Config)
+# Tokens of the largest and the smallest micro-batches that are tried where the settings leave it to the device.
+MOST, LEAST = 1 << 16, 1 << 10
 
 
 def fit(config: C) -> C:
     """The settings with the largest micro-batches that stay below `run.max_memory`, and only if that is not enough with
     activations that are computed anew, and fewer sequences that are decoded at once. What is trained stays the same.
 
-    Says what was chosen. Raises `UserError` where nothing of this is enough.
+    Where `micro_batch_tokens` is 0 and no limit is set, it is the device's free memory, and only micro-batches become smaller.
+
+    Says what was chosen. Raises `UserError` where nothing of this is enough for a limit that was set.
     """
     if not config.run.max_memory:
+        if config.micro_batch_tokens:
+            return config
+        where = device(config.run)
+        here = replace(machine(where, config.model.dtype, measure=False), memory=free_memory(where))
+        config = filling(config, here)
+        if launch.first():
+            says = ", ".join(f"{name}={_value(config, name)}" for name in usual_on(type(config), here.kind))
+            print(f"psigrad: on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.", file=sys.stderr)
         return config
+    config = config if config.micro_batch_tokens else replace(config, micro_batch_tokens=MOST)
     here = machine(device(config.run), config.model.dtype, memory=config.run.max_memory, measure=False)
     lengths, rows, _ = lengths_of(config)
     plans: list[Plan] = []
@@ -40,6 +57,29 @@ def fit(config: C) -> C:
         f"max_memory is {config.run.max_memory} and the run needs about {size(least.memory.peak * (1 + MARGIN))} with the "
         f"smallest micro-batches; give that much, or try {way}."
     )
+
+
+def filling(config: C, here: Machine) -> C:
+    """The settings with the largest micro-batches that a machine has room for: a power of two, so that a run that goes on has
+    the same where nearly as much is free.
+    """
+    lengths, rows, _ = lengths_of(config)
+    tried = [replace(config, micro_batch_tokens=MOST >> n) for n in range((MOST // LEAST).bit_length())]
+    return next((one for one in tried if predict(one, lengths, here, dataset=rows).fits), tried[-1])
+
+
+def free_memory(where: str) -> int:
+    """Bytes that a run could take on a device now; of several processes on a machine all see the same, since they would differ
+    by what each has taken already.
+    """
+    if where == "cpu":
+        return available_memory()
+    free, total = torch.cuda.mem_get_info(where)
+    return int(total if launch.is_rank() else free)
+
+
+def _value(config: Config, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def _smaller(config: C, longest: int) -> Iterator[C]:

@@ -27,6 +27,10 @@ def run(config: Config, asked: PlanConfig) -> str:
     """The plan of the run that `config` describes, as text or as JSON."""
     device = device_of(config.run)
     found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
+    if not config.micro_batch_tokens:
+        from psigrad.preflight.plan.fit import filling  # which reads `size`
+
+        config = filling(config, found)
     lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
     if asked.devices:
         found_splits = splits(config, lengths, found, asked.devices, asked.network * 1e9, rows)
