@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import signal
@@ -97,7 +98,7 @@ def test_samplers_find_no_room_where_the_trainer_is():
     head, (samplers,) = job["rayClusterSpec"]["headGroupSpec"], job["rayClusterSpec"]["workerGroupSpecs"]
     assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"} and job["entrypointNumCpus"] == 0
     words = shlex.split(job["entrypoint"])
-    given = dict(zip(words, words[1:], strict=False))
+    given = dict(itertools.pairwise(words))
     (own,) = head["template"]["spec"]["containers"]
     (other,) = samplers["template"]["spec"]["containers"]
     assert own["resources"]["limits"]["nvidia.com/gpu"] == int(given["--processes"])
