@@ -259,6 +259,11 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
     """Prompts of each step whose completions are written to rollouts.jsonl token by token: log-probs, entropy, advantage."""
+    record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
+    """Prompts of each step whose completions are written to rollouts.jsonl at all; 0: every one."""
+    record_rows: Annotated[CountOrZero, RECORDED] = 0
+    """Keep about so many rows of completions. rollouts.jsonl begins anew at every gigabyte, and the oldest of the files before it
+    go while those that stay hold more; 0: all stay."""
 
 
 @dataclass(frozen=True)

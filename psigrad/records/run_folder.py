@@ -25,6 +25,8 @@ from psigrad.records.rows import FORMAT, parse_row
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
+# Bytes at which a new rollouts.jsonl is begun.
+PART = 1 << 30
 
 
 class RunFolderError(UserError):
@@ -232,6 +234,7 @@ class RunFolder:
         Damaged lines of others are kept aside, and said, as rows that are missing are.
         """
         with _errors_of(self.path):
+            row_lines.bring_back(self.path, step, written.get("rollouts"))
             for name in ("metrics", "timings", "rollouts"):
                 file, expected = self.path / f"{name}.jsonl", written.get(name)
                 self._files[name].close()
@@ -244,6 +247,19 @@ class RunFolder:
                 if expected is not None and left < expected:
                     said = f"{file.name} lacks {expected - left} of its {expected} rows; the run goes on without them."
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
+
+    def turn_over(self, step: int, keep: int) -> None:
+        """Begin a new rollouts.jsonl where the one that ends at `step` is large (`PART` bytes), and keep about `keep` rows of
+        those before (0: all). The next checkpoint vouches for the new one.
+        """
+        file = self.path / "rollouts.jsonl"
+        if os.fstat(self._files["rollouts"].fileno()).st_size < PART:
+            return
+        with _errors_of(self.path):
+            self._files["rollouts"].close()
+            row_lines.put_aside(self.path, step, self.rows.get("rollouts", 0), keep)
+            self._files["rollouts"], self.rows["rollouts"] = file.open("ab", buffering=0), 0
+            checkpoint.sync(self.path)
 
     def ends(self) -> dict[str, int]:
         """How many bytes metrics, timings and rollouts have."""
@@ -291,6 +307,12 @@ class NullRunFolder(RunFolder):
 
     def _append(self, name: str, lines: bytes) -> None:
         pass
+
+    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rank 0 has them."""
+
+    def turn_over(self, step: int, keep: int) -> None:
+        """Likewise."""
 
     def flush(self) -> None:
         """Nothing was written."""

@@ -6,6 +6,7 @@ that follows is the run's to the bit, where the machine is: metrics, gradient, a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -36,7 +37,7 @@ from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.records import checkpoint
 from psigrad.records.pins import PINS, check_format
 from psigrad.records.read import kind_of
-from psigrad.records.row_lines import read_lines, read_steps
+from psigrad.records.row_lines import read_lines, read_steps, rollout_files
 from psigrad.records.rows import parse_row
 from psigrad.records.run_folder import NullRunFolder, to_line
 from psigrad.runs.journal import Journal
@@ -143,7 +144,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     newest = checkpoint.latest(path / "checkpoints", number - 1)
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
-    trained = (r for r in read_steps(path / "rollouts.jsonl") if r.get("kind") == "train" and r["step"] > newest.step)
+    every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
+    trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
     own = _Folder(path)
     prepare_torch(config.run, recompute=config.model.gradient_checkpointing)

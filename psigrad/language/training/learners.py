@@ -208,6 +208,7 @@ def begin(
         if world.rank and not world.lockstep:
             return
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
+        journal.folder.turn_over(now.step, getattr(config, "record_rows", 0))
         meta = {**pinned, **session.vouched(journal)}
         path = save(
             journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, spare=_best(now), meta=meta, world=world

@@ -240,13 +240,17 @@ class TokenFigures:
 
 
 def rollout_rows(
-    prompts: Sequence[Prompt], collected: Collected, outcome: Outcome, step: int, record_tokens: int
+    prompts: Sequence[Prompt], collected: Collected, outcome: Outcome, step: int, record_tokens: int, record_prompts: int = 0
 ) -> list[dict[str, Any]]:
     """A row of rollouts.jsonl for every completion of the step: those that were trained on with their advantage, and the first
-    `record_tokens` groups token by token.
+    `record_tokens` groups token by token. With `record_prompts` only those of the first so many prompts.
     """
+    written = collected.trajectories
+    if record_prompts:
+        groups = list(dict.fromkeys((t.row, t.prompt_ids) for t in written))[:record_prompts]
+        written = [t for t in written if (t.row, t.prompt_ids) in {*groups}]
     # prompts stand in the order of their rows; a look at all of them in every step would cost more than the step
-    numbers = {t.row for t in collected.trajectories}
+    numbers = {t.row for t in written}
     rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
     used = [t for group in collected.groups for t in group]
     advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
@@ -258,7 +262,7 @@ def rollout_rows(
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }
-        for t in collected.trajectories
+        for t in written
     ]
 
 

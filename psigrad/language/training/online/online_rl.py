@@ -80,7 +80,8 @@ def step(run: Online, state: State) -> tuple[State, str]:
         **staleness(trajectories, state.step, config.lag),
         "prompts": collected.entries[ISSUED],
     }
-    run.journal.rollouts(rollout_rows(run.prompts, collected, outcome, number, config.record_tokens))
+    if run.world.rank == 0:
+        run.journal.rollouts(rollout_rows(run.prompts, collected, outcome, number, config.record_tokens, config.record_prompts))
     run.journal.metrics(number, metrics)
     run.journal.timings(number, clock, sum(len(t.completion.ids) for t in trajectories))
     run.optimizer.check(number)
