@@ -305,6 +305,9 @@ class Run:
     """Where the output is no terminal: print a line of figures every this many steps; 0: none."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
+    async_save: Annotated[bool, RECORDED, On(cuda=True)] = False
+    """Copy what a checkpoint holds to the host's memory, and write it in a thread while steps go on. Not with callbacks, which
+    are shown a checkpoint that is there."""
     save_total_limit: Annotated[Count, RECORDED] = 2
     """Checkpoints kept; the newest that verifies is never deleted."""
     resume: Annotated[Literal["auto", "never", "must"], FREE] = "auto"

@@ -90,16 +90,21 @@ ALONE: World = Alone()
 
 
 class Ranks:
-    """The world of a torch.distributed process group."""
+    """The world of a torch.distributed process group: of `group`, or the one that was made first."""
 
-    def __init__(self, *, lockstep: bool = False) -> None:
-        self.rank, self.size, self.lockstep = dist.get_rank(), dist.get_world_size(), lockstep
+    def __init__(self, *, lockstep: bool = False, group: Any = None) -> None:
+        self.rank, self.size, self.lockstep, self.group = dist.get_rank(), dist.get_world_size(), lockstep, group
+
+    def beside(self) -> Ranks:
+        """The same processes with messages of their own, for a thread that works beside the steps. All of them must call it."""
+        limit = timedelta(hours=4)  # a thread may wait for a disk, or for a sampler, for longer than a step
+        return Ranks(lockstep=self.lockstep, group=dist.new_group(backend="gloo", timeout=limit))
 
     def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""
         box: list[Any] = [value if self.rank == 0 else None]
         with name_losses():
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         found: T = box[0]
         return found
 
@@ -107,13 +112,13 @@ class Ranks:
         """What each gives, by rank."""
         box: list[Any] = [None] * self.size
         with name_losses():
-            dist.all_gather_object(box, value)
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all of them, in place of `x`."""
         with name_losses():
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
         return x
 
 
