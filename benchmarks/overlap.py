@@ -25,15 +25,15 @@ from psigrad.config import OnlineConfig
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models import tiny
 from psigrad.language.rewards import Scored, Scoring
-from psigrad.language.rollout.samplers.ray_sampler import RaySampler, Version
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams
 from psigrad.language.training.learners import State
 from psigrad.language.training.online.collect import next_collection
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import catalog
-from psigrad.processes.parallel import actor_pool
-from psigrad.processes.parallel.actor_pool import ActorPool
 from psigrad.processes.parallel.world import ALONE
+from psigrad_extras.cluster import actor_pool
+from psigrad_extras.cluster.actor_pool import ActorPool
+from psigrad_extras.cluster.ray_sampler import RaySampler, Version
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from psigrad.records.rows import FORMAT, parse_row
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
+REPLAYS = "replays"
+"""The folder of `psigrad replay`'s pages."""
 # Bytes at which a new rollouts.jsonl is begun.
 PART = 1 << 30
 
@@ -219,11 +221,19 @@ class RunFolder:
         self.event(kind, **fields)
         print(f"psigrad: {self.path}: {text}", file=sys.stderr, flush=True)
 
-    def flush(self) -> None:
-        """Everything written so far is on the disk when this returns."""
+    def flush(self, step: int = -1, keep: int = 0) -> None:
+        """Everything written so far is on the disk when this returns. With a `step` it is all up to that step, and a checkpoint
+        follows: where rollouts.jsonl is large (`PART` bytes) a new one is begun, and about `keep` rows before it stay (0: all).
+        """
         with _errors_of(self.path):
             for stream in self._files.values():
                 os.fsync(stream.fileno())
+            if step >= 0 and os.fstat(self._files["rollouts"].fileno()).st_size >= PART:
+                self._files["rollouts"].close()
+                row_lines.put_aside(self.path, step, self.rows.get("rollouts", 0), keep)
+                file = self.path / "rollouts.jsonl"
+                self._files["rollouts"], self.rows["rollouts"] = file.open("ab", buffering=0), 0
+                checkpoint.sync(self.path)
 
     def rewind(
         self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
@@ -247,19 +257,6 @@ class RunFolder:
                 if expected is not None and left < expected:
                     said = f"{file.name} lacks {expected - left} of its {expected} rows; the run goes on without them."
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
-
-    def turn_over(self, step: int, keep: int) -> None:
-        """Begin a new rollouts.jsonl where the one that ends at `step` is large (`PART` bytes), and keep about `keep` rows of
-        those before (0: all). The next checkpoint vouches for the new one.
-        """
-        file = self.path / "rollouts.jsonl"
-        if os.fstat(self._files["rollouts"].fileno()).st_size < PART:
-            return
-        with _errors_of(self.path):
-            self._files["rollouts"].close()
-            row_lines.put_aside(self.path, step, self.rows.get("rollouts", 0), keep)
-            self._files["rollouts"], self.rows["rollouts"] = file.open("ab", buffering=0), 0
-            checkpoint.sync(self.path)
 
     def ends(self) -> dict[str, int]:
         """How many bytes metrics, timings and rollouts have."""
@@ -311,10 +308,7 @@ class NullRunFolder(RunFolder):
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rank 0 has them."""
 
-    def turn_over(self, step: int, keep: int) -> None:
-        """Likewise."""
-
-    def flush(self) -> None:
+    def flush(self, step: int = -1, keep: int = 0) -> None:
         """Nothing was written."""
 
     def rewind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,12 +12,12 @@ import torch
 from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
 from psigrad.config.fields import usual_on
-from psigrad.preflight import doctor
-from psigrad.preflight.plan import fit
-from psigrad.preflight.plan.hardware import Machine
 from psigrad.runs import machine
+from psigrad_extras.preflight import doctor
+from psigrad_extras.preflight.plan import fit
+from psigrad_extras.preflight.plan.hardware import Machine
 
-TABLE = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "micro_batch_tokens": 0}
+TABLE = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "micro_batch_tokens": 0, "run.async_save": True}
 
 
 @pytest.fixture(params=[True, False], ids=["a GPU", "no GPU"])
@@ -63,15 +64,18 @@ def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
         asked.append((config.micro_batch_tokens, here.memory))
         return SimpleNamespace(fits=config.micro_batch_tokens * 10 <= here.memory)
 
-    monkeypatch.setattr(fit, "predict", predict)
-    monkeypatch.setattr(fit, "lengths_of", lambda config: (None, None, ""))
+    planned = importlib.import_module("psigrad_extras.preflight.plan.predict")  # the package has a function of that name
+    monkeypatch.setattr(planned, "predict", predict)
+    monkeypatch.setattr(planned, "lengths_of", lambda config: (None, None, ""))
     monkeypatch.setattr(fit, "machine", lambda where, dtype, measure: Machine(where, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (90_000, 500_000))
     config = loading.load(SFTConfig, flags={"device": "cuda"})
     assert fit.fit(config).micro_batch_tokens == 8192
     assert asked[0] == (65536, 90_000) and asked[-1] == (8192, 90_000)
     said = capsys.readouterr().err
-    assert "on cuda: micro_batch_tokens=8192, model.dtype=bfloat16, model.gradient_checkpointing=True." in said
+    assert (
+        "on cuda: micro_batch_tokens=8192, model.dtype=bfloat16, model.gradient_checkpointing=True, run.async_save=True." in said
+    )
     monkeypatch.setattr(fit.launch, "is_rank", lambda: True)
     assert fit.fit(config).micro_batch_tokens == 32768, "ranks see the whole device, which is the same for all"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (1, 1))
@@ -80,9 +84,10 @@ def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
 
 
 def test_the_doctor_prints_the_table():
-    assert doctor.defaults("cpu").detail == "on cpu: micro_batch_tokens 4096, dtype float32, gradient_checkpointing False"
-    said = doctor.defaults("cuda").detail
-    assert said.startswith("on cuda: micro_batch_tokens by free memory, dtype bfloat16, gradient_checkpointing True; ")
+    own = "on cpu: micro_batch_tokens 4096, dtype float32, gradient_checkpointing False, async_save False"
+    assert doctor.defaults("cpu").detail == own
+    there = "on cuda: micro_batch_tokens by free memory, dtype bfloat16, gradient_checkpointing True, async_save True; "
+    assert doctor.defaults("cuda").detail.startswith(there)
 
 
 def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():

@@ -34,7 +34,7 @@ def go_on(folder, steps, keep=0) -> list[Checkpoint]:
     for step in steps:
         folder.metrics({"step": step})
         folder.rollouts([row(step, k) for k in range(3)])
-        folder.turn_over(step, keep)
+        folder.flush(step, keep)
         found.append(Checkpoint(folder, step))
     return found
 
@@ -79,7 +79,7 @@ def test_a_kill_between_the_new_file_and_its_checkpoint_loses_nothing(small, tmp
         saved = go_on(folder, range(1, 3))
         folder.rollouts([row(3, k) for k in range(3)])
         before = Checkpoint(folder, 3)  # made without a new file, as by an older psigrad
-        folder.turn_over(3, 0)
+        folder.flush(3)
     for one in (before, saved[-1]):
         with RunFolder.open(tmp_path / "run", {}) as folder:
             folder.rewind(one.step, one.rows, one.ends)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
+from psigrad import extras
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
 from psigrad.config.load import convert_object, load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from psigrad.language.recipes import typed_settings as typed
     from psigrad.language.recipes.score_rows import RowScore
 
+C = TypeVar("C", bound=TrainingConfig)
+# Tokens of micro-batches that are left to the device, where nothing is there to plan them.
+UNPLANNED = 8192
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
@@ -119,20 +124,24 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     return found.spec, {**rest, **settings}
 
 
+def fitted(config: C) -> C:
+    """The settings with micro-batches, and all else that is left to the device, as its memory allows."""
+    if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
+        made: C = extras.load("fit").fit(config)
+        return made
+    return config if config.micro_batch_tokens else replace(config, micro_batch_tokens=UNPLANNED)
+
+
 def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name.
 
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
-    if config.run.max_memory or not config.micro_batch_tokens:
-        from psigrad.preflight.plan.fit import fit
-
-        config = fit(config)
+    config = fitted(config)
     check_schedule(config.optim)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:
-        from psigrad.runs import hub
-
+        hub = extras.load("hub")
         hub.check(config.hub, str(config.run.output_dir))
     if given is None:
         result = _run(config, None)

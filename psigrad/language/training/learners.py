@@ -272,8 +272,8 @@ def begin(
             return
         if beside is not None:
             beside.wait()
-        journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
-        journal.folder.turn_over(now.step, getattr(config, "record_rows", 0))
+        # the rows are on the disk before the checkpoint that vouches for them
+        journal.folder.flush(now.step, getattr(config, "record_rows", 0))
         meta = {**pinned, **session.vouched(journal)}
         write = staged(now, learners, world, copies=beside is not None)
 

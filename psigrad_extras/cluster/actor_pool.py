@@ -1,0 +1,435 @@
+"""Workers on a Ray cluster that take jobs, and take them again when one is lost.
+
+What comes of a job depends on the job alone: not on the worker, nor on how many there are. So a lost worker's jobs go to others,
+and the first answer counts. Batches of jobs may be under way at once, each waited for by a thread of its own; the oldest comes
+first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import socket
+import statistics
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from psigrad.errors import UserError, name_reason, reason_of
+from psigrad.processes.watch import Watch
+
+# Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
+PATIENCE, TIMES = 60.0, 5.0
+# Seconds until the thread that waits for answers looks for jobs that others have given out.
+SLICE = 0.05
+# Bytes that the file of what actors print may have.
+LOG_BYTES = 64 << 20
+# Workers in a row that may fail to start; seconds after which people are told that none has.
+STARTS, NOTICE = 6, 20.0
+_OURS = re.compile(r"/(psigrad\w*|site-packages|dist-packages|lib/python3\.\d+)/|^<")
+Tell = Callable[..., None]
+Job = Callable[[Any], Any]
+"""Asks a worker, an actor of Ray; the reference to its answer."""
+
+
+@dataclass(eq=False)
+class Affinity:
+    """Where what a job needs is kept: the worker that last answered a job of this affinity. It gets the next one too, while it
+    is there and in time; else any other does.
+    """
+
+    worker: Any = None
+
+
+@dataclass(eq=False)
+class _Owed:
+    """A job that a worker is at."""
+
+    batch: JobBatch
+    job: int
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for it still."""
+        return not self.batch.closed and self.job not in self.batch.done
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker as the driver sees it."""
+
+    actor: Any
+    starting: Any
+    work: dict[Any, _Owed] = field(default_factory=dict)
+    """What it owes, by the reference to the answer."""
+
+
+class ActorPool:
+    """The workers on a cluster, as many as `count` says, and more or fewer as machines come and go.
+
+    `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there. `name` is
+    what people call them. With `count` 0 there are as many as the cluster has room for beside `spare_cpus`, which others take.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        arguments: Sequence[Any],
+        *,
+        name: str,
+        address: str,
+        count: int,
+        cpus: int,
+        gpus: float = 0.0,
+        spare_cpus: int = 0,
+        minutes: float,
+        tell: Tell,
+    ) -> None:
+        self.ray = _connect(address)
+        self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
+        self._spare_cpus, self._minutes, self._tell = spare_cpus, minutes, tell
+        self._a = f"{'An' if name[0] in 'aeiou' else 'A'} {name}"
+        self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(kind)
+        self._workers: list[_Worker] = []
+        self._batches: list[JobBatch] = []
+        self._watch = Watch()
+        self._closed, self._failed, self._noticed, self._alone_since = False, 0, False, time.monotonic()
+        self._broken: UserError | None = None
+        self._seconds: deque[float] = deque(maxlen=64)
+        self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
+        """Jobs issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
+
+    def close(self) -> None:
+        """Let go of the workers."""
+        self._closed = True
+        for worker in self._workers:
+            with contextlib.suppress(Exception):
+                self.ray.kill(worker.actor)
+        self._workers.clear()
+
+    def begin(self) -> JobBatch:
+        """Jobs of a new batch."""
+        return JobBatch(self)
+
+    @property
+    def wanted(self) -> int:
+        """How many workers there are to be now."""
+        return max(1, self._count or self._room())
+
+    def run(self, jobs: Sequence[Job], affinities: Sequence[Affinity | None] = ()) -> Iterator[tuple[int, Any]]:
+        """(place, answer) of each job as it is done; `affinities` say which of them belong to a worker."""
+        batch = self.begin()
+        try:
+            for job, affinity in itertools.zip_longest(jobs, affinities):
+                batch.add(job, affinity)
+            while batch.pending:
+                yield from batch.answers(1.0)
+        finally:
+            batch.give_up()
+
+    def _advance(self, batch: JobBatch, seconds: float) -> list[tuple[int, Any]]:
+        """Give out jobs, and what has come in for this batch within so many seconds."""
+        end = time.monotonic() + seconds
+        with self._watch:
+            while True:
+                if self._closed:
+                    raise UserError(f"The {self._name}s were closed while they were at work.")
+                self._tend()
+                self._hand_out()
+                self._note_absence()
+                left = min(SLICE, max(0.0, end - time.monotonic()))
+                owed = {ref: w for w in self._workers for ref in ([w.starting] if w.starting is not None else w.work)}
+                for ref in self._watch.look(partial(self._wait, owed, left), left) or ():
+                    self._take(owed[ref], ref)
+                if error := batch.error or self._broken:
+                    raise error
+                if batch.found or time.monotonic() >= end:
+                    found, batch.found = batch.found, []
+                    return found
+
+    def _wait(self, owed: dict[Any, _Worker], seconds: float) -> list[Any]:
+        if not owed:
+            time.sleep(seconds)
+            return []
+        ready, _ = self.ray.wait(list(owed), num_returns=1 if seconds else len(owed), timeout=seconds)
+        return list(ready)
+
+    def _hand_out(self) -> None:
+        """Jobs of the oldest batch first."""
+        for worker in [w for w in self._workers if w.starting is None and not w.work]:
+            for batch in self._batches:
+                if (job := self._next(worker, batch)) is not None:
+                    self._issue(worker, job, batch)
+                    break
+            else:
+                if not any(b.waiting for b in self._batches) and (late := self._find_late()):
+                    self._issue(worker, late.job, late.batch)
+
+    def _enter(self, batch: JobBatch) -> None:
+        with self._watch:
+            if not self._batches:
+                self._alone_since = time.monotonic()
+            if batch not in self._batches:
+                self._batches.append(batch)
+
+    def _leave(self, batch: JobBatch) -> None:
+        with self._watch:
+            if batch in self._batches:
+                self._batches.remove(batch)
+
+    def _note_absence(self) -> None:
+        if any(w.starting is None for w in self._workers):
+            self._alone_since, self._noticed = time.monotonic(), False
+        elif (waited := time.monotonic() - self._alone_since) > 60 * self._minutes:
+            raise UserError(f"No {self._name} could start for {self._minutes:g} minutes: {self._describe_wants()}")
+        elif waited > NOTICE and not self._noticed:
+            self._noticed = True
+            self._tell("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
+
+    def _next(self, worker: _Worker, batch: JobBatch) -> int | None:
+        """What waits for this worker, or else for none that is there and in time."""
+        free = None
+        for job in batch.waiting:
+            affinity = batch.affinities[job]
+            if affinity is None or affinity.worker is worker:
+                free = job
+                break
+            if free is None and (affinity.worker not in self._workers or self._is_late(affinity.worker)):
+                free = job
+        if free is not None:
+            batch.waiting.remove(free)
+        return free
+
+    def _issue(self, worker: _Worker, job: int, batch: JobBatch) -> None:
+        self.entries["issued"] += 1
+        worker.work[batch.jobs[job](worker.actor)] = _Owed(batch, job)
+
+    def _take(self, worker: _Worker, ref: Any) -> None:
+        """What a worker has answered, to whom it is owed."""
+        if worker not in self._workers or (ref is not worker.starting and ref not in worker.work):
+            return  # another thread was first
+        try:
+            answer = self.ray.get(ref)
+        except self.ray.exceptions.RayTaskError as error:
+            owed = worker.work.pop(ref, None)
+            if owed is None:
+                self._broken = self._explain(error)
+            else:
+                owed.batch.error = self._explain(error)
+            return
+        except self.ray.exceptions.RayError as error:
+            self._lose(worker, error)
+            return
+        if ref is worker.starting:
+            worker.starting, self._failed = None, 0
+            self._tell("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
+            return
+        owed = worker.work.pop(ref)
+        self._seconds.append(time.monotonic() - owed.since)
+        if not owed.wanted:
+            self.entries["twice"] += 1
+            return
+        owed.batch.done.add(owed.job)
+        if (affinity := owed.batch.affinities[owed.job]) is not None:
+            affinity.worker = worker
+        owed.batch.found.append((owed.job, answer))
+
+    def _explain(self, error: Any) -> UserError:
+        """What a worker raised, as the driver says it; the traceback goes to the run folder."""
+        if isinstance(error.cause, UserError):
+            return UserError(str(error.cause))
+        trace = str(error)  # the traceback of the worker
+        text = f"{self._a} failed on the cluster ({name_reason(error.cause)}{_place(trace)})."
+        self._tell("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=trace[-8000:])
+        return UserError(text)
+
+    def _here(self) -> int:
+        return sum(w.starting is None for w in self._workers)
+
+    def _lose(self, worker: _Worker, error: Exception) -> None:
+        self._workers.remove(worker)
+        with contextlib.suppress(Exception):
+            self.ray.kill(worker.actor)
+        reason, said = type(error).__name__, " ".join(str(error).split())[-600:]
+        if worker.starting is not None:
+            self._failed += 1
+            if self._failed >= STARTS:
+                self._broken = UserError(f"{self._failed} {self._name}s in a row could not start on the cluster: {said}")
+                return
+        self.entries["lost"] += 1
+        shared = {(id(o.batch), o.job) for w in self._workers for o in w.work.values()}
+        for owed in reversed(worker.work.values()):
+            if owed.wanted and (id(owed.batch), owed.job) not in shared:
+                self.entries["again"] += 1
+                owed.batch.waiting.appendleft(owed.job)
+        self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
+
+    def _find_late(self) -> _Owed | None:
+        """A job that is overdue and only one worker has."""
+        working = [(w, o) for w in self._workers for o in w.work.values() if o.wanted]
+        count = Counter((id(o.batch), o.job) for _, o in working)
+        late = [o for w, o in working if self._is_late(w) and count[id(o.batch), o.job] == 1]
+        if not late:
+            return None
+        oldest = min(late, key=lambda o: o.since)
+        self.entries["again"] += 1
+        waited = time.monotonic() - oldest.since
+        self._tell("worker_late", f"{self._a} has not answered for {waited:.0f} s; another does its work too.", seconds=waited)
+        return oldest
+
+    def _is_late(self, worker: _Worker, times: float = 1.0) -> bool:
+        """Whether it owes an answer for longer than answers take, or than so many times that."""
+        limit = times * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
+        return any(time.monotonic() - owed.since > limit for owed in worker.work.values())
+
+    def _tend(self) -> None:
+        """Start workers that are wanted; end those that owe for too long what nobody waits for."""
+        for worker in [w for w in self._workers if self._is_late(w, 3.0)]:
+            if not any(owed.wanted for owed in worker.work.values()):
+                self._workers.remove(worker)
+                self.entries["lost"] += 1
+                self.ray.kill(worker.actor)
+                self._tell("worker_lost", f"{self._a} that no longer answers was ended.", reason="no answer")
+        for _ in range(len(self._workers), self.wanted):
+            actor = self._remote.remote(*self._arguments)
+            self._workers.append(_Worker(actor, actor.ready.remote()))
+
+    def _room(self) -> int:
+        """How many workers the cluster of now has room for, beside what it keeps free."""
+        resources = self.ray.cluster_resources()
+        room = int((resources.get("CPU", 0) - self._spare_cpus) / self._cpus)
+        return min(room, int(resources.get("GPU", 0) / self._gpus)) if self._gpus else room
+
+    def _describe_wants(self) -> str:
+        asked = (self.ray.cluster_resources(), self.ray.available_resources())
+        has, free = ({name: amount for name, amount in found.items() if name in ("CPU", "GPU")} for found in asked)
+        return (
+            f"each wants {self._cpus} CPU and {self._gpus:g} GPU, and the cluster has {has}, of which {free or 'nothing'} is "
+            "free. Add machines, or ask for less of them in placement."
+        )
+
+
+class JobBatch:
+    """Jobs that belong together, added one by one."""
+
+    def __init__(self, pool: ActorPool) -> None:
+        self._pool = pool
+        self.jobs: list[Job] = []
+        self.affinities: list[Affinity | None] = []
+        self.waiting, self.done, self.closed = deque[int](), set[int](), False
+        self.found: list[tuple[int, Any]] = []
+        """(place, answer) of what has come in and was not asked for yet."""
+        self.error: UserError | None = None
+        """What a worker raised at one of its jobs."""
+
+    def add(self, job: Job, affinity: Affinity | None = None) -> None:
+        """One more; its place is how many there were."""
+        self._pool._enter(self)
+        self.jobs.append(job)
+        self.affinities.append(affinity)
+        self.waiting.append(len(self.jobs) - 1)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an answer is still to come, or to be asked for."""
+        return bool(self.found) or len(self.done) < len(self.jobs)
+
+    def answers(self, seconds: float) -> list[tuple[int, Any]]:
+        """(place, answer) of what has come in, waiting for so many seconds at most."""
+        found = self._pool._advance(self, seconds) if self.pending else []
+        if not self.pending:
+            self._pool._leave(self)
+        return found
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        self.closed = True
+        self._pool._leave(self)
+
+
+def _place(trace: str) -> str:
+    """The last line of a traceback that is neither ours nor Ray's, where it has one."""
+    lines = [(file, line) for file, line in re.findall(r'File "(.+?)", line (\d+)', trace) if not _OURS.search(file)]
+    return f", {lines[-1][0]}, line {lines[-1][1]}" if lines else ""
+
+
+def _connect(address: str) -> Any:
+    """Ray, connected to the cluster at `address`, or with "auto" to the one that is there, or to one of this machine alone."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError("placement.cluster needs Ray, which is not installed: pip install 'psigrad[cluster]'.") from error
+    if ray.is_initialized():
+        return ray
+    _knock(address)
+    passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_NATIVE")
+    variables = {name: os.environ[name] for name in passed if name in os.environ}
+    settings: dict[str, Any] = {
+        "runtime_env": {"env_vars": {**variables, "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}},
+        "logging_level": "ERROR",
+        "log_to_driver": True,
+    }
+    try:
+        ray.init(address=address, **settings)
+    except ConnectionError as error:
+        if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
+            raise UserError(
+                f"The Ray cluster at {address!r} wants its token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token "
+                "or RAY_AUTH_TOKEN, as on the machine that started it."
+            ) from error
+        if address != "auto":
+            raise UserError(
+                f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`."
+            ) from error
+        ray.init(include_dashboard=False, **settings)
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Ray itself asks for minutes whether anybody is at an address."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if address == "auto" or not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+    except OSError as error:
+        raise UserError(f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`.") from error
+
+
+@contextlib.contextmanager
+def keep_output(kind: str, file: Path) -> Iterator[None]:
+    """Append to `file` what actors of the class named `kind` print for the length of the block: time, kind, process, machine.
+
+    On the driver's terminal Ray shows it too, and leaves out lines that come often.
+    """
+    try:
+        # no public interface of Ray's has the lines on the driver
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
+    except ImportError:
+        yield
+        return
+    name = f"psigrad {kind}"
+    with file.open("a", buffering=1, encoding="utf-8") as stream:
+
+        def write(data: dict[str, Any]) -> None:
+            if data.get("actor_name") != kind or stream.closed or stream.tell() > LOG_BYTES:
+                return
+            begin = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {kind} {data.get('pid')}@{data.get('ip')}"
+            with contextlib.suppress(OSError, ValueError):  # a full disk must not end Ray's thread
+                stream.writelines(f"{begin}: {line}\n" for line in data.get("lines", ()))
+                if stream.tell() > LOG_BYTES:
+                    stream.write(f"psigrad: workers print more than {LOG_BYTES >> 20} MiB; the rest is dropped\n")
+
+        streams.add_handler(name, write)
+        try:
+            yield
+        finally:
+            streams.remove_handler(name)
