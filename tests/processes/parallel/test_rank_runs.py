@@ -97,6 +97,27 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_bitwise(job, whole
     assert any(row["step"] > 2 for row in rows(tmp_path / "run"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["", "save 1 2"])
+def test_shards_are_written_beside_the_steps(job, whole, tmp_path, kill):
+    """Two processes write what they would have written while steps waited, also after one was killed in its second save."""
+    if kill:
+        with tempfile.TemporaryDirectory() as meeting:
+            arguments = (job, tmp_path / "run", "sft beside", "fsdp", kill)
+            group = ranks.start(2, "rank_runs", "main", *arguments, lockstep=True, folder=meeting)
+            for rank in group:
+                rank.communicate(timeout=240)
+        assert group[1].returncode == -signal.SIGKILL and group[0].returncode not in (0, -signal.SIGKILL)
+        assert checkpoint.latest(tmp_path / "run" / "checkpoints").step == 2
+    train(job, tmp_path / "run", "sft beside", 2, "fsdp")
+    undisturbed = whole("sft", 2, "fsdp")
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    one, other = (checkpoint.latest(folder / "checkpoints") for folder in (undisturbed, tmp_path / "run"))
+    assert one.step == other.step and not other.ignored
+    assert one.manifest["files"] == other.manifest["files"] and sum("shard-" in name for name in one.manifest["files"]) >= 2
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """saved(case): (folder of the models, checkpoint of two processes in shards, what was in it)."""
