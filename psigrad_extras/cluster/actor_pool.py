@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, name_reason, reason_of
-from psigrad.processes.watch import Watch
+from psigrad.processes.workers.worker_pool import Watch
 
 # Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
 PATIENCE, TIMES = 60.0, 5.0

@@ -15,8 +15,8 @@ from psigrad.language.rewards.outcomes import Failed, Failure, Result, RewardErr
 from psigrad.language.rewards.resolve import RewardSpec
 from psigrad.language.rewards.reward_worker import Part, decode
 from psigrad.language.rewards.rubric import Rubric
-from psigrad.processes.watch import Watch
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
+from psigrad.processes.workers.worker_pool import Watch
 
 # Seconds until a thread that waits for answers looks for groups that others have added.
 SLICE = 0.05

@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import selectors
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.processes.sandbox import Enclosure
 from psigrad.processes.workers.process import START_LIMIT, Worker, WorkerGone
 
 C = TypeVar("C")
+T = TypeVar("T")
 # Seconds without a look at the workers from which on their time does not run: the parent was at work elsewhere.
 ABSENCE = 1.0
+
+
+class Watch:
+    """A lock, as a context manager. Of the threads that wait, one looks for all of them, without the lock; the others sleep until
+    it has seen something.
+    """
+
+    def __init__(self) -> None:
+        self._stirred = threading.Condition(threading.Lock())
+        self._looking = False
+
+    def __enter__(self) -> Self:
+        self._stirred.acquire()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stirred.release()
+
+    def look(self, look: Callable[[], T], seconds: float) -> T | None:
+        """What `look` finds; None where another thread looks meanwhile, after it has or so many seconds have passed. The caller
+        has the lock, and has it again afterwards; `look` waits for `seconds` at most. With 0 seconds everybody may look.
+        """
+        if self._looking and seconds:
+            self._stirred.wait(seconds)
+            return None
+        waits = bool(seconds)
+        self._looking = self._looking or waits
+        self._stirred.release()
+        try:
+            return look()
+        finally:
+            self._stirred.acquire()
+            if waits:
+                self._looking = False
+                self._stirred.notify_all()
 
 
 @dataclass(frozen=True)
