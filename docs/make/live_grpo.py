@@ -15,7 +15,8 @@ SOURCES = live_grid.SOURCES / "grpo"
 # In the order in which they need one another.
 LEARNER = {name: SOURCES / name for name in ("gemm.js", "random.js", "model.js", "task.js", "learner.js")}
 WORKER = LEARNER | {"worker.js": SOURCES / "worker.js"}
-PAGE = {name: live_grid.STATIC / name for name in live_grid.PLOTS} | {"main.js": SOURCES / "main.js"}
+SHARED = (*live_grid.PLOTS, "runs/format.js", "runs/tokens.js")
+PAGE = {name: live_grid.STATIC / name for name in SHARED} | {"main.js": SOURCES / "main.js"}
 STYLES = (live_grid.STATIC / "vendor/uplot/uPlot.min.css", live_grid.STATIC / "base.css", SOURCES / "style.css")
 
 

@@ -25,7 +25,7 @@ LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY, COLUMNS = 2, 64, 192, 4, 12, 16
 WEIGHTS, DEMONSTRATIONS, CARE, PROMPTS, COMPLETIONS = range(5)
 DIGITS, LONGEST, ARROW, END, SIGNS = 6, 10, 10, 11, "0123456789>."
 STEP_COMPLETIONS, STEP_DEMONSTRATIONS = 128, 64
-OPTIM = Optim(adam_beta2=0.99, weight_decay=0.0, max_grad_norm=1.0)
+OPTIM = Optim(adam_beta2=0.99, adam_epsilon=1e-5, weight_decay=0.0, max_grad_norm=1.0)
 TENSORS = [
     ("embed", VOCABULARY, WIDTH),
     *(
@@ -149,7 +149,7 @@ class Learner:
         def loss() -> torch.Tensor:
             logp = self.model.evaluate(Groups(prompts, [[given] for given in shown])).logp
             value = -logp.sum() / sum(map(len, shown))
-            losses.append(float(value))
+            losses.append(float(value.detach()))
             return value
 
         self.tuned += 1
@@ -200,7 +200,7 @@ class Learner:
         def loss() -> torch.Tensor:
             outputs.append(self.model.evaluate(groups).logp)
             found = method.loss(everyone, PolicyOutputs(logp=outputs[-1]), totals, state)
-            updates.append({"loss": float(found.value), "kl": float(found.terms["kl"])})
+            updates.append({"loss": float(found.value.detach()), "kl": float(found.terms["kl"])})
             updates[-1]["clipped"] = float(found.terms["clip_ratio/region_mean"])
             return found.value
 
@@ -217,6 +217,7 @@ class Learner:
             "rewards": earned,
             "advantages": advantage[:, 0].tolist(),
             "logp": [row[: len(given)] for row, given in zip(old.tolist(), completions, strict=True)],
+            "ratio": [row[: len(given)] for row, given in zip(ratio.tolist(), completions, strict=True)],
             "clipped": [row[: len(given)] for row, given in zip(hit.tolist(), completions, strict=True)],
             "updates": updates,
         }

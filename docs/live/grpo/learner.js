@@ -89,6 +89,12 @@ export class Learner {
     this.steps = 0;
   }
 
+  /** Back to the fine-tuned model. */
+  again() {
+    this.model.thaw();
+    this.beginReinforcement();
+  }
+
   /** One step of GRPO: completions in groups, their advantages, and `passes` updates on them. */
   reinforce(settings = SETTINGS) {
     const { group, clip, kl, reward, passes, rate } = settings, groups = COMPLETIONS / group;
@@ -155,7 +161,7 @@ function groupAdvantages(rewards, group) {
   return rewards.map((own, b) => {
     const start = b - (b % group), others = rewards.slice(start, start + group), middle = mean(others);
     const std = Math.sqrt(others.reduce((sum, r) => sum + (r - middle) ** 2, 0) / Math.max(group - 1, 1));
-    return others.every((r) => r === own) ? 0 : (own - middle) / (std + 1e-4);
+    return Math.abs(own - middle) < 1e-9 ? 0 : (own - middle) / (std + 1e-4);
   });
 }
 

@@ -72,6 +72,11 @@ export class Model {
     this.f.copyWithin(this.reference, this.weights, this.weights + this.size);
   }
 
+  /** The reference becomes the policy again. */
+  thaw() {
+    this.f.copyWithin(this.weights, this.reference, this.reference + this.size);
+  }
+
   place(bank, name) {
     return this[bank] + this.offsets.get(name);
   }
@@ -292,7 +297,7 @@ export class Model {
   }
 
   /** AdamW along the gradient, scaled down to a norm of 1 where it is longer; decay acts on matrices. Returns the norm. */
-  step(rate, { beta1 = 0.9, beta2 = 0.99, decay = 0, epsilon = 1e-8 } = {}) {
+  step(rate, { beta1 = 0.9, beta2 = 0.99, decay = 0, epsilon = 1e-5 } = {}) {
     const { f, first, second, gradient, weights } = this;
     let squares = 0;
     for (let i = 0; i < this.size; i++) squares += f[gradient + i] ** 2;

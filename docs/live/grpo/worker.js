@@ -10,6 +10,7 @@ const asks = {
   },
   tune: ({ settings }) => learner.fineTune(settings),
   begin: () => learner.beginReinforcement(),
+  again: () => learner.again(),
   reinforce: ({ settings }) => learner.reinforce(settings),
   exam: ({ settings }) => learner.exam(settings),
 };
