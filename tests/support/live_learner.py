@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -128,7 +129,7 @@ def reward(name: str, asked: Sequence[int], given: Sequence[int]) -> float:
         return float(list(given) == right)
     if name == "places":
         return sum(a == b for a, b in zip(given, right, strict=False)) / (DIGITS + 1)
-    return sum(a <= b < ARROW for a, b in zip(given[:-1], given[1:], strict=True)) / (LONGEST - 1)
+    return sum(a <= b < ARROW for a, b in itertools.pairwise(given)) / (LONGEST - 1)
 
 
 class Learner:

@@ -14,7 +14,7 @@ const SAYS = {
 
 const worker = new Worker(URL.createObjectURL(new Blob([window.psigradWorker], { type: "text/javascript" })));
 const waiting = new Map();
-let asked = 0, run = 0, playing = false, busy = false, stage = "tune", steps = { tune: 0, reinforce: 0 }, exams = [], shown = null, group = 0, chart = null;
+let asked = 0, run = 0, playing = false, busy = false, stage = "tune", steps = { tune: 0, reinforce: 0 }, exams = [], shown = null, group = null, chart = null;
 
 worker.addEventListener("message", ({ data }) => {
   waiting.get(data.id)(data.found);
@@ -84,7 +84,7 @@ function status() {
   const last = exams.at(-1), share = last && `${Math.round(100 * last.accuracy)} % right on unseen numbers`;
   if (!steps.tune) return playing ? "It begins." : "Press Train.";
   if (stage === "tune") return `Imitation, step ${steps.tune} of ${TUNING}: ${share}.`;
-  if (!steps.reinforce) return `It imitates: ${share}, about as often as its examples. Now change what you like, and go on.`;
+  if (!steps.reinforce) return `It imitates: ${share}, about as often as its examples.`;
   const hacked = last.reward !== null && last.reward > 0.8 && last.accuracy < 0.2 ? " The reward is content, the answers are wrong: it was hacked." : "";
   return `Reinforcement, step ${steps.reinforce} of ${STEPS}: ${share}.${hacked}`;
 }
@@ -152,11 +152,10 @@ function drawFigures() {
 function drawGroup() {
   document.querySelector(".groups").hidden = !shown;
   if (!shown) return;
-  group = Math.min(group, shown.groups.length - 1);
-  const { prompt, answer, completions } = shown.groups[group];
-  $("which").textContent = `${group + 1} of ${shown.groups.length}`;
-  $("earlier").disabled = group === 0;
-  $("later").disabled = group === shown.groups.length - 1;
+  const at = place(), { prompt, answer, completions } = shown.groups[at];
+  $("which").textContent = `${at + 1} of ${shown.groups.length}`;
+  $("earlier").disabled = at === 0;
+  $("later").disabled = at === shown.groups.length - 1;
   $("asked").replaceChildren("Asked ", el("span", { class: "mono" }, prompt), ", right is ", el("span", { class: "mono" }, answer));
   const members = completions.map((one) => ({ tokens: {
     text: [...one.text], mask: one.logp.map(() => true), logprob: one.logp, ratio: one.ratio, clipped: one.clipped.map((hit) => (hit ? 1 : null)),
@@ -168,6 +167,14 @@ function drawGroup() {
     const mark = el("span", { class: `mark ${one.right ? "right" : "wrong"}`, role: "img", "aria-label": one.right ? "right" : "wrong" }, one.right ? "✓" : "✗");
     return el("tr", null, el("td", null, mark, box), el("td", { class: "number" }, figure(Number(one.reward.toFixed(2)))), el("td", { class: "number" }, signed(one.advantage)));
   }));
+}
+
+/** The group that was asked for, or the first that teaches something. */
+const place = () => Math.min(group ?? Math.max(0, shown.groups.findIndex(({ completions }) => completions.some(({ advantage }) => advantage))), shown.groups.length - 1);
+
+function turn(by) {
+  group = place() + by;
+  drawGroup();
 }
 
 const signed = (value) => `${value > 0 ? "+" : ""}${figure(Number(value.toFixed(2)))}`;
@@ -185,8 +192,8 @@ $("play").addEventListener("click", () => {
 $("step").addEventListener("click", () => { if (!busy && !playing) advance(); });
 $("again").addEventListener("click", () => restart(false));
 $("over").addEventListener("click", () => restart(true));
-$("earlier").addEventListener("click", () => { group -= 1; drawGroup(); });
-$("later").addEventListener("click", () => { group += 1; drawGroup(); });
+$("earlier").addEventListener("click", () => turn(-1));
+$("later").addEventListener("click", () => turn(1));
 for (const name of ["reward", "clip", "kl"]) $(name).addEventListener("input", told);
 new ResizeObserver(drawChart).observe($("chart"));
 told();
