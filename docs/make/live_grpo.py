@@ -1,6 +1,6 @@
 """Builds the page on which a language model is trained in the browser: a folder that needs no server, opened from a disk too.
 
-`build(folder)` writes index.html, one script and one style sheet. What computes runs in a worker of the page; its script lies in the
+`build(folder)` writes index.html, one script and one style sheet. What computes runs in a worker, whose script lies in the
 page's as a string, because browsers load no worker from a disk.
 """
 
