@@ -34,7 +34,7 @@ const settings = () => ({
 
 /** One step of the stage, and now and then an exam. */
 async function advance() {
-  busy = true;
+  busy = $("step").disabled = true;
   const now = run;
   const found = await ask(stage);
   if (now !== run) return; // started over while the worker was at it
@@ -92,7 +92,7 @@ function status() {
 function draw() {
   $("play").textContent = playing ? "Pause" : steps.tune || steps.reinforce ? "Go on" : "Train";
   $("play").disabled = steps.reinforce >= STEPS;
-  $("step").disabled = playing || steps.reinforce >= STEPS;
+  $("step").disabled = busy || playing || steps.reinforce >= STEPS;
   $("again").disabled = !steps.reinforce;
   $("tuned").value = steps.tune / TUNING;
   $("reinforced").value = steps.reinforce / STEPS;
