@@ -471,7 +471,7 @@ def test_the_whole_flow_by_keyboard_alone(opened):
     expect(page.locator(".sending")).to_contain_text("It waits in “Sent from runs”")
 
 
-TABS = {"curves": "#charts canvas", "rollouts": ".member", "about": "#about table"}
+TABS = {"curves": "#charts canvas", "table": ".compare td", "rollouts": ".member", "about": "#about table"}
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", "laptop"), ("dark", "laptop"), ("dark", "phone")])
