@@ -106,6 +106,7 @@ class VLLMSampler(Sampler):
             "gpu_memory_utilization": memory,
             "tensor_parallel_size": tensor_parallel_size,
         }
+        self._devices = devices_of(model.device, tensor_parallel_size, os.environ)
         self._worker: Worker | None = None
         self._sent: tuple[tuple[int, int], ...] = ()
         self._sums: dict[str, int] = {}
@@ -251,7 +252,7 @@ class VLLMSampler(Sampler):
                 "threads": torch.get_num_threads(),
                 "sleep": self._sleep,
                 "settings": self._settings,
-                "devices": devices_of(self.model.device, int(self._settings["tensor_parallel_size"]), os.environ),
+                "devices": self._devices,
             }
             variables = [name for name in os.environ if name.startswith(_PASSED) and "KEY" not in name]
             self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=variables, start_limit=START)
