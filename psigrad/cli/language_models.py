@@ -227,7 +227,8 @@ def lm_eval(arguments: list[str]) -> int:
 
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
-    settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
+    known = {"output_dir": "runs/demo", "seed": 0, "sft_steps": 800, "rl_steps": 500, "progress": True}
+    settings = flags.plain("demo", arguments, known)
     from psigrad.language.recipes import demo
     from psigrad.records.report import terminal
 
