@@ -13,7 +13,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -41,21 +41,24 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         """Copy the packages, then compile."""
         super().run()
-        for name, (march, _) in processor.LEVELS[platform.machine()].items() if PREBUILD else ():
+        for name, (march, _) in processor.LEVELS.get(platform.machine(), {}).items() if PREBUILD else ():
             compile_level(march, Path(self.build_lib, "psigrad/language/models/native/prebuilt", f"{name}.so"))
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for this machine and any Python 3."""
-
-    def finalize_options(self) -> None:
-        """Its library is no part of the tag: it is code for the processor, not for an interpreter."""
-        super().finalize_options()
-        self.root_is_pure = not PREBUILD
+    """A wheel for this machine and any Python 3: its library is code for a processor, not for an interpreter."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """The tags of its name."""
         return ("py3", "none", super().get_tag()[2]) if PREBUILD else super().get_tag()
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+class Packages(Distribution):
+    """What is packed."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether it holds code for one kind of machine."""
+        return PREBUILD
+
+
+setup(distclass=Packages, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

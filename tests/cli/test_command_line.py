@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import operator
 import re
@@ -218,6 +219,18 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
 
     monkeypatch.setitem(cli.COMMANDS, "tasks", cli.Command("", broken))
     with pytest.raises(ValueError, match="deep in a library"):
+        cli.main(["tasks"])
+
+
+def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(monkeypatch, capsys):
+    for name, extra in (("uvicorn", "studio"), ("py3langid", "ifeval")):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(cli.COMMANDS, "tasks", flags.Command("", lambda given, name=name: importlib.import_module(name)))
+        assert cli.main(["tasks"]) == 2
+        assert f"needs {name}, which is not installed; run: pip install 'psigrad[{extra}]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "not_there", None)
+    monkeypatch.setitem(cli.COMMANDS, "tasks", flags.Command("", lambda given: importlib.import_module("not_there")))
+    with pytest.raises(ModuleNotFoundError):
         cli.main(["tasks"])
 
 

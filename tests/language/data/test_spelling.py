@@ -19,7 +19,9 @@ ITS_SCORER = reasoning_gym.get_score_answer_fn(spelling.TASK)
 def test_rows_are_those_of_reasoning_gym(seed, shortest, longest):
     made = reasoning_gym.create_dataset(spelling.TASK, size=300, seed=seed, min_word_len=shortest, max_word_len=longest)
     rows = spelling.rows(300, seed, min_word_len=shortest, max_word_len=longest)
-    assert [(r["prompt"], r["answer"], r["metadata"]) for r in rows] == [(e["question"], e["answer"], e["metadata"]) for e in made]
+    assert [(r["prompt"], r["answer"], r["metadata"]) for r in rows] == [
+        (e["question"], e["answer"], e["metadata"]) for e in made
+    ]
     assert rows != spelling.rows(300, seed + 1, min_word_len=shortest, max_word_len=longest), "negative control"
 
 

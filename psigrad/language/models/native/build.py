@@ -29,8 +29,8 @@ from psigrad.language.models.native.processor import identity, levels
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
 HEADERS = ("common.h",)
 # without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
-PORTABLE = ("-O3", "-fno-trapping-math", "-fopenmp", "-fPIC", "-std=c++17")
-FLAGS: tuple[str, ...] = ("-march=native", *PORTABLE, "-shared")
+FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+PORTABLE = tuple(flag for flag in FLAGS if flag not in ("-march=native", "-shared"))  # for objects of one of `LEVELS`
 if platform.machine() == "x86_64":
     FLAGS += ("-mprefer-vector-width=512",)  # GCC's choice on recent Intel is 256
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
