@@ -1,4 +1,4 @@
-"""The task of the demo, which needs no other library: words to spell backward, made and scored as by reasoning-gym, to the bit."""
+"""The demo's task, which needs no other library: words to spell backward, made and scored as by reasoning-gym, to the bit."""
 
 from __future__ import annotations
 

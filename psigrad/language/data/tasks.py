@@ -18,7 +18,8 @@ def library() -> Any:
     except ImportError as error:
         raise UserError(
             'Tasks need reasoning-gym; install it: pip install "psigrad[tasks]". That takes a C compiler and '
-            "Python's headers, in Debian gcc and python3-dev. Without it there is task:spell_backward,max_word_len=8, which the demo trains on."
+            "Python's headers, in Debian gcc and python3-dev. Without it there is task:spell_backward,max_word_len=8, "
+            "which the demo trains on."
         ) from error
     return reasoning_gym
 
