@@ -67,6 +67,7 @@ def score(arguments: list[str]) -> int:
     scores = score_rows.score(rewards, dataset, tokenizer=given["tokenizer"], **how)
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
     print(score_rows.summary(scores), file=sys.stderr)
+    score_rows.check_scored(scores)
     return 0
 
 
