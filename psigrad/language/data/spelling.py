@@ -28,23 +28,14 @@ def makes(name: str, settings: dict[str, Any]) -> bool:
 
 def rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
     """`size` rows of words between these lengths; row i depends on `seed` + i only."""
-    known = [word for word in words() if min_word_len <= len(word) <= max_word_len]
-    drawn = [random.Random(seed + i).choice(known) for i in range(size)]
-    return [
-        {
-            "prompt": f"Spell this word backward (example: sun -> nus): {word}",
-            "answer": word[::-1],
-            "task": TASK,
-            "metadata": {
-                "source_dataset": TASK,
-                "source_index": i,
-                "word": word,
-                "word_len": len(word),
-                "difficulty": {"word_len": (min_word_len, max_word_len)},
-            },
-        }
-        for i, word in enumerate(drawn)
-    ]
+    known, found = [word for word in words() if min_word_len <= len(word) <= max_word_len], []
+    lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
+    for i in range(size):
+        word = random.Random(seed + i).choice(known)
+        about = {"source_dataset": TASK, "source_index": i, "word": word, "word_len": len(word), **lengths}
+        prompt = f"Spell this word backward (example: sun -> nus): {word}"
+        found.append({"prompt": prompt, "answer": word[::-1], "task": TASK, "metadata": about})
+    return found
 
 
 def score(text: str, entry: dict[str, Any]) -> float:
