@@ -112,8 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
         from psigrad import redaction
+        from psigrad.cli import mistakes
 
-        print(f"psigrad: {redaction.hide(str(error))}", file=sys.stderr)
+        more = f" More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
+        print(f"psigrad: {redaction.hide(str(error))}{more}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:
         if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):
