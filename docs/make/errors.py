@@ -18,7 +18,8 @@ def section(name: str) -> str:
     """One entry: what is said, why, what to do, and what gives it."""
     entry = entries()[name]
     files = "".join(f"\n```\n{text.rstrip()}\n```\n\nin `{file}`, and\n" for file, text in entry.get("files", {}).items())
-    given = f"**An example.**\n{files}\n```\npsigrad {entry['example']}\n```"
+    commands = "\n".join(f"psigrad {entry[key]}" for key in ("before", "example") if key in entry)
+    given = f"**An example.**\n{files}\n```\n{commands}\n```"
     return f"## {name}\n\n> {entry['says'].strip()}\n\n{entry['why']}\n\n**What to do.** {entry['do']}\n\n{given}"
 
 

@@ -36,6 +36,8 @@ def test_the_example_gives_the_error_and_the_error_names_its_entry(name, job, tm
     for file, text in entry.get("files", {}).items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text + "\n" if text else "")
+    if "before" in entry:
+        assert cli.main(shlex.split(entry["before"])) == 0
     assert cli.main(shlex.split(entry["example"])) == 2
     error = capsys.readouterr().err
     assert error.rstrip().endswith(f" More: psigrad explain {name}.") and "Traceback" not in error, error
@@ -58,5 +60,5 @@ def test_no_entry_has_the_name_of_a_method_and_the_page_is_up_to_date():
     assert not set(mistakes.entries()) & set(METHODS) and len(mistakes.entries()) >= 40
     made = runpy.run_path(str(ROOT / "docs" / "make" / "errors.py"))
     assert made["PAGE"].read_text() == made["page"](), "run: python docs/make/errors.py"
-    assert all(set(entry) <= {"says", "why", "do", "example", "files"} for entry in mistakes.entries().values())
+    assert all(set(entry) <= {"says", "why", "do", "before", "example", "files"} for entry in mistakes.entries().values())
     assert json.dumps(mistakes.entries())
