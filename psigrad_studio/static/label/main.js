@@ -1,6 +1,7 @@
 // The labelling page: which project and which part of it is open stands in the address.
 import { get, post } from "../api.js";
 import { el, notice } from "../dom.js";
+import { read } from "../reading.js";
 import { account } from "./account.js";
 import { material } from "./material.js";
 import { people } from "./people.js";
@@ -72,8 +73,9 @@ function show(title, project, ...content) {
 function open(project, part) {
   const root = el("div", { class: `part ${part}` });
   show(project.name, project, root);
-  $("asked").textContent = part === "work" ? project.instructions : "";
-  $("asked").hidden = $("asked").textContent === "";
+  const asked = part === "work" ? project.instructions : "";
+  $("asked").replaceChildren(...(asked === "" ? [] : [read(asked)])); // as the prompts below it are read
+  $("asked").hidden = asked === "";
   const back = el("a", { href: "#" }, "All projects");
   $("tabs").replaceChildren(
     back,

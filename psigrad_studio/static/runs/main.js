@@ -95,7 +95,9 @@ function drawList() {
 
 function pick(ids, on, alone) {
   const kept = alone ? [] : state.runs.filter((id) => !ids.includes(id));
-  state.runs = (on ? [...kept, ...ids] : kept).slice(-40);
+  const asked = on ? [...kept, ...ids] : kept;
+  state.runs = asked.slice(-40);
+  if (asked.length > 40) notice(`${asked.length} runs are chosen, and 40 are drawn: the last ones.`);
   selected();
 }
 
