@@ -360,5 +360,5 @@ def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
 
 
 def test_a_recurrent_policy_is_refused_with_what_does_its_work():
-    with pytest.raises(UserError, match="'MlpLstmPolicy'.*none is recurrent: stack observations"):
+    with pytest.raises(UserError, match=r"'MlpLstmPolicy'.*none is recurrent: stack observations"):
         DQN("MlpLstmPolicy", "CartPole-v1")
