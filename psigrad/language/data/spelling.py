@@ -23,7 +23,8 @@ def makes(name: str, settings: dict[str, Any]) -> bool:
     """Whether `rows` can make this task with these settings; reasoning-gym makes every other one."""
     if name != TASK or not settings.keys() <= {"min_word_len", "max_word_len"}:
         return False
-    return SHORTEST <= settings.get("min_word_len", 3) <= settings.get("max_word_len", 10) <= LONGEST  # its defaults
+    shortest, longest = settings.get("min_word_len", 3), settings.get("max_word_len", 10)  # its defaults
+    return bool(SHORTEST <= shortest <= longest <= LONGEST)
 
 
 def rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
