@@ -73,9 +73,8 @@ function show(title, project, ...content) {
 function open(project, part) {
   const root = el("div", { class: `part ${part}` });
   show(project.name, project, root);
-  const asked = part === "work" ? project.instructions : "";
-  $("asked").replaceChildren(...(asked === "" ? [] : [read(asked)])); // as the prompts below it are read
-  $("asked").hidden = asked === "";
+  $("asked").replaceChildren(...(part === "work" && project.instructions ? [read(project.instructions)] : []));
+  $("asked").hidden = $("asked").textContent === "";
   const back = el("a", { href: "#" }, "All projects");
   $("tabs").replaceChildren(
     back,
