@@ -275,7 +275,8 @@ def seen(name, job, folder, capsys, *more):
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in UNREPEATABLE
     }
-    return status, *(text.replace(str(folder), "") for text in said), files
+    # how long it may take here is what the machine was busy with
+    return status, *(re.sub(r"about \d.*? here and", "about … here and", text.replace(str(folder), "")) for text in said), files
 
 
 def judged(cls):
