@@ -3,9 +3,9 @@
 python benchmarks/ppo_seeds.py [--seeds 200] [--minutes M]    go on where it stopped, one run after the other, on one thread
 python benchmarks/ppo_seeds.py --report                       what there is so far
 
-The kinds of a seed run in turn, so that what there is after any stop is a fair sample. `sb3_rollout`, whose turn comes when the two
-others have all seeds, is SB3 with the one difference that reading finds at equal settings taken away: SB3 whitens advantages over each
-minibatch, psigrad over the rollout.
+The kinds of a seed run in turn, so that what there is after any stop is a fair sample. `sb3_rollout`, whose turn comes when the
+others have all seeds, is SB3 with the one difference that reading finds at equal settings taken away: SB3 whitens advantages over
+each minibatch, psigrad over the rollout.
 """
 
 from __future__ import annotations
