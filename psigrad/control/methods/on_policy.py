@@ -22,7 +22,7 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.objective.parts import ratio
-from psigrad.objective.parts.advantage import needs_of
+from psigrad.objective.parts.advantage import needs_of, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
 from psigrad.objective.parts.surrogate import clip, kl_penalty
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
@@ -96,6 +96,11 @@ class Minibatch:
         bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         return [Minibatch(mixed.prepared.select(c), mixed.observation[c], mixed.action[c], None) for c in cuts]
+
+    def whitened(self) -> Minibatch:
+        """With advantages whitened over these steps."""
+        advantage = whitened(lambda batch: self.prepared.advantage)(self.prepared.batch)
+        return replace(self, prepared=replace(self.prepared, advantage=advantage))
 
 
 class OnPolicyTrainer(Trainer):
@@ -240,6 +245,8 @@ class OnPolicyTrainer(Trainer):
         rng = self.rng("minibatch")
         for epoch in range(config.n_epochs):
             parts = [whole] if minibatches == 1 else whole.shuffle(rng, minibatches)
+            if config.normalize_advantage == "minibatch":
+                parts = [part.whitened() for part in parts]
             for i, part in enumerate(parts):
                 if minibatches > 1:
                     totals = Totals(len(part.action), len(part.action), len(part.action))
