@@ -193,6 +193,11 @@ BESIDES = {
     "evaluation.metric_for_best_model": BEST, "evaluation.greater_is_better": BEST,
     "evaluation.load_best_model_at_end": WORST.format("loss", "true"),
     ("grpo", "evaluation.load_best_model_at_end"): WORST.format("of_text", "false"),
+    # the second evaluation is no better, or better by less than the threshold
+    "evaluation.early_stopping_patience": WORST.format("of_text", "false"),
+    ("reward", "evaluation.early_stopping_patience"): WORST.format("loss", "false"),
+    "evaluation.early_stopping_threshold": "--eval-steps 1 --early-stopping-patience 1",
+    ("reward", "evaluation.early_stopping_threshold"): WORST.format("loss", "true") + " --early-stopping-patience 1",
     **dict.fromkeys(("max_turns", "max_turn_length", "max_observation_length"), TALK),
     "bradley_terry": "--keep pairs",
     # so many draws that rounding decides one of them
