@@ -99,10 +99,11 @@ def command(name, job, folder, *more):
     if "--reward" in more:  # in place of the usual one: several add up
         at = given.index("--reward")
         given = [*given[:at], *given[at + 2 :]]
-    words = [name, "--model", str(job / "base"), "--dataset", str(job / f"{rows}.jsonl"), *given, *more]
-    if name == "sample":
-        return [*words, "--output", str(folder / "rows.jsonl")]
-    return words if name == "eval" else [*words, *TRAINS, "--output-dir", str(folder / "run")]
+    own = {"sample": ["--output", str(folder / "rows.jsonl")], "eval": []}.get(
+        name, [*TRAINS, "--output-dir", str(folder / "run")]
+    )
+    # the last word is the one that holds
+    return [name, "--model", str(job / "base"), "--dataset", str(job / f"{rows}.jsonl"), *given, *own, *more]
 
 
 def listed(name, capsys):
