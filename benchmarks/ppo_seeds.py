@@ -2,6 +2,7 @@
 
 python benchmarks/ppo_seeds.py [--seeds 200] [--minutes M]    go on where it stopped, one run after the other, on one thread
 python benchmarks/ppo_seeds.py --report                       what there is so far
+python benchmarks/ppo_seeds.py --kinds psigrad psigrad_minibatch --tasks CartPole-v1        these alone
 
 The kinds of a seed run in turn, so that what there is after any stop is a fair sample. At equal settings there is one difference:
 SB3 whitens advantages over each minibatch, psigrad over the rollout. Without it the weights that an update leaves are the same
@@ -116,12 +117,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     end = time.monotonic() + 60 * asked.minutes
     known = {(row["env"], row["kind"], row["seed"]) for row in rows()}
-    turns = (KINDS[:2], KINDS[2:])
-    wanted = [(env, kind, seed) for kinds in turns for seed in range(asked.seeds) for env in TASKS for kind in kinds]
+    turns = (asked.kinds,) if asked.kinds else (KINDS[:2], KINDS[2:])
+    wanted = [(env, kind, seed) for kinds in turns for seed in range(asked.seeds) for env in asked.tasks for kind in kinds]
     for env, kind, seed in wanted if not asked.report else ():
         if time.monotonic() > end:
             break
