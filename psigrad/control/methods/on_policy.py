@@ -89,18 +89,16 @@ class Minibatch:
     action: Tensor
     seen: RolloutTensors | None
 
-    def shuffle(self, rng: np.random.Generator, count: int) -> list[Minibatch]:
-        """All steps in `count` nearly equal shares, each once."""
+    def shuffle(self, rng: np.random.Generator, count: int, whiten: bool = False) -> list[Minibatch]:
+        """All steps in `count` nearly equal shares, each once; with `whiten` their advantages are whitened over each share."""
         order = torch.from_numpy(rng.permutation(len(self.action)))
         mixed = Minibatch(self.prepared.select(order), self.observation[order], self.action[order], None)
         bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        return [Minibatch(mixed.prepared.select(c), mixed.observation[c], mixed.action[c], None) for c in cuts]
-
-    def whitened(self) -> Minibatch:
-        """With advantages whitened over these steps."""
-        advantage = whitened(lambda batch: self.prepared.advantage)(self.prepared.batch)
-        return replace(self, prepared=replace(self.prepared, advantage=advantage))
+        parts = [mixed.prepared.select(c) for c in cuts]
+        if whiten:
+            parts = [replace(part, advantage=whitened(lambda _, part=part: part.advantage)(part.batch)) for part in parts]
+        return [Minibatch(part, mixed.observation[c], mixed.action[c], None) for part, c in zip(parts, cuts, strict=True)]
 
 
 class OnPolicyTrainer(Trainer):
@@ -244,9 +242,8 @@ class OnPolicyTrainer(Trainer):
         known: Slopes | None = None
         rng = self.rng("minibatch")
         for epoch in range(config.n_epochs):
-            parts = [whole] if minibatches == 1 else whole.shuffle(rng, minibatches)
-            if config.normalize_advantage == "minibatch":
-                parts = [part.whitened() for part in parts]
+            whiten = config.normalize_advantage == "minibatch"
+            parts = [whole] if minibatches == 1 else whole.shuffle(rng, minibatches, whiten)
             for i, part in enumerate(parts):
                 if minibatches > 1:
                     totals = Totals(len(part.action), len(part.action), len(part.action))
