@@ -80,6 +80,10 @@ class ActionEvaluation:
     """[C, m] each critic's V(s_t), or Q(s_t, a_t)."""
 
 
+def _whiten(part: Prepared) -> Prepared:
+    return replace(part, advantage=whitened(lambda batch: part.advantage)(part.batch))
+
+
 @dataclass(frozen=True, eq=False)
 class Minibatch:
     """Steps that are trained on, with what the network sees; `seen` where the loss needs them as whole rows."""
@@ -97,7 +101,7 @@ class Minibatch:
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         parts = [mixed.prepared.select(c) for c in cuts]
         if whiten:
-            parts = [replace(part, advantage=whitened(lambda _, part=part: part.advantage)(part.batch)) for part in parts]
+            parts = list(map(_whiten, parts))
         return [Minibatch(part, mixed.observation[c], mixed.action[c], None) for part, c in zip(parts, cuts, strict=True)]
 
 
