@@ -162,17 +162,6 @@ def evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def demo(arguments: list[str]) -> int:
-    """Run the demo."""
-    known = {"output_dir": "runs/demo", "seed": 0, "sft_steps": 800, "rl_steps": 500, "progress": True}
-    settings = flags.plain("demo", arguments, known)
-    from psigrad.language.recipes import demo
-    from psigrad.records.report import terminal
-
-    terminal.print_result(demo.run(**settings))
-    return 0
-
-
 def report(arguments: list[str]) -> int:
     """Draw a report."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
