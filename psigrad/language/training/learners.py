@@ -24,9 +24,8 @@ from psigrad.processes.parallel.world import ALONE, World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.beside import Beside
-from psigrad.runs.callbacks import PARTS
+from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
 from psigrad.runs.journal import Journal
-from psigrad.runs.state import NonFiniteError, RunState
 
 R = TypeVar("R")
 Write = Callable[[Path, World], dict[str, Any] | None]
