@@ -20,7 +20,7 @@ _LARGE, _TAIL = 1 << 26, 1 << 22
 _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 
 
-class Part(NamedTuple):
+class RolloutPart(NamedTuple):
     """A full rollouts.jsonl that was put aside: its name says the step of its last row, and how many rows it has."""
 
     path: Path
@@ -28,10 +28,10 @@ class Part(NamedTuple):
     rows: int
 
 
-def parts_of(folder: Path) -> list[Part]:
+def parts_of(folder: Path) -> list[RolloutPart]:
     """The parts of a run's completions that were put aside, the oldest first; rollouts.jsonl goes on behind them."""
     found = ((path, _PART.fullmatch(path.name)) for path in folder.glob("rollouts-*.jsonl"))
-    return sorted((Part(path, int(match[1]), int(match[2])) for path, match in found if match), key=lambda part: part.last)
+    return sorted((RolloutPart(path, int(match[1]), int(match[2])) for path, match in found if match), key=lambda part: part.last)
 
 
 def rollout_files(folder: Path) -> list[Path]:

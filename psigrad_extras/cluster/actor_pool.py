@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, name_reason, reason_of
-from psigrad.processes.workers.worker_pool import Watch
+from psigrad.processes.workers.worker_pool import SharedWait
 
 # Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
 PATIENCE, TIMES = 60.0, 5.0
@@ -100,7 +100,7 @@ class ActorPool:
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(kind)
         self._workers: list[_Worker] = []
         self._batches: list[JobBatch] = []
-        self._watch = Watch()
+        self._watch = SharedWait()
         self._closed, self._failed, self._noticed, self._alone_since = False, 0, False, time.monotonic()
         self._broken: UserError | None = None
         self._seconds: deque[float] = deque(maxlen=64)

@@ -26,7 +26,7 @@ from psigrad.language.rewards.outcomes import (
 from psigrad.language.rewards.resolve import RewardSpec
 from psigrad.language.rewards.reward_worker import Part, decode
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
-from psigrad.processes.workers.worker_pool import Watch
+from psigrad.processes.workers.worker_pool import SharedWait
 
 # Seconds until a thread that waits for answers looks for groups that others have added.
 SLICE = 0.05
@@ -76,7 +76,7 @@ class RewardPool:
             functions = [(spec.name, pack(spec.function, "reward")) for spec in self.specs]
         except ShippingError as error:
             raise RewardError(str(error)) from error
-        self.watch = Watch()
+        self.watch = SharedWait()
         self.jobs: deque[tuple[PoolScoring, list[RewardCall]]] = deque()
         self._of_thread: dict[int, PoolScoring] = {}
         self.workers: WorkerPool[tuple[PoolScoring, RewardCall]] = WorkerPool(

@@ -23,9 +23,9 @@ from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
-from psigrad.runs.beside import Beside
 from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
 from psigrad.runs.journal import Journal
+from psigrad.runs.save_thread import SaveThread
 
 R = TypeVar("R")
 Write = Callable[[Path, World], dict[str, Any] | None]
@@ -264,7 +264,7 @@ def begin(
         journal.tell("slower", slower, why=slower)
 
     # a callback is shown a checkpoint that is there
-    beside = Beside(world) if config.run.async_save and not journal.callbacks else None
+    beside = SaveThread(world) if config.run.async_save and not journal.callbacks else None
 
     def keep(now: State) -> None:
         if world.rank and not world.lockstep:
@@ -289,7 +289,7 @@ def begin(
         else:
             beside.start(finish)
 
-    return Begun(first, keep if beside is None else Beside.saving(keep, beside))
+    return Begun(first, keep if beside is None else SaveThread.saving(keep, beside))
 
 
 def _best(state: State) -> int:

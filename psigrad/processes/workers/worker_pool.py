@@ -21,7 +21,7 @@ T = TypeVar("T")
 ABSENCE = 1.0
 
 
-class Watch:
+class SharedWait:
     """A lock, as a context manager. Of the threads that wait, one looks for all of them, without the lock; the others sleep until
     it has seen something.
     """

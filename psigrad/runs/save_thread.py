@@ -9,7 +9,7 @@ from typing import Any
 from psigrad.processes.parallel.world import World
 
 
-class Beside:
+class SaveThread:
     """One thread, with one job at a time. All ranks of a world make theirs together, and it has a `world` of its own."""
 
     def __init__(self, world: World) -> None:
@@ -29,7 +29,7 @@ class Beside:
             job.result()
 
     @classmethod
-    def saving(cls, keep: Callable[[Any], None], beside: Beside) -> Callable[[Any], None]:
+    def saving(cls, keep: Callable[[Any], None], beside: SaveThread) -> Callable[[Any], None]:
         """`keep` as a cycle takes it, which waits through it where a save must be whole."""
         keep.wait = beside.wait  # type: ignore[attr-defined]
         return keep
