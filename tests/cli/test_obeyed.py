@@ -237,7 +237,7 @@ ELSEWHERE = {
     "test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too",
     "agent": "serve/agents/test_agents.py::test_one_question_has_the_tokens_of_this_process_and_its_gradient",
     "agent_command": "serve/agents/test_agents.py::test_a_program_is_asked_as_a_function_is",
-    "benchmark": "language/data/test_benchmarks.py::test_prompts_by_hand",
+    "benchmark": "language/rewards/test_benchmarks.py::test_prompts_by_hand",
     "server_key_variable": "extras/connect/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
     **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
     "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
@@ -488,7 +488,7 @@ PLAIN = {
     "doctor": ["--json"],
     "push": ["somewhere", "ada/small", "--private", "--revision", "second"],
     "studio": ["--port", "1", "--no-open", "--model-memory", "2", "--database", "x"],
-    "demo": ["--output-dir", "x", "--seed", "3", "--no-progress"],
+    "demo": ["--output-dir", "x", "--seed", "3", "--sft-steps", "2", "--rl-steps", "1", "--no-progress"],
 }
 
 
@@ -497,7 +497,7 @@ def test_every_flag_of_a_plain_command_is_read(name, job, alone, monkeypatch):
     plain, made = flags.plain, []
     monkeypatch.setattr(Given, "read", set(), raising=False)
     monkeypatch.setattr(flags, "plain", lambda *given: made.append(Given(plain(*given))) or made[-1])
-    for place in ("psigrad_extras.connect.hub.push", "psigrad_studio.serve.studio", "psigrad.language.recipes.demo.run",
+    for place in ("psigrad_extras.connect.hub.push", "psigrad_studio.serve.studio", "psigrad_extras.demo.run",
                   "psigrad.records.report.terminal.print_result"):  # fmt: skip
         monkeypatch.setattr(place, lambda *given, **named: "done")
     ranked = {"prompt": "a", "completions": ["b", "c"], "ranking": [2, 1]}
