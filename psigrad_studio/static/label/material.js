@@ -28,6 +28,7 @@ const byDoubt = (project, said) => form(
     const { pairs } = await post("/api/label/order", { project: project.id });
     said.textContent = `${many(pairs, "pair")} in order of doubt; those that somebody has begun stay where they are.`;
   },
+  { class: "card lines last" },
 );
 
 /** How tasks are made, as fields and as what is sent. */
