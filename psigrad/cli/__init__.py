@@ -13,7 +13,6 @@ from psigrad import __version__
 from psigrad.cli import begin
 from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
-from psigrad.cli.completion import completion
 from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
@@ -28,13 +27,16 @@ def _training(settings: type[Any]) -> dict[str, Command]:
 GROUPS = {
     "begin": {
         "init": Command("write a project to start from: verifiable reward, preferences, tools or control", begin.init),
-        "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", language.demo),
+        "demo": Command(
+            "train a small model from nothing by SFT and GRPO, and show what came of it", command("psigrad_extras", "demo")
+        ),
         "doctor": Command("what this machine offers, and what is missing", command("psigrad_extras", "doctor")),
         "completion": Command(
-            "what makes your shell (bash, zsh, fish) complete commands and flags",
-            lambda arguments: completion(arguments, COMMANDS),
+            "what makes your shell (bash, zsh, fish) complete commands and flags", command("psigrad_extras", "completion")
         ),
-        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", begin.from_trl),
+        "from-trl": Command(
+            "settings of TRL, a script or a YAML file, as psigrad's, and what differs", command("psigrad_extras", "from_trl")
+        ),
         "check": Command(
             "whether a model, its data and its settings will train rightly, before they do", command("psigrad_extras", "check")
         ),

@@ -161,16 +161,6 @@ def evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def demo(arguments: list[str]) -> int:
-    """Run the demo."""
-    settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
-    from psigrad.language.recipes import demo
-    from psigrad.records.report import terminal
-
-    terminal.print_result(demo.run(**settings))
-    return 0
-
-
 def report(arguments: list[str]) -> int:
     """Draw a report."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
