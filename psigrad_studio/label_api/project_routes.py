@@ -147,6 +147,10 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
                 )
             )
 
+    _add_pairs(routes, store)
+
+
+def _add_pairs(routes: APIRouter, store: LabelStore) -> None:
     @routes.post("/order")
     def order(form: ProjectForm, request: Request) -> Response:
         return json_response({"pairs": doubt.order_by_doubt(store.db, store.asking(request), form.project)})
