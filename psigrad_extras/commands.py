@@ -294,7 +294,8 @@ def _command(method: str, settings: dict[str, Any]) -> str:
 
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
-    settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
+    known = {"output_dir": "runs/demo", "seed": 0, "sft_steps": 800, "rl_steps": 500, "progress": True}
+    settings = flags.plain("demo", arguments, known)
     from psigrad.records.report import terminal
     from psigrad_extras import demo
 

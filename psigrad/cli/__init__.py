@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 from collections.abc import Sequence
@@ -133,9 +134,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
         from psigrad import redaction
+        from psigrad.cli import mistakes
 
-        print(f"psigrad: {redaction.hide(str(error))}", file=sys.stderr)
+        more = f" More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
+        print(f"psigrad: {redaction.hide(str(error))}{more}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
+    except ModuleNotFoundError as error:
+        if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):
+            raise
+        print(f"psigrad: This needs {error.name}, which is not installed; run: pip install 'psigrad[{extra}]'", file=sys.stderr)
+        return 2
+
+
+def _extra_with(package: str) -> str:
+    """The first extra of this installation that brings a package, or an empty string."""
+    from importlib import metadata
+
+    for line in metadata.requires("psigrad") or ():
+        found = re.match(r"""([\w-]+).*extra == ["']([\w-]+)""", line)
+        if found and found[1].lower().replace("-", "_") == package.lower() and found[2] not in ("dev", "docs"):
+            return found[2]
+    return ""
 
 
 def _run(arguments: list[str]) -> int:

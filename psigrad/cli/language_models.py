@@ -65,6 +65,7 @@ def score(arguments: list[str]) -> int:
 
     scores = score_rows.score(rewards, dataset, tokenizer=given["tokenizer"], **how)
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
+    score_rows.check_scored(scores)
     print(score_rows.summary(scores), file=sys.stderr)
     return 0
 

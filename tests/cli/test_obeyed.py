@@ -488,7 +488,7 @@ PLAIN = {
     "doctor": ["--json"],
     "push": ["somewhere", "ada/small", "--private", "--revision", "second"],
     "studio": ["--port", "1", "--no-open", "--model-memory", "2", "--database", "x"],
-    "demo": ["--output-dir", "x", "--seed", "3", "--no-progress"],
+    "demo": ["--output-dir", "x", "--seed", "3", "--sft-steps", "2", "--rl-steps", "1", "--no-progress"],
 }
 
 
