@@ -27,7 +27,7 @@ _SIGNATURES = {
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiippppippppiiiiift",
-    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 7 + "ffft",
+    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 8 + "ffft",
     "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
     "pack_matrix": "ppiit",
@@ -179,6 +179,7 @@ class Kernels:
         weights: Tensor,
         made: Tensor,
         inner: int,
+        rank: int,
         slots: Slots,
         angles: tuple[Tensor, Tensor],
         heads: Heads,
@@ -187,12 +188,13 @@ class Kernels:
         """x [B, E] through layers one after another, by `rms_norm`, `Products.multiply_packed`, `rotary`, `decode` and `swiglu`.
 
         Addresses, int64 [layers, …]: of `weights` the norms before attention and before the feed-forward part, those of queries
-        and of keys (0 where there are none), the packed [q | k | v], output's, [gate | up] and down matrix, and instead of an
-        address the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
+        and of keys (0 where there are none), the packed [q | k | v], output's, [gate | up] and down matrix, the bias of the first
+        (or 0), the packed A and s·B of each one's adapters, and instead of addresses their ranks, up to `rank` (0 where there are
+        none), and the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
         middle [B, E], [gate | up] [B, 2·`inner`].
         """
         rows, width = x.shape
-        room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner))
+        room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner + rank))
         given = (
             weights.data_ptr(),
             made.data_ptr(),
@@ -203,7 +205,7 @@ class Kernels:
         )
         own = (slots.addresses.data_ptr(), slots.own[0].shape[1], slots.own[0].shape[3])
         tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.first)
-        sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
+        sizes = (len(slots.prompt_lengths), rows, width, inner, rank, heads.queries, heads.keys, heads.dim)
         factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
         self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
 
