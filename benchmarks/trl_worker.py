@@ -108,6 +108,11 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
         model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    if work.lora_rank:
+        import peft
+
+        torch.manual_seed(0)  # the adapters of our process
+        model = peft.get_peft_model(model, peft.LoraConfig(r=work.lora_rank, lora_alpha=16, target_modules="all-linear"))
     name = "Reward" if work.kind == "reward" else work.kind.upper()
     trainer = getattr(trl, f"{name}Trainer")(
         model,

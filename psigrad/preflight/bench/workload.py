@@ -40,6 +40,7 @@ class Workload:
     completion_tokens: int = 64
     beta: float = 0.0
     iterations: int = 1
+    lora_rank: int = 0
     gradient_checkpointing: bool = False
     attention: str = "sdpa"
     cuda_graphs: bool = True
