@@ -94,12 +94,13 @@ class LanguageModel(Pretrained):
             head.load_state_dict(load_file(folder / f"{VALUE_HEAD}.safetensors"))
         self.value_head = head.to(self.device)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of hidden states [B, E]."""
+    def head(self, hidden: Tensor, exact: bool = False) -> Tensor:
+        """Logits [B, V] of hidden states [B, E]; `exact` ones have the bits that they have in training, however few they are."""
         output = self.network.get_output_embeddings()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
         if self.decoder is not None and plain:
-            return self.decoder.native.products.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
+            products, out = self.decoder.native.products, hidden.new_empty(len(hidden), len(output.weight))
+            return products.of(hidden, output.weight.t(), out) if exact else products.linear(hidden, output.weight, out)
         logits: Tensor = output(hidden)
         return logits
 

@@ -118,13 +118,14 @@ def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(
 def passes(monkeypatch):
     """How often the whole of a large head was asked for."""
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1000)
-    seen, tiles = [], logprobs._tiles
+    seen = []
+    for name in ("_tiles", "_as_drawn"):
 
-    def counted(*given):
-        seen.append(1)
-        return tiles(*given)
+        def counted(*given, pass_=getattr(logprobs, name)):
+            seen.append(1)
+            return pass_(*given)
 
-    monkeypatch.setattr(logprobs, "_tiles", counted)
+        monkeypatch.setattr(logprobs, name, counted)
     return seen
 
 

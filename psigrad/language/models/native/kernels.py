@@ -17,6 +17,8 @@ from psigrad.language.models.native.products import Products, by_pytorch
 from psigrad.language.models.native.towers import TowerKernels
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
+# Logits of a row whose exponentials are summed together.
+STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiift",
     "rms_norm_gradient": "tpppppiift",
@@ -36,6 +38,8 @@ _SIGNATURES = {
     "product": "ppppiiiiiiiiitt",
     "product_bf16": "ppppiiiiiiiiitt",
     "draw": "tppppiift",
+    "sums_of_stretches": "tppiiiift",
+    "log_probs": "ppiift",
     "gather": "piit",
     "copies": "pppit",
     "squared_norm": "pppit",
@@ -83,7 +87,9 @@ class Slots:
     """A step of decoding B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
 
     own: Sequence[Tensor]
-    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens."""
+    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens. The capacity is a multiple of 16, by
+    which keys stand in blocks [D, 16].
+    """
     addresses: Tensor
     """[layers] addresses of `own`."""
     slots: Tensor
@@ -233,6 +239,18 @@ class Kernels:
         pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
         self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
         return ids, logp
+
+    def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
+        """Of each `STRETCH` of logits [B, n] the two numbers that `log_probs` needs, into `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
+        pointers = (sums.data_ptr(), logits.data_ptr())
+        sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
+        self._call.sums_of_stretches(_HALF[logits.dtype], *pointers, *sizes, 1 / temperature, torch.get_num_threads())
+
+    def log_probs(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
+        """As `draw` has them, bit for bit: the log-probs of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
+        logp = logits.float().clone()
+        self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
+        return logp
 
 
 class Gradients:

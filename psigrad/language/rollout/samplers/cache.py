@@ -22,10 +22,13 @@ from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
 from psigrad.language.models.packing import Groups, Ids, pack
 
 GROWTH = 64  # tokens by which the slots grow at least
+BLOCK = 16  # tokens whose keys the fused decoder reads together
 
 
 class KVCache:
     """Per layer, keys and values [slots, H_kv, capacity, D]; slots 0 … active - 1 are in use and hold `lengths` tokens each."""
+
+    exact = False
 
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is what a slot may come to hold, in tokens."""
@@ -202,6 +205,11 @@ class SharedCache:
         """How many sequences are still being sampled; they fill the first slots."""
         return self.lengths.size
 
+    @property
+    def exact(self) -> bool:
+        """Whether the layers give the bits that they give in training: from packed matrices they do."""
+        return self.packed_weights.bytes > 0
+
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
         """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
         starts, lengths = prompts.spans.prefixes.t().contiguous()
@@ -252,7 +260,7 @@ class SharedCache:
         """
         *shape, have, dim = self.own[0].shape
         if have < tokens:
-            capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
+            capacity = -(-min(self.longest, tokens + max(GROWTH, tokens // 2)) // BLOCK) * BLOCK
             for i, old in enumerate(self.own):
                 self.own[i] = old.new_empty(*shape, capacity, dim)
                 self.own[i][..., :have, :] = old
@@ -327,4 +335,4 @@ def prefill(
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
     layout = cache.prefill(inputs.layout, copies)
     hidden = model.forward(inputs.input_ids, inputs.position_ids, layout, keep, wanted=inputs.prefix_ends)
-    return model.head(hidden).index_select(0, copies)
+    return model.head(hidden, cache.exact).index_select(0, copies)
