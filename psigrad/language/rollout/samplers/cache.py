@@ -6,15 +6,14 @@ for the fused decoder: a prompt's keys and values are kept once for its whole gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from psigrad.language.models.attention import Attending, PackedLayout
+from psigrad.language.models.attention import SDPA, Attending, PackedLayout
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
@@ -99,10 +98,12 @@ class Prefill:
         lengths = (prompts.prefix_rows >= 0).sum(1)[copies]
         cache.lengths = torch.cat([cache.lengths.to(lengths.device), lengths])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
         """Keep this layer's keys and values, then attend as the prompts' layout does."""
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
-        return self.prompts.attend(layer, q, k, v, scale, window)
+        return self.prompts.attend(layer, q, k, v, scale, window, how)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
@@ -134,7 +135,9 @@ class Decode:
             self._masks[window] = seen[:, None, None, :]
         return self._masks[window]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
         keys, values = self.cache.room(layer, k, v, self.room)
         keys[self.slots, :, self.positions] = k[:, :, 0]
@@ -143,7 +146,7 @@ class Decode:
         # query heads that share a key head stand as its rows, so nothing is repeated
         queries = q.view(batch, k.shape[1], heads // k.shape[1], dim)
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask(window), scale=scale)
+        out = how(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, v.shape[3])
 
 
