@@ -21,8 +21,16 @@ from psigrad.language.models.packing import Groups
 
 PAGE = Path(__file__).parents[1] / "families.md"
 SIZES = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 1, "eos_token_id": 0, "bos_token_id": 0},
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 1,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 48}
 SCALED = {"attention_multiplier": 0.25, "residual_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}

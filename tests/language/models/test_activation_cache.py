@@ -119,13 +119,16 @@ def passes(monkeypatch):
     """How often the whole of a large head was asked for."""
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1000)
     seen = []
-    for name in ("_tiles", "_as_drawn"):
 
-        def counted(*given, pass_=getattr(logprobs, name)):
+    def counted(passes):
+        def count(*given):
             seen.append(1)
-            return pass_(*given)
+            return passes(*given)
 
-        monkeypatch.setattr(logprobs, name, counted)
+        return count
+
+    for name in ("_tiles", "_as_drawn"):
+        monkeypatch.setattr(logprobs, name, counted(getattr(logprobs, name)))
     return seen
 
 

@@ -87,8 +87,8 @@ class Slots:
     """A step of decoding B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
 
     own: Sequence[Tensor]
-    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens. The capacity is a multiple of 16, by
-    which keys stand in blocks [D, 16].
+    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens. Of the capacity, a multiple of 16,
+    keys stand in blocks [D, 16].
     """
     addresses: Tensor
     """[layers] addresses of `own`."""
@@ -241,13 +241,13 @@ class Kernels:
         return ids, logp
 
     def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
-        """Of each `STRETCH` of logits [B, n] the two numbers that `log_probs` needs, into `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
+        """What `log_probs` needs of each `STRETCH` of logits [B, n], into `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
         pointers = (sums.data_ptr(), logits.data_ptr())
         sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
         self._call.sums_of_stretches(_HALF[logits.dtype], *pointers, *sizes, 1 / temperature, torch.get_num_threads())
 
     def log_probs(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
-        """As `draw` has them, bit for bit: the log-probs of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
+        """The bits that `draw` gives: log-probs of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
         logp = logits.float().clone()
         self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
         return logp
