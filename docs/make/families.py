@@ -1,4 +1,4 @@
-"""Writes docs/families.md: how psigrad computes each family of models, found on tiny random models: python docs/make/families.py"""
+"""Writes docs/families.md: how each family of models is computed, as tiny random models show it: python docs/make/families.py"""
 
 from __future__ import annotations
 
