@@ -122,8 +122,8 @@ class LanguageModel(Pretrained):
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
         if self.decoder is not None and plain:
-            products, out = self.decoder.native.products, hidden.new_empty(len(hidden), len(output.weight))
-            return products.of(hidden, output.weight.t(), out) if exact else products.linear(hidden, output.weight, out)
+            out = hidden.new_empty(len(hidden), len(output.weight))
+            return self.decoder.native.products.linear(hidden, output.weight, out, exact=exact)
         logits: Tensor = output(hidden)
         return logits
 

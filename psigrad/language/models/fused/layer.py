@@ -143,10 +143,7 @@ class LayerWeights:
         for i, part in zip(members, parts, strict=True):
             bias, delta = self.biases[i], self.lora[i]
             base = bias if residual is None else residual
-            if self.decoding:
-                self.native.products.linear(x, self.matrices[i], part, base)
-            else:
-                self.native.products.of(x, self.matrices[i].t(), part, base)
+            self.native.products.linear(x, self.matrices[i], part, base, exact=not self.decoding)
             if bias is not None and residual is not None:
                 part += bias
             if delta is not None:
