@@ -1,8 +1,8 @@
 """psigrad beside TRL on the models and lengths that people train with: `python benchmarks/real.py [R1 R7 …] [--pairs 7]`.
 
-Each pair is one step of each side, and is written down at once: a run that was cut off goes on where it was. The settings of TRL
-(rows of a forward pass; float32 weights under autocast, or bfloat16 weights) get one pair each, and the one that costs it least gets
-the others. Weights are those of the hub's cache where it has them, else random ones of the same shape.
+Each pair is one step of each side, and is written down at once: a run that was cut off goes on where it was. TRL's settings (rows
+of a forward pass; float32 weights under autocast, or bfloat16 weights) get one pair each, and its best one gets the others.
+Weights are those of the hub's cache where it has them, else random ones of the same shape.
 
 The exit status is 1 where a goal is missed: where the upper end of the 95 % interval of the ratio, over the goal, lies below one.
 """
