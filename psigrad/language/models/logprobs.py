@@ -248,8 +248,8 @@ def _as_drawn(native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temp
             logits = multiply(hidden[rows], weight[columns].t(), out=room[: shape[0] * shape[1]].view(shape))
             hit, token = _hits(ids[rows], columns)
             chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0].float(), chosen[rows])
-            native.sum_stretches(sums[rows, left // STRETCH :], logits, temperature)
-    return native.log_probs(chosen, sums, temperature), chosen
+            native.log_probs.sum_stretches(sums[rows, left // STRETCH :], logits, temperature)
+    return native.log_probs.of(chosen, sums, temperature), chosen
 
 
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:

@@ -126,6 +126,7 @@ class Kernels:
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
         self.products, self.gradients = Products(self._call), Gradients(self._call)
+        self.log_probs = LogProbs(self._call)
         self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -240,14 +241,21 @@ class Kernels:
         self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
         return ids, logp
 
+
+class LogProbs:
+    """Log-probs of chosen tokens with the bits that `Kernels.draw` gives them, from logits that come piece by piece."""
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+
     def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
-        """What `log_probs` needs of each `STRETCH` of logits [B, n], into `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
+        """What `of` needs of each `STRETCH` of logits [B, n], into `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
         pointers = (sums.data_ptr(), logits.data_ptr())
         sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
         self._call.sums_of_stretches(_HALF[logits.dtype], *pointers, *sizes, 1 / temperature, torch.get_num_threads())
 
-    def log_probs(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
-        """The bits that `draw` gives: log-probs of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
+    def of(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
+        """Of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
         logp = logits.float().clone()
         self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
         return logp
