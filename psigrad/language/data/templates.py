@@ -148,6 +148,39 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
     return encode_after(tokenizer, end, text)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the policy reads before a turn: its `text`, and the `ids` behind what it has read, or, `anew`, all of them."""
+
+    text: str
+    ids: list[int]
+    anew: bool
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message]) -> str:
+    """The text that the policy reads before a turn."""
+    return Talk(tokenizer, row).prompt(messages)
+
+
+def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:
+    """What the policy reads when it goes on with a conversation of which it has `known`.
+
+    It is what the chat template renders for sampling, as a server would of the messages. Where that goes on from what is known,
+    tokens stay as they were sampled; a template that rewrites the past (Qwen3 drops what was thought) is read anew. Raises
+    `UserError` where the template cannot say them.
+    """
+    text = prompt_text(tokenizer, row, messages)
+    if text.startswith(known):
+        return Reading(text, encode_after(tokenizer, known, text[len(known) :]), False)
+    return Reading(text, _encode(tokenizer, text), True)
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
+    """The text of tokens behind the token `before`, special tokens included."""
+    kept, whole = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in ([before], [before, *ids]))
+    return str(whole)[len(kept) :]
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     """Text for people, rewards and tools. It is never encoded again.
 

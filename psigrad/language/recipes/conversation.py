@@ -61,7 +61,7 @@ def episodes_for(
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield _episodes(config, stack.enter_context(_playing(config, form)))
+            yield _episodes(config, stack.enter_context(_playing(config, form)), form)
             return
         pool = None
         if journal.world.rank == 0:
@@ -69,12 +69,17 @@ def episodes_for(
             make = partial(_playing, config, form)
             actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
             pool = stack.enter_context(actors)
-        yield _episodes(config, RayEnvironments(pool, journal.world))
+        yield _episodes(config, RayEnvironments(pool, journal.world), form)
 
 
-def _episodes(config: Played, playing: Playing) -> Episodes:
+def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes:
     return Episodes(
-        playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
+        playing,
+        config.max_turns,
+        config.max_turn_length,
+        config.max_observation_length,
+        together=config.turns_together,
+        form=form,
     )
 
 

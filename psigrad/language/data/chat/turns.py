@@ -24,6 +24,8 @@ _OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
 # behind it line breaks alone: a space belongs to the answer
 _EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\n*")
 _CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\n*")
+_ANALYSIS = re.compile(r"\s*<\|channel\|>analysis<\|message\|>(.*?)<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
+_FINAL = re.compile(r"^\s*<\|channel\|>final<\|message\|>")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -237,6 +239,13 @@ def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
         "template that shows it"
     )
     return refuse(row, f"{column}[{at}].{name}", reason)
+
+
+def read_back(text: str) -> Message:
+    """A turn that was sampled, as the message that a template renders so. Thoughts in tags a template reads in the content."""
+    found = _ANALYSIS.match(text)
+    said = _FINAL.sub("", text[found.end() if found else 0 :], count=1)
+    return {"role": "assistant", "content": said, **({"reasoning_content": found.group(1)} if found else {})}
 
 
 def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
