@@ -157,11 +157,6 @@ class Reading:
     anew: bool
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message]) -> str:
-    """The text that the policy reads before a turn."""
-    return Talk(tokenizer, row).prompt(messages)
-
-
 def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:
     """What the policy reads when it goes on with a conversation of which it has `known`.
 
@@ -169,7 +164,7 @@ def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
     tokens stay as they were sampled; a template that rewrites the past (Qwen3 drops what was thought) is read anew. Raises
     `UserError` where the template cannot say them.
     """
-    text = prompt_text(tokenizer, row, messages)
+    text = Talk(tokenizer, row).prompt(messages)
     if text.startswith(known):
         return Reading(text, encode_after(tokenizer, known, text[len(known) :]), False)
     return Reading(text, _encode(tokenizer, text), True)
@@ -202,7 +197,9 @@ def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) 
     """`template` and `named` are the tokenizer's own; a cache that did not know them would outlive a change of theirs."""
     ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
     with contextlib.suppress(UserError):  # no template, or one that does not end turns
-        ids |= set(stop_token_ids(tokenizer))
+        talk = Talk(tokenizer, Row("a test conversation"))
+        ends = talk.special.findall(talk.dialect.turn_end)  # Cohere ends the answer, and then the turn
+        ids |= {*_stops_of(talk), *(tokenizer.convert_tokens_to_ids(end) for end in ends)}
     return frozenset(i for i in ids if isinstance(i, int))
 
 

@@ -9,10 +9,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from psigrad.errors import UserError
-from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, THINK, USER, call_of, dialect_of, speak, specials_of
+from psigrad.language.data.chat.dialect import (
+    CHANNEL,
+    OTHER,
+    SENTINEL,
+    THINK,
+    THIRD,
+    USER,
+    call_of,
+    dialect_of,
+    speak,
+    specials_of,
+)
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
 from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
-from psigrad.language.data.dataset_rows import Row, show
+from psigrad.language.data.dataset_rows import Row, alike, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,9 +34,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
 # behind it line breaks alone: a space belongs to the answer
 _EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\n*")
+_CLOSES = {"<think>": "</think>\n\n", "<|channel>thought": "<channel|>", "[THINK]": "[/THINK]"}
 _CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\n*")
-_ANALYSIS = re.compile(r"\s*<\|channel\|>analysis<\|message\|>(.*?)<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
-_FINAL = re.compile(r"^\s*<\|channel\|>final<\|message\|>")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -141,10 +151,10 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     if own == []:
         return before, text, []
     as_rendered = text
-    thought = _thought_of(said) if talk.dialect.reasoning == "hidden" else ""
+    thought = _thought_of(said)
     if not text.startswith(before):
         before, text = _behind_open_thought(talk, said, before, text, len(messages))
-    elif thought and thought not in text[len(before) :]:
+    elif talk.dialect.reasoning == "hidden" and thought and thought not in text[len(before) :]:
         form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
         text = before + form.format(thought) + text[len(before) :]
     closing = talk.closing(said)
@@ -152,6 +162,8 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
         text = text.rstrip() + closing
     start = len(before)
+    if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
+        raise refuse(talk.row, "", "is a thought that the chat template writes behind the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if _OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
@@ -175,7 +187,7 @@ def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, plac
         return stem, stem + tail[empty.end() :]
     if tail.startswith(opened.group(1)):
         return before, before + tail[len(opened.group(1)) :].lstrip("\n")
-    return before, f"{before}{_thought_of(said)}\n</think>\n\n{tail}"
+    return before, f"{before}{_thought_of(said)}\n{_CLOSES[opened.group(1)]}{tail}"
 
 
 def _thought_of(said: Message) -> str:
@@ -241,11 +253,59 @@ def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
     return refuse(row, f"{column}[{at}].{name}", reason)
 
 
-def read_back(text: str) -> Message:
-    """A turn that was sampled, as the message that a template renders so. Thoughts in tags a template reads in the content."""
-    found = _ANALYSIS.match(text)
-    said = _FINAL.sub("", text[found.end() if found else 0 :], count=1)
-    return {"role": "assistant", "content": said, **({"reasoning_content": found.group(1)} if found else {})}
+@dataclass(frozen=True)
+class TurnForm:
+    """How a turn of the assistant reads behind the prompt that it is sampled from."""
+
+    lead: str = ""
+    """What stands before an answer."""
+    opens: str = ""
+    closes: str = ""
+    """What stands before a thought, and between it and an answer; empty where no thoughts are said."""
+    ends: str = ""
+    """What of that stands behind a thought with no answer, too: before a call."""
+
+    def read_back(self, text: str) -> Message:
+        """What the assistant wrote, without its calls, as the message that is rendered so."""
+        said: Message = {"role": "assistant"}
+        opens, end = self.opens.rstrip(), self.ends.strip()
+        if end and text.startswith(opens) and end in text:
+            thought, _, text = text[len(opens) :].partition(end)
+            said["reasoning_content"] = thought.strip("\n")
+            rest = self.closes.partition(end)[2]
+            text = text.removeprefix(rest) if text.startswith(rest) else text.lstrip("\n")
+        else:
+            text = text.removeprefix(self.lead)
+        return {**said, "content": text}
+
+
+def turn_form(talk: Talk, role: str) -> TurnForm:
+    """That of the template behind a message of this role, found by asking it."""
+    kept = talk.dialect.kept
+    if role not in kept:
+        kept[role] = _ask_turn(
+            talk, [USER, call_of(), {"role": "tool", "name": OTHER, "content": "b"}] if role == "tool" else [USER]
+        )
+    found: TurnForm = kept[role]
+    return found
+
+
+def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
+    def around(answer: Message, *words: str) -> list[str]:
+        try:
+            _, text, spans = _turn(talk, [*before, answer], False)
+        except UserError:
+            return [""] * len(words)
+        rest, found = text[spans[0][0] :], []
+        for word in words:
+            between, _, rest = rest.partition(word)
+            found.append(between)
+        return found
+
+    (lead,) = around({"role": "assistant", "content": SENTINEL}, SENTINEL)
+    opens, closes = around({"role": "assistant", "content": SENTINEL, "reasoning_content": THIRD}, THIRD, SENTINEL)
+    _, called = around({**call_of(), "reasoning_content": THIRD}, THIRD, OTHER)
+    return TurnForm(lead, opens, closes, closes[: alike(closes, called)] if called else closes)
 
 
 def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:

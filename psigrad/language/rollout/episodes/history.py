@@ -8,9 +8,9 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat.rendering import tools_of
-from psigrad.language.data.chat.turns import read_back
+from psigrad.language.data.chat.turns import Talk, turn_form
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import Reading, observation_ids, prompt_text, read_on, words_of
+from psigrad.language.data.templates import Reading, observation_ids, read_on, words_of
 from psigrad.language.rollout.episodes.environments import Message, Observation
 from psigrad.language.rollout.episodes.tools import CallForm
 
@@ -43,7 +43,7 @@ class History:
         """That of a row whose prompt has been read."""
         if not isinstance(row.prompt, list):
             return cls(tokenizer, row, form, [], "")
-        return cls(tokenizer, row, form, list(row.prompt), prompt_text(tokenizer, row, row.prompt))
+        return cls(tokenizer, row, form, list(row.prompt), Talk(tokenizer, row).prompt(row.prompt))
 
     def copy(self) -> History:
         """One that goes on in its own way."""
@@ -76,8 +76,10 @@ class History:
 
     def _turn(self, said: Observation) -> Message | None:
         """The policy's turn as the template is given it, where this is said to it; None where a tool answers what is no call."""
-        text = self.messages[-1]["content"]
+        text, before = self.messages[-1]["content"], self.messages[-2]["role"] if len(self.messages) > 1 else "user"
+        form = turn_form(Talk(self.tokenizer, self.row), before)
         if all(message["role"] != "tool" for message in as_messages(said)):
-            return read_back(text)
+            return form.read_back(text)
         functions = [tool.get("function", tool) for tool in tools_of(self.row) or ()]
-        return self.form.turn(text, {f["name"]: (f.get("parameters") or {}).get("properties") or {} for f in functions})
+        parameters = {f["name"]: (f.get("parameters") or {}).get("properties") or {} for f in functions}
+        return self.form.turn(text, parameters, form)
