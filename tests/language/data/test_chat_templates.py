@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -14,6 +15,7 @@ import pytest
 
 from psigrad.language.data import dataset_rows, templates
 from psigrad.language.data.chat import dialect, rendering, turns
+from psigrad.language.rollout.episodes import history
 from psigrad.language.training.offline.sft_task import SFTTask
 
 MAKER = Path(__file__).parents[3] / "docs" / "make" / "chat_templates.py"
@@ -87,6 +89,13 @@ def _without(field: str) -> Callable[..., Any]:
     return lambda messages, tools, way: real([strip(m) for m in messages], tools, way)
 
 
+def _kept(tokenizer: Any, row: Any, messages: Any, known: str) -> Any:
+    """The past as it was sampled, whatever the template makes of it."""
+    heard = list(itertools.takewhile(lambda message: message["role"] != "assistant", reversed(messages)))[::-1]
+    ids = templates.observation_ids(tokenizer, row, heard)
+    return templates.Reading(known + tokenizer.decode(ids), ids, False)
+
+
 def _end_twice(talk: Any, said: Any) -> tuple[str, str]:
     end, text = turns.between(talk, said)
     return end, end + text
@@ -102,6 +111,7 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "tools": ("llama3", turns, "dialect_of", _deaf("tools", True)),
     "tool answers": ("gemma", turns, "dialect_of", _deaf("calls", "object")),
     "environment turn": ("qwen3", templates, "between", _end_twice),
+    "episode": ("qwen3", history, "read_on", _kept),
     "call parsed": ("qwen2_5", maker.tools, "read_calls", lambda *given: []),
     "stop token": ("llama3", templates, "stop_token_ids", lambda tokenizer, row=None: (tokenizer.eos_token_id,)),
     "generation prompt": ("qwen2_5", turns.Talk, "render", None),

@@ -173,21 +173,22 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
 
 def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
     """Context and text of a turn whose generation prompt opens a thought, which the template leaves out or writes otherwise."""
-    opened = _OPEN.search(before)
-    if opened is None or not text.startswith(before[: opened.start()]):
+    opened, thought = _OPEN.search(before), _thought_of(said)
+    tail = "" if opened is None else text[opened.start() :]
+    begins = opened is not None and tail.startswith(opened.group(1))
+    if opened is None or not text.startswith(before[: opened.start()]) or (thought and thought in tail and not begins):
         why = (
             f"the chat template renders the generation prompt of message {place} (assistant) differently when it is there, "
             "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
             "(chat_template_kwargs, as enable_thinking), or use another"
         )
         raise refuse(talk.row, "", why)
-    tail = text[opened.start() :]
     if (empty := _EMPTY.match(tail)) is not None:
         stem = before[: opened.start()] + empty.group()
         return stem, stem + tail[empty.end() :]
-    if tail.startswith(opened.group(1)):
+    if begins:
         return before, before + tail[len(opened.group(1)) :].lstrip("\n")
-    return before, f"{before}{_thought_of(said)}\n{_CLOSES[opened.group(1)]}{tail}"
+    return before, f"{before}{thought}\n{_CLOSES[opened.group(1)]}{tail}"
 
 
 def _thought_of(said: Message) -> str:
