@@ -305,7 +305,9 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         prompt_ids=episode.prompt,
         completion=completion,
         version=version,
-        text=decode(tokenizer, episode.ids),
+        text=decode(tokenizer, episode.ids)
+        if not episode.branches
+        else "\n".join(m.get("content") or "" for m in episode.messages),
         reason=episode.reason,
         mask=tuple(episode.mask),
         step_rewards=tuple(episode.rewards),
@@ -313,7 +315,7 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         messages=() if isinstance(episode.row.prompt, str) else tuple(episode.messages),
         cuts=tuple(episode.cuts),
         policy_turns=tuple(episode.policy_turns),
-        branches=tuple(episode.branches),
+        branches=tuple(branch for branch in episode.branches if branch.start < len(episode.ids)),
     )
 
 
