@@ -90,7 +90,9 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
     `whole` asks for every turn of an answer, of which a template that rewrites earlier turns makes several texts; else the last
     text alone is read.
     """
-    sides = [examples(tokenizer, side)[0 if whole else -1 :] for side in (row, replace(row, completion=row.rejected))]
+    own = {**row.places, "completion": row.places.get("rejected", ["rejected", 0, "content"])}
+    other = replace(row, completion=row.rejected, places=own)
+    sides = [examples(tokenizer, side)[0 if whole else -1 :] for side in (row, other)]
     pair = pair_of(*sides)
     if not pair.prompt:
         raise UserError(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from psigrad.errors import UserError
+from psigrad.language.data.chat.arguments import check_arguments, templates_of
 from psigrad.language.data.chat.dialect import (
     CHANNEL,
     OTHER,
@@ -53,6 +54,11 @@ class Talk:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> None:
         self.tokenizer, self.row, self.arguments = tokenizer, row, arguments_of(tokenizer, row)
         self.template = template_of(tokenizer, row, self.arguments)
+        if own := row.columns.get("chat_template_kwargs"):
+            try:
+                check_arguments([self.template, *templates_of(tokenizer)], own)
+            except UserError as error:
+                raise refuse(row, "", str(error)) from None
         self.special = specials_of(tokenizer).pattern
         self.dialect = dialect_of(tokenizer, self.arguments)
         self._made: dict[Any, Any] = {}
