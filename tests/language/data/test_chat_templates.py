@@ -15,7 +15,7 @@ import pytest
 
 from psigrad.language.data import dataset_rows, templates
 from psigrad.language.data.chat import dialect, rendering, turns
-from psigrad.language.rollout.episodes import history
+from psigrad.language.rollout.episodes import episode_history
 from psigrad.language.training.offline.sft_task import SFTTask
 
 MAKER = Path(__file__).parents[3] / "docs" / "make" / "chat_templates.py"
@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "tools": ("llama3", turns, "dialect_of", _deaf("tools", True)),
     "tool answers": ("gemma", turns, "dialect_of", _deaf("calls", "object")),
     "environment turn": ("qwen3", templates, "between", _end_twice),
-    "episode": ("qwen3", history, "read_on", _kept),
+    "episode": ("qwen3", episode_history, "read_on", _kept),
     "call parsed": ("qwen2_5", maker.tools, "read_calls", lambda *given: []),
     "stop token": ("llama3", templates, "stop_token_ids", lambda tokenizer, row=None: (tokenizer.eos_token_id,)),
     "generation prompt": ("qwen2_5", turns.Talk, "render", None),

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import Reading, decode, prompt_for_reward, prompt_ids
+from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
-from psigrad.language.rollout.episodes.history import History, as_messages
+from psigrad.language.rollout.episodes.episode_history import EpisodeHistory, as_messages
 from psigrad.language.rollout.episodes.observations import cut, fit, length
 from psigrad.language.rollout.episodes.tools import CallForm
 from psigrad.language.rollout.types import (
@@ -34,6 +35,29 @@ from psigrad.language.rollout.types import (
 LINGER = (0.1, 0.02)
 # Difference of log-probs up to which sums of another order explain it, in nats.
 ROUNDING = 1e-3
+# By which rule tokens earn what their session earned: its group are the sessions of its row.
+CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
+
+
+class Player(Protocol):
+    """Who plays with the policy: environments and tools here, or agents that ask it over HTTP (psigrad_serve/agents/)."""
+
+    def play(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
+        params: SamplingParams,
+        *,
+        num_generations: int,
+        seed_of: Callable[[int, int], int],
+        model: LanguageModel,
+        version: int,
+        needs_reward: bool,
+    ) -> list[Trajectory]:
+        """`num_generations` trajectories from each (index, prompt ids, row), in order; `seed_of(i, k)` seeds the k-th of the
+        i-th. With `needs_reward` there is no reward but the player's own.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,19 @@ class Episodes:
     form: CallForm = field(default_factory=CallForm)
     """How the policy writes calls of tools."""
 
+    def play(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
+        params: SamplingParams,
+        *,
+        model: LanguageModel,
+        needs_reward: bool = True,
+        **how: Any,
+    ) -> list[Trajectory]:
+        """See `Player`."""
+        return play(self, sampler, prompts, params, tokenizer=model.tokenizer, max_length=model.max_length, **how)
+
 
 @dataclass
 class _Episode:
@@ -61,7 +98,7 @@ class _Episode:
     row: Row
     prompt: tuple[int, ...]
     seed: int
-    history: History
+    history: EpisodeHistory
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -268,7 +305,7 @@ def _begin(
                 openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
             else:
                 ids, opened = tuple(fitted[0]), _opened(row, fitted[1])
-        history = History.of(tokenizer, opened, rules.form)
+        history = EpisodeHistory.of(tokenizer, opened, rules.form)
         for k, opening in enumerate(openings):
             episode = _Episode(index, k, row, ids, seed_of(place, k), history.copy(), cuts=list(cuts))
             if isinstance(opening, Fault):
