@@ -126,6 +126,7 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
     messages = row.messages or [*prompt[:first], *answer]
     made: list[Context] = []
     texts: dict[int, str] = {}
+    known = ""  # of the last one, up to the end of its turn: what is written behind that, as Phi-3's EOS, nobody samples
     for i in range(first, len(messages)):
         if not is_trained(messages[i]):
             continue
@@ -135,11 +136,13 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
             spans = [(max(start, begun), end) for start, end in spans if end > begun]
         if not spans:
             continue
-        if made and before.startswith(made[-1].text.rstrip()):
-            made[-1] = Context(text, [*made[-1].spans, *spans])
+        if made and before.startswith(known):
+            made[-1] = Context(text, [*((start, min(end, len(known))) for start, end in made[-1].spans), *spans])
         else:
             made.append(Context(text, spans))
-        texts[i] = text
+        closing = talk.closing(messages[i])
+        ended, closed, _ = text.rpartition(closing) if closing and closing in text[spans[-1][0] :] else (text, "", "")
+        texts[i], known = text, (ended + closed).rstrip()
     if not made:
         raise refuse(row, "messages", "has no assistant turn that is trained; check weights and the template's generation blocks")
     whole = talk.render(messages)
