@@ -83,12 +83,8 @@ def test_what_a_demonstration_says_is_what_an_episode_plays(family):
     assert 20 < len(episode.prompt_ids) + len(episode.completion.ids) < 120, "few tokens: it is trained on a CPU"
 
 
-# Of Qwen3 with thinking off one seed of three learns nothing; docs/tools.md says why.
-LEARNT = [family for family in rooms.FAMILIES if family != "qwen3"]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("family", LEARNT)
+@pytest.mark.parametrize("family", rooms.FAMILIES)
 def test_grpo_learns_to_use_the_tool_and_learns_nothing_from_one_of_another_house(family, tmp_path, capsys):
     rooms.main(tmp_path, family)
     means, asked = {}, {}

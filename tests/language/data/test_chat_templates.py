@@ -147,3 +147,50 @@ def test_what_turns_in_contexts_of_their_own_cost(name: str, thought: int, answe
     once = len(texts[-1].ids) - sum(again) + sum(sum(text.mask) for text in texts[:-1])
     computed, apart = SFTTask(None, [texts]).tokens([0]), sum(len(text.ids) for text in texts)  # type: ignore[arg-type]
     assert once < computed < most * once and apart > (1.5 if thought else 3) * once
+
+
+@pytest.mark.parametrize(
+    ("name", "thought", "least"),
+    [
+        ("qwen3", 0, 1.0),
+        ("qwen3", 20, 1.0),
+        ("deepseek_r1_distill", 20, 1.0),
+        ("phi3", 0, 1.0),
+        ("gptoss", 20, 1.01),
+        ("gptoss", 0, 1.34),
+    ],
+)
+def test_nothing_exact_computes_less(name: str, thought: int, least: float) -> None:
+    """A token behind two different beginnings is two computations: their number is the fewest tokens there can be."""
+    tokenizer, talk = maker.tokenizer_of(name), []
+    for turn in range(5):
+        more = {"reasoning_content": f"the cat {turn} " * thought} if thought else {}
+        talk += [maker.user(f"sat {turn} on " * 9), maker.bot(f"the {turn} mat " * 9, **more)]
+    texts = templates.examples(tokenizer, dataset_rows.validate({"messages": talk}, "sft", "x"))
+    assert len(texts) == (1 if name == "phi3" else 5)
+    beginnings = {tuple(text.ids[: end + 1]) for text in texts for end in range(len(text.ids))}
+    assert len(beginnings) <= SFTTask(None, [texts]).tokens([0]) <= least * len(beginnings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1_distill", "llama3_1", "phi3", "gptoss"])
+def test_what_a_turn_is_trained_behind_is_what_transformers_renders_to_sample_it(name: str) -> None:
+    """With thinking on and off; the oracle shares no code with the column: it is apply_chat_template of the messages."""
+    talk = [
+        maker.user("sat on"),
+        maker.bot("the mat"),
+        maker.user("the cat"),
+        maker.bot("on"),
+        maker.user("mat"),
+        maker.bot("cat"),
+    ]
+    for kwargs in ({}, {"enable_thinking": False}) if name == "qwen3" else ({},):
+        tokenizer = maker.tokenizer_of(name)
+        rendering.settle(tokenizer, kwargs, date.today())
+        found = maker._recited(maker.Case(tokenizer), talk)
+        for place, (trained, read, _) in zip((1, 3, 5), found, strict=True):
+            text = tokenizer.apply_chat_template(talk[:place], add_generation_prompt=True, tokenize=False, **kwargs)
+            assert tokenizer.decode(read) == text
+            thinks = name == "qwen3" and not kwargs  # an empty thought is context
+            assert (
+                tokenizer.decode(trained) == text + ("<think>\n\n</think>\n\n" if thinks else "") or name == "deepseek_r1_distill"
+            )
