@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
+from psigrad import extras
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.workers.child import reason_for
@@ -240,15 +241,12 @@ def resolve(environment: str | Factory) -> Factory:
     """The environment that is meant: a built-in's name, "module:Class", or the class itself."""
     if not isinstance(environment, str):
         return environment
-    from psigrad.language.rollout.episodes import games
-
-    if ":" not in environment:
-        if environment not in games.GAMES:
-            known = ", ".join(games.GAMES)
-            hint = nearest(environment, games.GAMES) or "."
+    if is_ours(environment):
+        games: Mapping[str, Factory] = extras.load("games").GAMES
+        if environment not in games:
+            known, hint = ", ".join(games), nearest(environment, games) or "."
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")
-        built_in: Factory = games.GAMES[environment]
-        return built_in
+        return games[environment]
     found = imported_callable(environment, "environment")
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):
