@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from psigrad.language.rollout.types import Completion, FinishReason, SamplingParams
 
@@ -19,6 +21,10 @@ class DrawnToken(NamedTuple):
     logprob: float
     sampling_logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+Steer = Callable[[Tensor, Sequence[DrawnToken]], Tensor]
+"""(logits [V] of the next token, the tokens so far) -> the logits that it is drawn from. Called once for each token, in order."""
 
 
 @dataclass(eq=False)
@@ -33,6 +39,7 @@ class TokenStream:
     changed: threading.Condition = field(repr=False)
     """Told after each step, for those who read in a thread."""
     loop: asyncio.AbstractEventLoop | None = None
+    steer: Steer | None = field(default=None, repr=False)
     tokens: list[DrawnToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """Why it ended; None while it goes on, and where it was cancelled."""
