@@ -141,7 +141,7 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	@touch $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm --durations 5 --timeout 1800
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/extras/vllm --durations 5 --timeout 1800
 
 # lm-eval brings thirty packages along that nothing else needs.
 LM_EVAL_VENV ?= .venv-lm-eval
@@ -152,7 +152,7 @@ $(LM_EVAL_VENV)/.installed: $(INSTALLED)
 	@touch $(LM_EVAL_VENV)/.installed
 
 test-lm-eval: $(LM_EVAL_VENV)/.installed
-	PYTHONPATH=. $(LM_EVAL_VENV)/bin/python -m pytest -m lm_eval tests/lm_eval
+	PYTHONPATH=. $(LM_EVAL_VENV)/bin/python -m pytest -m lm_eval tests/extras/lm_eval
 
 # verifiers pins mcp, and brings fifty packages along.
 VERIFIERS_VENV ?= .venv-verifiers
@@ -164,7 +164,7 @@ $(VERIFIERS_VENV)/.installed: $(INSTALLED)
 	@touch $(VERIFIERS_VENV)/.installed
 
 test-verifiers: $(VERIFIERS_VENV)/.installed
-	PATH="$$PWD/$(VERIFIERS_VENV)/bin:$$PATH" PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/verifiers
+	PATH="$$PWD/$(VERIFIERS_VENV)/bin:$$PATH" PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/extras/verifiers
 
 $(TINKER_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(TINKER_VENV)
@@ -199,7 +199,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 
 types: $(INSTALLED)
-	$(RUN) -m mypy psigrad psigrad_studio psigrad_serve studies
+	$(RUN) -m mypy psigrad psigrad_extras psigrad_studio psigrad_serve studies
 
 # Warnings are errors, and a link that leads nowhere is one. No network is used.
 docs: $(INSTALLED)

@@ -21,10 +21,10 @@ from workloads import WORKLOADS
 
 from psigrad.language.models import language_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.samplers.ray_sampler import RaySampler, RolloutWorker
 from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
-from psigrad.preflight.bench.inputs import build
-from psigrad.processes.parallel.actor_pool import ActorPool
+from psigrad_extras.cluster.actor_pool import ActorPool
+from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
+from psigrad_extras.preflight.bench.inputs import build
 
 TOKENS = 64
 

@@ -27,10 +27,10 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import Batch, Loss, terminal
-from psigrad.preflight.bench import timed_run, timing
-from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.timing import OURS, Maker, WorkerProcess, align, costs, medians, rates
-from psigrad.preflight.bench.workload import Parent, Workload, serve
+from psigrad_extras.preflight.bench import timed_run, timing
+from psigrad_extras.preflight.bench.inputs import build
+from psigrad_extras.preflight.bench.timing import OURS, Maker, WorkerProcess, align, costs, medians, rates
+from psigrad_extras.preflight.bench.workload import Parent, Workload, serve
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
 # float32 weights, ours has weights in bfloat16.

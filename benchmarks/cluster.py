@@ -25,10 +25,10 @@ from typing import Any
 from workloads import WORKLOADS
 
 from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling, SFTConfig
-from psigrad.preflight import plan
-from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.workload import Workload
 from psigrad.runs.machine import provenance
+from psigrad_extras.preflight import plan
+from psigrad_extras.preflight.bench.inputs import build
+from psigrad_extras.preflight.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "cluster.json"
 # Figures that placements must agree on, and by how much of their size; samplers' float32 log-probs differ by rounding.
@@ -60,7 +60,7 @@ def command(work: Workload, folder: Path, out: Path, placed: Placed, steps: int)
     common += [f"--processes={placed.processes}", f"--strategy={placed.strategy}", "--logging-steps=0", "--save-minutes=0"]
     if work.kind == "sft":
         return ["sft", *common, f"--batch-size={work.prompts}"]
-    online = ["--reward=psigrad.preflight.bench.workload:reward", f"--prompts-per-step={work.prompts}"]
+    online = ["--reward=psigrad_extras.preflight.bench.workload:reward", f"--prompts-per-step={work.prompts}"]
     online += [f"--num-generations={work.generations}", f"--max-completion-length={work.completion_tokens}"]
     online += [f"--lag={placed.lag}", "--max-logp-difference=10"]
     if placed.samplers:

@@ -20,7 +20,7 @@ from beside_trl import PEERS, beside, table
 from workloads import WORKLOADS
 
 from psigrad.errors import UserError
-from psigrad.preflight.bench.timing import alone
+from psigrad_extras.preflight.bench.timing import alone
 
 HERE = Path(__file__).parent
 

@@ -1,6 +1,6 @@
 """TRL's process: its own trainers, stepped one optimiser step at a time by a callback that waits for the parent.
 
-python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, as `psigrad.preflight.bench.workload.serve` reads them.
+python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, as `psigrad_extras.preflight.bench.workload.serve` reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
-from psigrad.preflight.bench.workload import Parent, Phases, Workload, read, reward, serve
+from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, read, reward, serve
 
 
 class Gate(TrainerCallback):

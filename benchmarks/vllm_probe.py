@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from psigrad.language.models import language_model
-from psigrad.language.rollout.samplers.vllm_backend import VLLMSampler
+from psigrad_extras.vllm.vllm_backend import VLLMSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from vllm_sabotage import switch

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import psigrad
-from psigrad.compat import likelihood
 from psigrad.intervals import mean_interval
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import language_model
 from psigrad.language.recipes import sums
 from psigrad.records.read import prompt_text
+from psigrad_extras.connect import likelihood
 
 
 def answers(folder: Path, step: int) -> list[tuple[str, str]]:

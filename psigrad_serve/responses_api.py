@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from psigrad.language.rollout.engine.streams import DrawnToken
+from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import event, identity, token_logprobs, tool_calls
 from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, offers, read_form

@@ -19,12 +19,12 @@ from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
-from psigrad.language.rollout.engine.engine import SamplingEngine
-from psigrad.language.rollout.engine.streams import DrawnToken, Steer
 from psigrad.language.rollout.episodes.tool_calls import ToolCall
 from psigrad.language.rollout.episodes.tools import CallForm, call_form_of
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import DrawnToken, SamplingParams
 from psigrad_serve.api_errors import ApiError
+from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.engine.streams import Steer
 from psigrad_serve.steering import Forms, Wish, call_grammar
 from psigrad_serve.writer import Offered, Writer
 

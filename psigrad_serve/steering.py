@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.engine.streams import DrawnToken, Steer
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES
+from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
+from psigrad_serve.engine.streams import Steer
 
 if TYPE_CHECKING:
     from psigrad_serve.writer import Offered

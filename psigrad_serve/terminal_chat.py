@@ -9,8 +9,8 @@ from typing import Any, TextIO
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.rollout.engine.engine import SamplingEngine
 from psigrad_serve.api_errors import ApiError
+from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 
 

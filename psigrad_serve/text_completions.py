@@ -10,7 +10,7 @@ from pydantic import Field
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
-from psigrad.language.rollout.engine.streams import DrawnToken
+from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.chat_completions import StreamOptions, event, identity, usage
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, read_form, read_stop
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece

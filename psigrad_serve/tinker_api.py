@@ -27,10 +27,10 @@ from psigrad.language.loading.model_source import locate
 from psigrad.language.models import language_model
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.engine.engine import SamplingEngine
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.runs import machine
 from psigrad_serve.api_errors import ApiError
+from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.forms import read_json
 from psigrad_serve.served import seed_of
 from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel, whole_state

@@ -12,13 +12,13 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from psigrad.experiments import problems
 from psigrad.objective import PolicyGradient
 from psigrad.objective.catalog import DR_GRPO, GRPO
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.aggregate import fixed_length, sequence_mean
 from psigrad.tabular import MDP, all_paths, softmax_policy
 from psigrad.tabular.mdp import FloatArray
+from psigrad_extras.experiments import problems
 
 WITHOUT_KL = replace(GRPO, kl=None)
 METHODS = {

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
-from psigrad.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
+from psigrad_extras.experiments import drawing
+from psigrad_extras.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
 from studies.settings import LagSettings
 
 SHARES = (0.5, 0.625, 0.75)

@@ -1,7 +1,7 @@
 """Settings of every study. Light, so that help needs no torch.
 
-A new study is a settings class here, its name in `SETTINGS`, its line in `psigrad/experiments/declarations.py`, and a module of
-its name in `studies/claims/` (or `studies/`) with what `Experiment.module` says.
+A new study is a settings class here, its name in `SETTINGS`, its line in `psigrad_extras/experiments/declarations.py`, and a
+module of its name in `studies/claims/` (or `studies/`) with what `Experiment.module` says.
 """
 
 from __future__ import annotations

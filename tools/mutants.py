@@ -57,7 +57,7 @@ SUBJECTS = (
     *(f"psigrad/language/training/online/{name}.py" for name in ("collect", "figures", "forward", "online_rl")),
 )
 TESTS = (
-    *(f"tests/{room}" for room in ("objective", "tabular", "language/training", "experiments")),
+    *(f"tests/{room}" for room in ("objective", "tabular", "language/training", "extras/experiments")),
     *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
     "tests/studies/test_groups.py",
     *(f"tests/surface/test_{name}.py" for name in ("docs", "immutable")),

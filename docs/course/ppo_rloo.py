@@ -24,7 +24,7 @@ from psigrad.objective import Batch, terminal
 from psigrad.objective.catalog import GRPO, PPO, RLOO
 from psigrad.objective.parts.advantage import gae, leave_one_out, whitened
 from psigrad.objective.parts.kl import KL
-from psigrad.preflight.plan.memory import by_weights
+from psigrad_extras.preflight.plan.memory import by_weights
 
 # %% tags=["parameters"]
 sft_steps = 300

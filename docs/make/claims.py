@@ -21,9 +21,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from psigrad.config.load import load
-from psigrad.experiments.declarations import EXPERIMENTS
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import demo
+from psigrad_extras.experiments.declarations import EXPERIMENTS
 from studies.trials import ClaimVerdict, Verdict
 
 DOCS = Path(__file__).parents[1]

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from psigrad.config import Model, OnlineConfig, Run, Sampling
-from psigrad.preflight import plan
-from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.timing import alone
-from psigrad.preflight.bench.workload import Workload
+from psigrad_extras.preflight import plan
+from psigrad_extras.preflight.bench.inputs import build
+from psigrad_extras.preflight.bench.timing import alone
+from psigrad_extras.preflight.bench.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"

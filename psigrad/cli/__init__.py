@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from psigrad import __version__
-from psigrad.cli import answering, begin, run_folders
+from psigrad.cli import begin
 from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
 from psigrad.cli.completion import completion
@@ -18,6 +18,7 @@ from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
+from psigrad.extras import command
 
 
 def _training(settings: type[Any]) -> dict[str, Command]:
@@ -28,13 +29,15 @@ GROUPS = {
     "begin": {
         "init": Command("write a project to start from: verifiable reward, preferences, tools or control", begin.init),
         "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", language.demo),
-        "doctor": Command("what this machine offers, and what is missing", begin.doctor),
+        "doctor": Command("what this machine offers, and what is missing", command("psigrad_extras", "doctor")),
         "completion": Command(
             "what makes your shell (bash, zsh, fish) complete commands and flags",
             lambda arguments: completion(arguments, COMMANDS),
         ),
         "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", begin.from_trl),
-        "check": Command("whether a model, its data and its settings will train rightly, before they do", language.check),
+        "check": Command(
+            "whether a model, its data and its settings will train rightly, before they do", command("psigrad_extras", "check")
+        ),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),
     "train on recorded comparisons (preferences)": _training(PreferenceConfig),
@@ -48,28 +51,45 @@ GROUPS = {
         "pairs": Command("pairs out of rankings or ratings, ties left out and counted", language.pairs),
         "tasks": Command("names of the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
-        "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", language.lm_eval),
-        "judge-report": Command("how a judge compares with people's votes, and with itself", run_folders.judge_report),
-        "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", language.plan),
-        "bench": Command("training steps of a model, timed by phase; in a source checkout beside TRL", language.bench),
-        "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),
-        "sweep": Command("search over any settings of a method by Optuna, over seeds", run_folders.sweep),
-        "replay": Command("a step of a run once more, bit for bit, and by other methods", run_folders.replay),
-        "report": Command("draw report.html of a run again, or compare several runs", run_folders.report),
-        "export": Command("a model as a GGUF file with a Modelfile for Ollama, merged, or its adapter", run_folders.export),
-        "merge": Command("a model with its adapter merged in: export --to merged", run_folders.merge),
-        "push": Command("upload a finished run's model with its model card to the Hugging Face hub", run_folders.push),
-        "studio": Command("the web application: grid world, runs, labelling desk, chat", run_folders.studio),
+        "lm-eval": Command(
+            "tasks of EleutherAI's lm-eval, and what training has broken of them", command("psigrad_extras", "lm_eval")
+        ),
+        "judge-report": Command(
+            "how a judge compares with people's votes, and with itself", command("psigrad_studio", "judge_report")
+        ),
+        "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", command("psigrad_extras", "plan")),
+        "bench": Command(
+            "training steps of a model, timed by phase; in a source checkout beside TRL", command("psigrad_extras", "bench")
+        ),
+        "compare": Command(
+            "several methods from one checkpoint, over seeds, with equal samples", command("psigrad_extras", "compare")
+        ),
+        "sweep": Command("search over any settings of a method by Optuna, over seeds", command("psigrad_extras", "sweep")),
+        "replay": Command("a step of a run once more, bit for bit, and by other methods", command("psigrad_extras", "replay")),
+        "report": Command("draw report.html of a run again, or compare several runs", language.report),
+        "export": Command(
+            "a model as a GGUF file with a Modelfile for Ollama, merged, or its adapter", command("psigrad_extras", "export")
+        ),
+        "merge": Command("a model with its adapter merged in: export --to merged", command("psigrad_extras", "merge")),
+        "push": Command(
+            "upload a finished run's model with its model card to the Hugging Face hub", command("psigrad_extras", "push")
+        ),
+        "studio": Command("the web application: grid world, runs, labelling desk, chat", command("psigrad_studio", "studio")),
     },
     "answer with a model": {
-        "serve": Command("a model or a run behind the APIs of OpenAI and Anthropic, for any agent", answering.serve),
-        "chat": Command("talk to a model or a run on the terminal", answering.chat),
+        "serve": Command(
+            "a model or a run behind the APIs of OpenAI and Anthropic, for any agent", command("psigrad_serve", "serve")
+        ),
+        "chat": Command("talk to a model or a run on the terminal", command("psigrad_serve", "chat")),
     },
     "the same mathematics, small": {
         "explain": Command("the formula a method optimises, term by term, or how two differ", maths.explain),
         "grid": Command("a grid world solved sweep by sweep, in the terminal", maths.grid),
         "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
-        "experiment": Command("claims about policy gradients, shown on problems whose exact answer is known", maths.experiment),
+        "experiment": Command(
+            "claims about policy gradients, shown on problems whose exact answer is known",
+            command("psigrad_extras", "experiment"),
+        ),
     },
 }
 COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}

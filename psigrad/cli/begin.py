@@ -51,18 +51,6 @@ def write(kind: str, folder: Path) -> list[str]:
     return list(files)
 
 
-def doctor(arguments: list[str]) -> int:
-    """Print what the machine offers."""
-    if flags.asks_for_help(arguments):
-        print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
-        return 0
-    given = flags.plain("doctor", arguments, {"json": False})
-    from psigrad.preflight import doctor
-
-    print(doctor.report(as_json=given["json"]))
-    return 0
-
-
 _FROM_TRL = "psigrad from-trl SCRIPT.py|CONFIG.yaml [--trainer grpo] [--output FILE.yaml]"
 
 

@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_or
 from psigrad.config import shortcuts
 from psigrad.config.fields import MAIN, SEVERAL, flag_of, help_of, marked, settings_of, unread_by, unread_of
 from psigrad.config.load import load, split_flags
-from psigrad.config.methods import declaration, other_methods
+from psigrad.config.methods import other_methods
 from psigrad.config.nested import read_value
 from psigrad.errors import UserError, nearest
-from psigrad.preflight.settings import PlanConfig
 
 T = TypeVar("T")
 _NUMBERS = {int: "N", float: "X"}
@@ -100,23 +99,6 @@ def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, 
     if asks_for_help(rest):
         print(parser.format_help())
     return load(cls, flags=_values(cls, vars(known))), rest
-
-
-def parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
-    """(settings of the method that the first argument names, what its plan is told). Prints help and exits on --help."""
-    usage = (
-        "psigrad plan METHOD [--memory 24GB] [--devices N] [--prompt-length N] [--completion-length N] [--json] "
-        "[METHOD's settings]"
-    )
-    name = next((text for text in arguments[:1] if not text.startswith("-")), "")
-    if not name and asks_for_help(arguments):
-        print(f"{usage}\n\nPeak memory, batch arithmetic and speed of a run, from the model's configuration alone.")
-        raise SystemExit(0)
-    if not name:
-        raise UserError(f"plan got no method; the usage is {usage}.")
-    method = declaration(name)
-    asked, rest = split_off(PlanConfig, f"plan {name}", arguments[1:])
-    return parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
 
 
 def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from psigrad import extras
 from psigrad.cli import flags
-from psigrad.config import EvalConfig, LmEvalConfig, OnlineConfig, SampleConfig
+from psigrad.config import EvalConfig, SampleConfig
 from psigrad.config.methods import declaration, declared
 from psigrad.errors import UserError
-from psigrad.preflight.settings import BenchConfig
 
 
 def train(name: str) -> Callable[[list[str]], int]:
@@ -29,12 +29,11 @@ def train(name: str) -> Callable[[list[str]], int]:
         if config.placement.processes > 1 and not launch.is_rank():
             return launch.run(config.placement.processes, [name, *arguments])
         from psigrad.language.recipes import api
-        from psigrad.preflight.plan import plan as command
         from psigrad.records.report import terminal
 
-        if launch.first():
-            command.warn(config)
-            command.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)
+        if launch.first() and (plan := extras.find("plan")):
+            plan.warn(config)
+            plan.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)
         result = api.run(config)
         if launch.first():
             terminal.print_result(result)
@@ -74,8 +73,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
     """Say which answers the rewards misjudge; exit status 1 where a wrong one is rewarded."""
     if not dataset:
         raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
-    from psigrad.language.recipes import attack
-
+    attack = extras.load("attack")
     found = attack.attack(rewards, dataset, **how)
     if output:
         _write("".join(json.dumps(asdict(one)) + "\n" for one in found), output, len(found))
@@ -138,55 +136,6 @@ def tasks(arguments: list[str]) -> int:
     return 0
 
 
-def check(arguments: list[str]) -> int:
-    """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
-    config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
-    from psigrad.language.data.rendered_rows import lines
-    from psigrad.preflight import check, first_rows
-    from psigrad.records.report import terminal
-
-    rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
-    if not as_json:
-        terminal.print_lines([*lines(rows), *first_rows.try_rewards(config)])
-    checks = check.run(config)
-    print(check.report(checks, as_json=as_json, rows=rows))
-    return 0 if check.all_pass(checks) else 1
-
-
-def plan(arguments: list[str]) -> int:
-    """Print what a run will take."""
-    config, asked = flags.parse_plan(arguments)
-    from psigrad.preflight.plan import plan as command
-
-    print(command.run(config, asked))
-    return 0
-
-
-def bench(arguments: list[str]) -> int:
-    """Print what training steps take."""
-    config = flags.parse(BenchConfig, "bench", arguments)
-    from psigrad.preflight.bench import timing as command
-
-    print(command.run(config))
-    return 0
-
-
-def compare(arguments: list[str]) -> int:
-    """Train by several methods and draw the comparison."""
-    methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
-    config = flags.parse(
-        OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
-    )
-    from psigrad.language.recipes import comparison as compare
-    from psigrad.records.report import terminal
-
-    seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
-    page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
-    terminal.print_methods(page.parent)
-    print(f"report  {page}")
-    return 0
-
-
 def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
@@ -212,19 +161,6 @@ def evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def lm_eval(arguments: list[str]) -> int:
-    """Print what lm-eval's tasks say of a model, and of the one that it is compared with."""
-    config = flags.parse(LmEvalConfig, "lm-eval", arguments)
-    try:
-        from psigrad.compat import lm_eval as harness
-    except ImportError as error:
-        raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
-    from psigrad.records.report import terminal
-
-    terminal.print_tasks(harness.run(config).metrics)
-    return 0
-
-
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
     settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
@@ -232,4 +168,19 @@ def demo(arguments: list[str]) -> int:
     from psigrad.records.report import terminal
 
     terminal.print_result(demo.run(**settings))
+    return 0
+
+
+def report(arguments: list[str]) -> int:
+    """Draw a report."""
+    usage = "psigrad report RUN [RUN ...] [--output FILE]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
+        return 0
+    folders, output = flags.names_and_output("report", arguments)
+    if not folders:
+        raise UserError(f"report got no run folder; the usage is {usage}.")
+    from psigrad.records import report
+
+    print(f"report: {report.write(folders, output)}")
     return 0

@@ -25,7 +25,7 @@ def explain(arguments: list[str]) -> int:
     if not 1 <= len(methods) <= 2:
         raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
     from psigrad.config import algorithms
-    from psigrad.language.rollout.agents.token_tree import CREDIT
+    from psigrad.language.rollout.episodes.episodes import CREDIT
     from psigrad.objective.catalog import METHODS
 
     print(algorithms.explain(methods[0], *methods[1:]))
@@ -42,23 +42,6 @@ def grid(arguments: list[str]) -> int:
     from psigrad.cli.grid import GridSettings, run
 
     run(flags.parse(GridSettings, "grid", arguments))
-    return 0
-
-
-def experiment(arguments: list[str]) -> int:
-    """Run an experiment."""
-    from psigrad.experiments import declarations as experiment
-
-    usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
-    if not arguments or arguments[0].startswith("-"):
-        if not flags.asks_for_help(arguments):
-            raise UserError(f"experiment got no name; the usage is {usage}.")
-        print(usage)
-        for title, few in experiment.groups().items():
-            print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
-        return 0
-    settings = flags.parse(experiment.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
-    experiment.run(arguments[0], settings)
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from psigrad import extras
 from psigrad.config.load import to_dict
 from psigrad.control import builder, policies
 from psigrad.control.environments import vector
@@ -32,7 +33,6 @@ from psigrad.errors import UserError, kind_of
 from psigrad.records import checkpoint
 from psigrad.runs.machine import prepared_torch
 from psigrad.runs.progress import bar
-from psigrad.runs.trackers import open_trackers
 
 # Called after every line of figures; False ends `learn`.
 Callback = Callable[["Agent", Mapping[str, float]], bool | None]
@@ -229,7 +229,8 @@ def _logging_to(root: str | Path | None, name: str, again: bool) -> Iterator[Log
         return
     numbers = [int(n) for path in Path(root).glob(f"{name}_*") if (n := path.name.removeprefix(f"{name}_")).isdigit()]
     newest = max(numbers, default=0)
-    (tracker,) = open_trackers(["tensorboard"], Path(root) / f"{name}_{max(1, newest if again else newest + 1)}", {})
+    folder = Path(root) / f"{name}_{max(1, newest if again else newest + 1)}"
+    (tracker,) = extras.load("trackers").open_trackers(["tensorboard"], folder, {})
     try:
         yield tracker.log
     finally:

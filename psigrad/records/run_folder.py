@@ -25,6 +25,8 @@ from psigrad.records.rows import FORMAT, parse_row
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
+REPLAYS = "replays"
+"""The folder of `psigrad replay`'s pages."""
 
 
 class RunFolderError(UserError):

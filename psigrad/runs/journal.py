@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from psigrad import redaction
 from psigrad.errors import UserError
@@ -24,11 +24,26 @@ from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.machine import Trimmer
-from psigrad.runs.trackers import Tracker
 
 STACKS = "stacks.txt"
 # A phase may take so many times as long as the longest of its kind so far.
 _TIMES = 10
+
+
+class Tracker(Protocol):
+    """Where figures go besides the run folder: psigrad_extras/connect/trackers.py."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The figures of one step."""
+        ...
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of rollouts.jsonl of one step."""
+        ...
+
+    def close(self) -> None:
+        """No more will come."""
+        ...
 
 
 class Stopped(UserError):

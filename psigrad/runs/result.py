@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.records.row_lines import read_steps
 from psigrad.records.rows import first_and_last, headline
@@ -89,9 +90,8 @@ class Result:
 
         Raises `UserError` for a wrong name, a token that is missing or refused, and a hub that cannot be reached.
         """
-        from psigrad.runs import hub
-
-        return hub.push(self.folder, repo_id, private=private, revision=revision)
+        address: str = extras.load("hub").push(self.folder, repo_id, private=private, revision=revision)
+        return address
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the trained model."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from psigrad import extras
 from psigrad.config import Run
 from psigrad.config.fields import LENGTH, idle, marked
 from psigrad.config.load import to_dict
@@ -28,7 +29,6 @@ from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
 from psigrad.runs.machine import device, prepared_torch
 from psigrad.runs.result import Result
-from psigrad.runs.trackers import open_trackers
 
 
 @contextlib.contextmanager
@@ -59,7 +59,8 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
         return
     with RunFolder.open(path, settings, config.run.resume, type(config)) as folder, StopSignal() as stop:
         world.broadcast(folder.finished)
-        trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, folder.settings)
+        names = () if folder.finished else config.run.report_to
+        trackers = extras.load("trackers").open_trackers(names, folder.path, folder.settings) if names else []
         watchdog = Watchdog(
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.records.read import escape
-from psigrad.records.report.replay_page import FOLDER
 from psigrad.records.rows import number, parse_row
+from psigrad.records.run_folder import REPLAYS
 from psigrad_studio.runs.files import content
 from psigrad_studio.runs.tokens import finite
 
@@ -17,7 +17,7 @@ _MOST, _MOST_BYTES, _MOST_TOKENS = 50, 32 << 20, 2000
 def names(run: Path) -> list[str]:
     """The replays of a run, by name and in order: where one stands is what it is asked for by."""
     try:
-        return sorted(path.stem for path in (run / FOLDER).glob("step-*.json"))[:_MOST]
+        return sorted(path.stem for path in (run / REPLAYS).glob("step-*.json"))[:_MOST]
     except OSError:
         return []
 
@@ -25,7 +25,7 @@ def names(run: Path) -> list[str]:
 def replay(run: Path, n: int) -> dict[str, Any]:
     """The n-th replay as far as it has the shape that psigrad writes; empty where there is none."""
     known = names(run)
-    found = parse_row(content(run / FOLDER / f"{known[n]}.json", _MOST_BYTES)) if n < len(known) else None
+    found = parse_row(content(run / REPLAYS / f"{known[n]}.json", _MOST_BYTES)) if n < len(known) else None
     if found is None:
         return {}
     methods = {str(name)[:100]: own for name, own in _items(found.get("methods"))}

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Run
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.recipes import demo, evaluate
 from psigrad.records.report.plots import COLOURS
+from psigrad_extras.experiments import drawing
 from studies import trials
 from studies.settings import SpaceSettings
 from studies.trials import ClaimVerdict, Trial

@@ -16,8 +16,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
+from psigrad_extras.experiments import drawing
 from studies import groups, trials
 from studies.settings import DifficultySettings
 from studies.trials import Arm, ClaimVerdict, Trial

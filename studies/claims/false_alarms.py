@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Evaluation
-from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds, wilson
+from psigrad_extras.experiments import drawing
 from studies import trials
 from studies.claims.loopholes import FLAWS, HONEST, LOST, RULES
 from studies.settings import AlarmSettings

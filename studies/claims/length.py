@@ -21,9 +21,9 @@ from rich.text import Text
 from psigrad import seeds
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SFTConfig
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from psigrad.intervals import Interval
 from psigrad.language.recipes import demo, sft
+from psigrad_extras.experiments import drawing
 from studies import groups, trials
 from studies.settings import LengthSettings
 from studies.trials import Arm, ClaimVerdict, Trial, Verdict

@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, RewardConfig, Run
-from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds, wilson
 from psigrad.language.recipes import reward
+from psigrad_extras.experiments import drawing
 from studies import trials
 from studies.claims import dpo
 from studies.settings import LoopholeSettings

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from psigrad.intervals import Interval
-from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.timing import alone
-from psigrad.preflight.bench.workload import Workload
-from psigrad.preflight.plan import Lengths, Plan, machine, predict
+from psigrad_extras.experiments import drawing
+from psigrad_extras.preflight.bench.inputs import build
+from psigrad_extras.preflight.bench.timing import alone
+from psigrad_extras.preflight.bench.workload import Workload
+from psigrad_extras.preflight.plan import Lengths, Plan, machine, predict
 from studies.settings import MemorySettings
 from studies.trials import ClaimVerdict, findings_text
 

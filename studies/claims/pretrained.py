@@ -17,7 +17,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.compat import likelihood
 from psigrad.config import (
     Data,
     EvalConfig,
@@ -32,12 +31,13 @@ from psigrad.config import (
     SFTConfig,
 )
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from psigrad.intervals import Interval, mean_interval, over_seeds
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.recipes import evaluate, sample, sums
 from psigrad.records.report.plots import COLOURS
+from psigrad_extras.connect import likelihood
+from psigrad_extras.experiments import drawing
 from studies import trials
 from studies.settings import PretrainedSettings
 from studies.trials import ClaimVerdict, Trial

@@ -12,7 +12,7 @@ import pytest
 from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad.preflight.bench.workload import Workload
+from psigrad_extras.preflight.bench.workload import Workload
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = Workload("small", "", prompts=2, generations=2, prompt_tokens=6, completion_tokens=4, steps=2)

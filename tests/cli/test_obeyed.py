@@ -23,9 +23,9 @@ from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settin
 from psigrad.config.load import load, resolve_names
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.experiments.declarations import BiasSettings
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.preflight.settings import BenchConfig, PlanConfig
+from psigrad_extras.experiments.declarations import BiasSettings
+from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{tiny_rewards.__file__}:of_text"
@@ -83,7 +83,7 @@ def alone(tmp_path, monkeypatch):
         def __getattr__(self, name):
             raise UserError("There is no cluster.")
 
-    monkeypatch.setattr("psigrad.language.recipes.placement.ActorPool", NoCluster)
+    monkeypatch.setattr("psigrad_extras.cluster.ray_placement.ActorPool", NoCluster)
     monkeypatch.setattr("psigrad.language.recipes.conversation.enclosure_of_workers", lambda files: None)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -125,7 +125,7 @@ def test_every_setting_that_help_lists_is_read(name, job, alone, capsys):
     shown = listed(name, capsys)
     assert {setting for setting in settings_of(cls) if flag_of(setting) in shown} == set(settings_of(cls))
     elsewhere = {"sampling.vllm_memory"}  # only with vLLM
-    elsewhere |= {"agent_timeout", "agent_workers", "agent_calls"}  # with an agent: tests/language/rollout/agents
+    elsewhere |= {"agent_timeout", "agent_workers", "agent_calls"}  # with an agent: tests/serve/agents
     assert set(settings_of(cls)) - read - elsewhere == set()
     assert not shown & {flag_of(other) for other, stands in unread_of(cls).items() if not stands}
 
@@ -148,7 +148,7 @@ def test_vllm_is_given_its_memory(job, alone, monkeypatch):
         given.update(named)
         return EmbeddedSampler(model, batch)
 
-    monkeypatch.setattr("psigrad.language.rollout.samplers.vllm_backend.VLLMSampler", stub)
+    monkeypatch.setattr("psigrad_extras.vllm.vllm_backend.VLLMSampler", stub)
     asked = ["--sampler", "vllm", "--vllm-memory", "0.3", "--vllm-sleep", "--tensor-parallel-size", "2"]
     assert cli.main(command("grpo", job, alone, "--max-steps", "1", *asked)) == 0
     assert (given["memory"], given["sleep"], given["tensor_parallel_size"]) == (0.3, True, 2)
@@ -203,7 +203,7 @@ ELSEWHERE = {
     "model.chat_template_kwargs": "language/data/test_chat.py::test_arguments_of_the_run_hold_where_a_row_says_nothing",
     "train_empty_thinking": "language/data/test_templates.py::"
     "test_an_empty_thought_is_trained_only_where_it_is_asked_for_or_written",
-    "data.dataset": "preflight/test_check.py::test_the_dataset_is_looked_at",
+    "data.dataset": "extras/preflight/test_check.py::test_the_dataset_is_looked_at",
     **dict.fromkeys(("data.split", "data.eval_split"), "language/loading/test_given_model.py::test_datasets_frames_and_splits"),
     "data.columns": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
     "data.bad_rows": "language/recipes/test_row_limits.py::test_such_rows_are_left_out_and_counted_when_asked",
@@ -219,12 +219,12 @@ ELSEWHERE = {
     "critic": "language/training/test_critic.py::test_a_critic_starts_from_the_reward_model_that_was_trained",
     "environment": "language/rollout/test_episodes.py::test_environments_are_named_or_refused",
     "tools": "language/rollout/test_episodes.py::test_tools_are_called_by_type_and_their_mistakes_are_answers",
-    "server_timeout": "language/rollout/test_openai_server.py::"
+    "server_timeout": "extras/connect/test_openai_server.py::"
     "test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too",
-    "agent": "language/rollout/agents/test_agents.py::test_one_question_has_the_tokens_of_this_process_and_its_gradient",
-    "agent_command": "language/rollout/agents/test_agents.py::test_a_program_is_asked_as_a_function_is",
+    "agent": "serve/agents/test_agents.py::test_one_question_has_the_tokens_of_this_process_and_its_gradient",
+    "agent_command": "serve/agents/test_agents.py::test_a_program_is_asked_as_a_function_is",
     "benchmark": "language/data/test_benchmarks.py::test_prompts_by_hand",
-    "server_key_variable": "language/rollout/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
+    "server_key_variable": "extras/connect/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
     **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
     "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
 }
@@ -477,7 +477,7 @@ def test_every_flag_of_a_plain_command_is_read(name, job, alone, monkeypatch):
     plain, made = flags.plain, []
     monkeypatch.setattr(Given, "read", set(), raising=False)
     monkeypatch.setattr(flags, "plain", lambda *given: made.append(Given(plain(*given))) or made[-1])
-    for place in ("psigrad.runs.hub.push", "psigrad_studio.serve.studio", "psigrad.language.recipes.demo.run",
+    for place in ("psigrad_extras.connect.hub.push", "psigrad_studio.serve.studio", "psigrad.language.recipes.demo.run",
                   "psigrad.records.report.terminal.print_result"):  # fmt: skip
         monkeypatch.setattr(place, lambda *given, **named: "done")
     ranked = {"prompt": "a", "completions": ["b", "c"], "ranking": [2, 1]}

@@ -14,8 +14,8 @@ from psigrad.config import EvalConfig, LmEvalConfig, OnlineConfig, PreferenceCon
 from psigrad.config.fields import FREE, LENGTH, LIVE, RECORDED, Mark, defaults_of, flag_of, help_of, marked, settings_of
 from psigrad.config.load import flat_names, to_dict
 from psigrad.control.settings import ControlConfig
-from psigrad.experiments.declarations import EXPERIMENTS
-from psigrad.preflight.settings import BenchConfig, PlanConfig
+from psigrad_extras.experiments.declarations import EXPERIMENTS
+from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 TRAINED = (OnlineConfig, SFTConfig, PreferenceConfig, RewardConfig, ControlConfig)
 OTHERS = (EvalConfig, SampleConfig, LmEvalConfig, PlanConfig, BenchConfig, GridSettings)

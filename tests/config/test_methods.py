@@ -15,9 +15,10 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run, algorithm
 from psigrad.config.load import load
 from psigrad.config.methods import declaration, declared, of_spec
 from psigrad.errors import UserError
-from psigrad.language.recipes import api, comparison, online, online_settings
+from psigrad.language.recipes import api, online, online_settings
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import online_preference, preference_catalog
+from psigrad_extras.investigate import comparison
 
 OBJECTS = {**catalog.METHODS, **online_preference.METHODS, **preference_catalog.METHODS}
 ONLINE = [name for name, method in declared().items() if method.online]

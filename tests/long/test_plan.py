@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from psigrad.preflight.plan.predict import MARGIN
+from psigrad_extras.preflight.plan.predict import MARGIN
 
 pytestmark = pytest.mark.long
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -12,9 +12,9 @@ import torch
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
-from psigrad.language.rollout.engine.engine import SamplingEngine
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Call, Recorder, Served
 from psigrad_serve.serving import Running, running
 

@@ -52,7 +52,7 @@ def test_mistakes_are_said_in_a_sentence(words, said, capsys):
 
 
 def test_the_token_is_told_once_unless_it_is_yours(small_model, monkeypatch):
-    from psigrad.language.rollout.engine.engine import SamplingEngine
+    from psigrad_serve.engine.engine import SamplingEngine
 
     class Server:
         def __init__(self, served, token, greet):

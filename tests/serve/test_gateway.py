@@ -101,7 +101,7 @@ def test_a_failure_of_the_engine_is_the_servers_fault_and_passes(served, monkeyp
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("psigrad.language.rollout.engine.live_batch.LiveBatch.step", broken)
+        patch.setattr("psigrad_serve.engine.live_batch.LiveBatch.step", broken)
         status, answer = posted(served, json.dumps({**ASK, "max_tokens": 5}).encode())
     assert status == 500 and answer["error"]["type"] == "server_error" and "memory" not in answer["error"]["message"]
     assert posted(served, json.dumps({**ASK, "max_tokens": 5}).encode())[0] == 200

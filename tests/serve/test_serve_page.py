@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from psigrad.language.rollout.engine.engine import SamplingEngine
+from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 from psigrad_serve.serving import running
 

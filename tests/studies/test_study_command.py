@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from psigrad import cli, importing
-from psigrad.experiments import declarations
-from psigrad.experiments.declarations import EXPERIMENTS
+from psigrad_extras.experiments import declarations
+from psigrad_extras.experiments.declarations import EXPERIMENTS
 from studies.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]

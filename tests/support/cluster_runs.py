@@ -12,7 +12,7 @@ import tiny_jobs
 from psigrad.config import Placement
 from psigrad.config.sections import Sampling
 from psigrad.language.recipes import api
-from psigrad.processes.parallel import actor_pool
+from psigrad_extras.cluster import actor_pool
 
 
 def main(job: str, out: str, given: str) -> None:

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 
 def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
-    """See `psigrad.language.rollout.samplers.vllm_engine.service`."""
+    """See `psigrad_extras.vllm.vllm_engine.service`."""
     fault = os.environ.get("PSIGRAD_TEST_ENGINE", "")
     if fault == "mute":
         os._exit(3)

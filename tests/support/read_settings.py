@@ -11,7 +11,7 @@ from psigrad.config.fields import settings_of
 
 # Who reads settings without obeying them: loading and comparing them, and questions that are asked before a run.
 NOT_OBEYED = (
-    "/dataclasses.py", "<string>", "/pydantic/", "/copy.py", "/psigrad/compat/", "/psigrad/preflight/",
+    "/dataclasses.py", "<string>", "/pydantic/", "/copy.py", "/psigrad/compat/", "/psigrad_extras/preflight/",
     "/psigrad/records/pins.py",
     *(f"/psigrad/config/{name}.py" for name in ("load", "fields", "nested")), "/psigrad/cli/flags.py",
 )  # fmt: skip

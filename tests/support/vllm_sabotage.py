@@ -14,10 +14,10 @@ FAULTS: dict[str, Any] = {"dropped": None, "negated": None, "head": False, "cach
 
 def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
     """psigrad's service, which also answers ("faults", the new ones)."""
-    from psigrad.language.rollout.samplers import vllm_engine
+    from psigrad_extras.vllm import vllm_engine
 
     made = vllm_engine.Engine(**payload)
-    from psigrad.language.rollout.samplers import vllm_transfer
+    from psigrad_extras.vllm import vllm_transfer
 
     repack, reset = vllm_transfer.repack_head, made.llm.reset_prefix_cache
 

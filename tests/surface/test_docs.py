@@ -171,7 +171,9 @@ def test_what_a_page_imports_and_the_files_it_names_are_there(page):
         for name in names.split(","):
             name = name.split(" as ")[0].strip()
             assert hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}"), name
-    for file in re.findall(r"`((?:psigrad|psigrad_studio|psigrad_serve|tests|docs|benchmarks|examples)/[\w/.]+)`", text):
+    for file in re.findall(
+        r"`((?:psigrad|psigrad_extras|psigrad_studio|psigrad_serve|tests|docs|benchmarks|examples)/[\w/.]+)`", text
+    ):
         assert (ROOT / file).exists() or "NAME" in file, f"{page.name}: {file}"
 
 

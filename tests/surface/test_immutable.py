@@ -15,6 +15,7 @@ from psigrad.tabular.simulation import Episode
 from psigrad.tabular.sweeps import Sweep
 
 ROOT = Path(__file__).parents[2] / "psigrad"
+PACKAGES = ("psigrad", "psigrad_extras", "psigrad_serve")
 # models that are trained or attended by flex, and what one owner keeps the books with
 CHANGING = {
     *("Pretrained", "LanguageModel", "ScalarModel", "Subject", "Memory", "_Standing", "_Place", "_Episode", "_Worker"),
@@ -31,6 +32,7 @@ CHANGING = {
         "Readback",
         "ServedModel",
         "TokenStream",  # tokens come to it
+        *("ServedChoice", "TinkerModel", "TinkerServer", "Writer"),  # what is under way for who asks
         *("TokenTree", "Flat", "Session"),  # as do requests of an agent
         *("MethodWatch", "_Recorded"),  # a replay fills them as it goes
         "Translation",
@@ -41,7 +43,7 @@ CHANGING = {
 
 def test_dataclasses_are_frozen_but_for_those_that_are_there_to_change():
     found = {}
-    for path in ROOT.rglob("*.py"):
+    for path in [path for name in PACKAGES for path in (ROOT.parent / name).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             made = [ast.unparse(d) for d in getattr(node, "decorator_list", []) if "dataclass" in ast.unparse(d)]
             if isinstance(node, ast.ClassDef) and made:

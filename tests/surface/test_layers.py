@@ -12,17 +12,17 @@ import pytest
 import psigrad
 
 ROOT = Path(__file__).parents[2]
-PACKAGE, STUDIO, GATEWAY = ROOT / "psigrad", ROOT / "psigrad_studio", ROOT / "psigrad_serve"
+PACKAGE = ROOT / "psigrad"
+BESIDE = ("psigrad_extras", "psigrad_serve", "psigrad_studio")
 # From top to bottom: a room may import from those behind it. A drawer of a room is named with it.
 ROOMS = (
-    *("cli", "experiments", "compat", "preflight", "control", "language.recipes", "language.training", "language.loading"),
+    *("cli", "compat", "control", "language.recipes", "language.training", "language.loading"),
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
     *("processes.parallel", "language.models", "language.data", "config", "objective", "tabular"),
 )
-LEAVES = ("endpoint", "errors", "importing", "intervals", "redaction", "seeds")
+LEAVES = ("endpoint", "errors", "extras", "importing", "intervals", "redaction", "seeds")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
-for room in ("cli", "experiments"):
-    ALLOWED[room] |= {"tabular"}
+ALLOWED["cli"] |= {"tabular"}
 # Whoever reads run folders reads files, and nothing else of the library.
 ALLOWED |= {
     "records.report": {"records.report", "records", "config", *LEAVES},
@@ -39,15 +39,14 @@ ALLOWED |= {
     "processes.workers": {"processes.workers", "processes.sandbox", *LEAVES},
     "processes.sandbox": {"processes.sandbox", *LEAVES},
 }
-# Where the core reaches what stands beside it: one module for each room.
-HOOKS = {"config/load.py": {"compat"}, "language/recipes/api.py": {"preflight"}}
-ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}
+# Where the core reaches a room of other libraries' words; the packages beside psigrad it reaches by `extras.py` alone.
+HOOKS = {"config/load.py": {"compat"}}
+ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}, "extras": {"extras", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
 
-MODULES, STUDIO_MODULES = sorted(PACKAGE.rglob("*.py")), sorted([*STUDIO.rglob("*.py"), *GATEWAY.rglob("*.py")])
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES_BESIDE = sorted(path for name in BESIDE for path in (ROOT / name).rglob("*.py"))
 STUDIES = sorted((ROOT / "studies").rglob("*.py"))
-# Who starts the studio, and who the gateway: nothing else of the library may import them.
-STARTS_STUDIO, STARTS_GATEWAY = {"cli/run_folders.py"}, {"cli/answering.py", "language/rollout/agents/agent_gateway.py"}
 
 
 def room_of(path: Path) -> str:
@@ -70,7 +69,7 @@ def imports_of(source: str) -> set[str]:
             assert not node.level, "imports name the whole module: from psigrad.x import y"
             assert node.module
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name.split(".")[0] in ("psigrad", "psigrad_studio", "psigrad_serve", "studies")}
+    return {name for name in found if name.split(".")[0] in ("psigrad", *BESIDE, "studies")}
 
 
 def rooms_imported(source: str) -> set[str]:
@@ -94,30 +93,35 @@ def test_negative_control_an_import_upwards_is_noticed():
     assert not rooms_imported("from psigrad.language.models import tiny") - ALLOWED["language.training"]
 
 
-def imports_studio(source: str, package: str = "psigrad_studio") -> bool:
-    return any(name.split(".")[0] == package for name in imports_of(source))
+def packages_of(source: str) -> set[str]:
+    """The packages of ours that a source imports, wherever the import stands."""
+    return {name.split(".")[0] for name in imports_of(source)}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_one_command_imports_the_studio_and_one_the_gateway(path):
-    source, name = path.read_text(), str(path.relative_to(PACKAGE))
-    assert imports_studio(source) == (name in STARTS_STUDIO)
-    assert imports_studio(source, "psigrad_serve") == (name in STARTS_GATEWAY)
+def test_the_core_imports_no_package_beside_it(path):
+    assert packages_of(path.read_text()) <= {"psigrad"}
 
 
-@pytest.mark.parametrize("path", STUDIO_MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_studio_imports_the_library_and_not_its_commands(path):
-    assert "cli" not in rooms_imported(path.read_text())
+# The gateway and the extras know nothing of the applications above them.
+NOT_IN = {"psigrad_extras": {"psigrad_studio"}, "psigrad_serve": {"psigrad_studio"}}
 
 
-def test_negative_control_an_import_of_the_studio_is_noticed_wherever_it_stands():
-    assert imports_studio("def f():\n    from psigrad_studio import serve") and imports_studio("import psigrad_studio.serve as s")
-    assert not imports_studio("import psigrad.records.rows")
+@pytest.mark.parametrize("path", MODULES_BESIDE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_commands_of_a_package_import_those_of_psigrad(path):
+    source, package = path.read_text(), path.relative_to(ROOT).parts[0]
+    assert path.name == "commands.py" or "cli" not in rooms_imported(source)
+    assert not packages_of(source) & NOT_IN.get(package, set())
+
+
+def test_negative_control_an_import_of_a_package_is_noticed_wherever_it_stands():
+    assert packages_of("def f():\n    from psigrad_studio import serve") == {"psigrad_studio"}
+    assert packages_of("import psigrad_extras.vllm as v\nimport psigrad.records.rows") == {"psigrad", "psigrad_extras"}
     assert rooms_imported("from psigrad_studio import grid\nfrom psigrad.cli.grid import run") == {"cli"}
 
 
 def test_no_package_imports_the_studies():
-    for path in [*MODULES, *STUDIO_MODULES]:
+    for path in [*MODULES, *MODULES_BESIDE]:
         assert not [name for name in imports_of(path.read_text()) if name.startswith("studies")], path
     assert imports_of("from studies.claims import dpo"), "negative control"
 
@@ -153,10 +157,10 @@ def _targets(name: str, source: str, modules: set[str]) -> set[str]:
 
 def test_no_modules_import_one_another_in_a_circle():
     sources = {}
-    for path in [*MODULES, *STUDIO_MODULES]:
+    for path in [*MODULES, *MODULES_BESIDE]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    assert len(sources) == len(MODULES) + len(STUDIO_MODULES)
+    assert len(sources) == len(MODULES) + len(MODULES_BESIDE)
     edges = edges_of(sources)
     assert not (found := cycle_in(edges)), " -> ".join(found)
 
@@ -193,7 +197,7 @@ def test_the_page_shows_every_room_and_the_order_of_imports():
     assert order == list(ROOMS)
 
 
-@pytest.mark.parametrize("path", [*MODULES, *STUDIO_MODULES, *STUDIES], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*MODULES, *MODULES_BESIDE, *STUDIES], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_functions_and_classes_stay_small_and_documented(path):
     source = path.read_text()
     tree = ast.parse(source)
@@ -216,7 +220,7 @@ def twice(sources: dict[str, str]) -> dict[str, list[str]]:
     """Names of modules and of public classes that occur more than once, with the files."""
     found: dict[str, list[str]] = {}
     for file, source in sources.items():
-        if Path(file).stem not in ("__init__", "__main__", "settings"):
+        if Path(file).stem not in ("__init__", "__main__", "commands", "settings"):
             found.setdefault(f"module {Path(file).stem}", []).append(file)
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -225,7 +229,7 @@ def twice(sources: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_modules_and_public_classes_have_names_of_their_own():
-    paths = [*MODULES, *STUDIO_MODULES]
+    paths = [*MODULES, *MODULES_BESIDE]
     assert not twice({str(path.relative_to(ROOT)): path.read_text() for path in paths})
 
 

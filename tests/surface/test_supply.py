@@ -98,7 +98,7 @@ def wheel(tmp_path_factory):
 @pytest.mark.needs("git")
 def test_the_wheel_holds_all_that_is_read_at_run_time(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for package in ("psigrad", "psigrad_studio", "psigrad_serve"):
+    for package in ("psigrad", "psigrad_extras", "psigrad_studio", "psigrad_serve"):
         for file in (ROOT / package).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
                 assert file.relative_to(ROOT).as_posix() in names, f"{file} is not in the wheel"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from psigrad import extras
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
 from psigrad.config.load import convert_object, load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
@@ -125,14 +126,11 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
     if config.run.max_memory:
-        from psigrad.preflight.plan.fit import fit
-
-        config = fit(config)
+        config = extras.load("fit").fit(config)
     check_schedule(config.optim)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:
-        from psigrad.runs import hub
-
+        hub = extras.load("hub")
         hub.check(config.hub, str(config.run.output_dir))
     if given is None:
         result = _run(config, None)

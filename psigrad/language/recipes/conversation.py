@@ -8,22 +8,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from psigrad import extras
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
-from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
-from psigrad.language.recipes.placement import open_actors
-from psigrad.language.rollout.agents.agent_gateway import open_gateway
-from psigrad.language.rollout.agents.agent_rollouts import AgentPool, Agents
-from psigrad.language.rollout.agents.agent_worker import AgentCommand
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
-from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
+from psigrad.language.rollout.episodes.episodes import Episodes, Player
 from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.runs.journal import Journal
@@ -36,9 +31,7 @@ OWN_ROWS = 2000
 
 
 @contextlib.contextmanager
-def episodes_for(
-    config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None
-) -> Iterator[Episodes | Agents | None]:
+def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
     """How episodes, or sessions of agents, are played; None where a completion is all there is.
 
     psigrad's own games run in this process, a user's environments and tools in workers that can be killed, and all of them on a
@@ -51,7 +44,7 @@ def episodes_for(
         yield None
         return
     if config.asks:
-        with contextlib.closing(_agents(config)) as agents:
+        with contextlib.closing(extras.load("agents").open_agents(config)) as agents:
             yield agents
         return
     placement: Placement | None = getattr(config, "placement", None)
@@ -63,38 +56,14 @@ def episodes_for(
         if placement is None or not placement.environment_actors or journal is None:
             yield _episodes(config, stack.enter_context(_playing(config, form)))
             return
-        pool = None
-        if journal.world.rank == 0:
-            wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
-            make = partial(_playing, config, form)
-            actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
-            pool = stack.enter_context(actors)
-        yield _episodes(config, RayEnvironments(pool, journal.world))
+        actors = extras.load("cluster").open_environments(placement, partial(_playing, config, form), journal)
+        yield _episodes(config, stack.enter_context(actors))
 
 
 def _episodes(config: Played, playing: Playing) -> Episodes:
     return Episodes(
         playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
     )
-
-
-def _agents(config: Played) -> Agents:
-    """An agent in workers that can be killed, and the server that it asks. Every process that trains has its own."""
-    agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
-    gateway = open_gateway(tunnel=config.environment_sandbox)
-    try:
-        pool = AgentPool(
-            agent or AgentCommand(config.agent_command),
-            timeout=config.agent_timeout,
-            workers=config.agent_workers,
-            memory_gb=config.worker_memory_gb,
-            variables=config.worker_env,
-            enclosure=enclosure_of_workers((*config.environment_files, gateway.tunnel), sockets=True) if gateway.tunnel else None,
-        )
-    except BaseException:
-        gateway.close()
-        raise
-    return Agents(pool, gateway, config.agent_calls)
 
 
 def _playing(config: Played, form: CallForm) -> Playing:
@@ -112,7 +81,7 @@ def _playing(config: Played, form: CallForm) -> Playing:
     )
 
 
-def rows_for(config: OnlineConfig, episodes: Episodes | Agents | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
+def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows as the model reads them: the dataset's, or those that the environment brings along. Tools are
     offered in every row.
     """
@@ -131,7 +100,7 @@ def _count_own(config: Played) -> int:
     return HELD_OUT if count is None else count
 
 
-def own_rows(config: Played, episodes: Episodes | Agents | None) -> list[Row] | None:
+def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
     """The rows that the environment brings along, where no dataset was given."""
     if not isinstance(episodes, Episodes) or config.data.dataset:
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from psigrad import __version__, seeds
+from psigrad import __version__, extras, seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
@@ -29,9 +29,7 @@ from psigrad.language.rewards.letter_choice import BenchmarkReward, Choice
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.resolve import name_of
 from psigrad.language.rewards.reward_pool import explain_unscored
-from psigrad.language.rollout.agents.agent_rollouts import Agents
-from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.language.rollout.episodes.openai_server import ServedModel
+from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import SamplingParams, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
@@ -155,7 +153,7 @@ def _by_model(
     scorer: Scorer | None,
     size: int,
     model: LanguageModel,
-    episodes: Episodes | Agents | None,
+    episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """`size` completions of each prompt by a model here."""
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer))
@@ -185,7 +183,7 @@ def _by_server(
         sampling.min_p,
         sampling.stop_token_ids,
     )
-    server = ServedModel(
+    server = extras.load("server").ServedModel(
         config.server,
         config.model.path,
         config.server_key_variable,
@@ -243,7 +241,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
     return [max(group, key=lambda t: float("-inf") if t.reward is None else t.reward) for group in groups]
 
 
-def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | Agents | None, tokenizer: Any) -> list[Row]:
+def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer: Any) -> list[Row]:
     """The rows of the dataset, or those that the environment brings along, as the model reads them."""
     own, data = own_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""

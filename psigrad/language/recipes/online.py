@@ -20,11 +20,10 @@ from psigrad.language.recipes.conversation import episodes_for, rows_for
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
-from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
+from psigrad.language.recipes.placement import collector_of, sampler_of
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
-from psigrad.language.rollout.agents.agent_rollouts import Agents
-from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.episodes.tools import resolve, schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.types import Prompts
@@ -54,7 +53,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             if config.optim.rehearse:
                 check_online(job)
             after = train(job, begun.state, begun.save)
-            return finish(config, journal, job.model, given, ledger=after.ledger, **count_tasks(job.sampler))
+            return finish(config, journal, job.model, given, ledger=after.ledger, **job.sampler.count())
 
 
 @contextlib.contextmanager
@@ -123,7 +122,7 @@ def _prepared(
     config: OnlineConfig,
     model: LanguageModel,
     journal: Journal,
-    episodes: Episodes | Agents | None,
+    episodes: Player | None,
     rewards: RewardSetup,
     metric: RewardSetup | None,
 ) -> PreparedRows[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from psigrad import extras
 from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.errors import UserError
@@ -18,18 +19,16 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes.placement import open_actors
 from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.outcomes import Samples
 from psigrad.language.rewards.reward_pool import check_weights, names_apart, row_faults
-from psigrad.language.rollout.agents.agent_rollouts import Agents
-from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.scoring import Mixture, ModelScorer, RayScorer, RewardWorker
+from psigrad.language.training.scoring import Mixture, ModelScorer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.processes.sandbox import tier_of_this_machine
 from psigrad.runs.journal import Journal
@@ -100,10 +99,9 @@ class RewardSetup:
     def _functions_scorer(self, journal: Journal | None) -> Iterator[Scorer]:
         placement: Placement | None = getattr(self.config, "placement", None)
         if placement is not None and placement.scorers and journal is not None and journal.world.rank == 0:
-            wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
             make = partial(_pool_of, self.config, self.alone)
-            with open_actors(placement, journal, RewardWorker, (make,), name="scorer", **wants) as actors:
-                yield RayScorer(actors)
+            with extras.load("cluster").open_scorer(placement, make, journal) as scorer:
+                yield scorer
             return
         with self.pool() as pool:
             yield pool
@@ -206,7 +204,7 @@ def evaluator_for(
     scorer: Scorer | None,
     rows: Sequence[Row],
     reference: LanguageModel | None,
-    episodes: Episodes | Agents | None = None,
+    episodes: Player | None = None,
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:

@@ -71,6 +71,15 @@ class Completion:
     seed: int
 
 
+class DrawnToken(NamedTuple):
+    """A sampled token. Its log-probs are those of `Completion`; `top` has the most probable ids with their log-probs."""
+
+    id: int
+    logprob: float
+    sampling_logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The distribution that tokens are drawn from, and when a completion ends.
@@ -137,6 +146,10 @@ class Sampler(ABC):
         depends on nothing else; None where it has none that is exact.
         """
         return None
+
+    def count(self) -> dict[str, Any]:
+        """What it has counted, for the record of the run."""
+        return {}
 
     def close(self) -> None:  # noqa: B027
         """Give back what it holds besides memory of this process; it samples no more."""

@@ -15,8 +15,7 @@ from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
-from psigrad.language.rollout.agents.agent_rollouts import Agents
-from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.collect import rollout
 from psigrad.processes.parallel.world import ALONE, World, each_once
@@ -40,7 +39,7 @@ class Evaluator:
     num_generations: int = 1
     reference: LanguageModel | None = None
     micro_batch_tokens: int = 16384
-    episodes: Episodes | Agents | None = None
+    episodes: Player | None = None
     world: World = ALONE
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:

@@ -1,12 +1,12 @@
-"""Scorers beside processes of this machine: reward models, sums of scorers, and reward functions on a Ray cluster."""
+"""Scorers beside processes of this machine: reward models, and sums of scorers."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
-from psigrad.language.rewards import Failed, Result, RewardPool, Samples, Scored, Scorer, Scoring, Unscored
+from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
 from psigrad.language.rewards.outcomes import join, transcript_of
 from psigrad.language.training.offline.reward_task import step_values
-from psigrad.processes.parallel.actor_pool import ActorPool
 
 
 @dataclass(frozen=True)
@@ -213,58 +212,3 @@ class MixedScoring(Scoring):
             steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
         return Scored(total, parts, tuple(steps)) if fault is None else Failed(total, fault.reason, parts)
-
-
-class RewardWorker:
-    """What runs on a Ray cluster: a pool of processes that can be killed, as on the trainer's own machine."""
-
-    def __init__(self, make: Callable[[], RewardPool]) -> None:
-        self.pool = make()
-
-    def ready(self) -> bool:
-        """Answers when the pool is there."""
-        return True
-
-    def score(self, group: Samples) -> list[Result]:
-        """The results of one group."""
-        scoring = self.pool.begin()
-        scoring.add(group)
-        return scoring.results()
-
-
-class RayScorer:
-    """A `Scorer` by the actors of a pool, a group at a time. Results are those of a pool on this machine."""
-
-    def __init__(self, pool: ActorPool) -> None:
-        self.pool = pool
-
-    def begin(self) -> Scoring:
-        """See `Scorer`."""
-        return RayScoring(self.pool)
-
-
-class RayScoring(Scoring):
-    """A `Scoring` whose groups go out as soon as they are there."""
-
-    def __init__(self, pool: ActorPool) -> None:
-        self._batch = pool.begin()
-        self._results: dict[int, list[Result]] = {}
-
-    def add(self, group: Samples) -> None:
-        """See `Scoring`."""
-        self._batch.add(partial(_ask, group))
-        self.poll()
-
-    def poll(self) -> None:
-        """See `Scoring`."""
-        self._results.update(self._batch.answers(0.0))
-
-    def results(self) -> list[Result]:
-        """See `Scoring`."""
-        while self._batch.pending:
-            self._results.update(self._batch.answers(1.0))
-        return [result for place in range(len(self._results)) for result in self._results[place]]
-
-
-def _ask(group: Samples, actor: Any) -> Any:
-    return actor.score.remote(group)

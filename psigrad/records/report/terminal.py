@@ -38,7 +38,7 @@ def print_result(result: Any) -> None:
         ends = first_and_last(result.before, result.after)
         names = [name for name in result.after if name.startswith("eval/")]
         cells = [[name.removeprefix("eval/"), *(show_number(figures.get(name)) for figures in ends)] for name in names]
-        _print(["held-out", *(f"step {figures.get('step', 0)}" for figures in ends)], cells)
+        print_table(["held-out", *(f"step {figures.get('step', 0)}" for figures in ends)], cells)
     console = Console()
     console.print(
         "", Text(fit_line(verdict(run), 10_000, console.encoding), style="bold"), sep="\n", soft_wrap=not console.is_terminal
@@ -52,7 +52,7 @@ def print_result(result: Any) -> None:
 def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
     """A table of named figures with their intervals and units: {"name", "value"} and where known {"low", "high", "unit"}."""
     cells = [[row.get("name", ""), show_number(row.get("value")), interval(row), row.get("unit", "")] for row in rows]
-    _print(["", "value", "95 % interval", ""], cells, console)
+    print_table(["", "value", "95 % interval", ""], cells, console)
 
 
 def print_lines(lines: Iterable[tuple[str, str]]) -> None:
@@ -64,19 +64,19 @@ def print_lines(lines: Iterable[tuple[str, str]]) -> None:
 
 def print_figures(values: Mapping[str, Any]) -> None:
     """The figures of one evaluation."""
-    _print(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])
+    print_table(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])
 
 
 def print_columns(columns: Mapping[str, Mapping[str, Any]]) -> None:
     """Figures of several, side by side."""
     names = dict.fromkeys(name for figures in columns.values() for name in figures)
-    _print(["", *columns], [[name, *(show_number(figures.get(name)) for figures in columns.values())] for name in names])
+    print_table(["", *columns], [[name, *(show_number(figures.get(name)) for figures in columns.values())] for name in names])
 
 
 def print_completions(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
     """A few completions with their rewards."""
     rows = list(zip(map(prompt_text, prompts), completions, map(show_number, rewards), strict=True))
-    _print(["prompt", "completion", "reward"], rows[:most])
+    print_table(["prompt", "completion", "reward"], rows[:most])
 
 
 def print_before_and_after(run: RunData | str | Path, console: Console | None = None, most: int = 6) -> None:
@@ -88,7 +88,7 @@ def print_before_and_after(run: RunData | str | Path, console: Console | None = 
         for row in rows[:most]
     ]
     if cells:
-        _print(["prompt", *(head for step in steps for head in (f"step {step}", ""))], cells, console)
+        print_table(["prompt", *(head for step in steps for head in (f"step {step}", ""))], cells, console)
 
 
 def print_tasks(metrics: Iterable[Any]) -> None:
@@ -105,17 +105,11 @@ def print_tasks(metrics: Iterable[Any]) -> None:
         ]
         for one in found
     ]
-    _print(["task", "metric", "documents", *columns], cells)
+    print_table(["task", "metric", "documents", *columns], cells)
 
 
-def print_methods(folder: Path) -> None:
-    """The table of a comparison; the page has more columns."""
-    from psigrad.records.report import compare
-
-    _print(*compare.rows(compare.read(folder)))
-
-
-def _print(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:
+def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:
+    """A table with these columns."""
     console = console or Console()
     table = Table(*head)
     for row in rows:

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import psigrad
 from psigrad import cli
-from psigrad.compat import likelihood
 from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import tiny
 from psigrad.language.recipes import sums
-from psigrad.preflight.bench.inputs import prepare
-from psigrad.preflight.bench.workload import Workload
+from psigrad_extras.connect import likelihood
+from psigrad_extras.preflight.bench.inputs import prepare
+from psigrad_extras.preflight.bench.workload import Workload
 
 TALK = [{"role": "user", "content": "What is 2 + 3?"}]
 

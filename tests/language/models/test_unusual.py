@@ -26,7 +26,7 @@ from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad.preflight.plan.shape import count_shape
+from psigrad_extras.preflight.plan.shape import count_shape
 
 COMMON = {
     "vocab_size": 300,

@@ -24,7 +24,7 @@ from psigrad.language.models import language_model, scalar_model, tiny
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups
-from psigrad.preflight.plan.shape import count_shape
+from psigrad_extras.preflight.plan.shape import count_shape
 
 pytestmark = pytest.mark.needs("compiler")
 

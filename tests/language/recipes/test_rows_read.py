@@ -159,7 +159,7 @@ def test_a_row_is_shown_as_its_model_reads_it(chat: Path) -> None:
 
 
 def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    from psigrad.preflight import check
+    from psigrad_extras.preflight import check
 
     monkeypatch.setattr(check, "run", lambda config: [])
     monkeypatch.setattr(check, "report", lambda findings, **how: json.dumps([list(row) for row in how["rows"]]))

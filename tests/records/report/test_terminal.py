@@ -81,12 +81,3 @@ def test_the_verdict_is_one_line_where_no_terminal_breaks_it(run, capsys):
     terminal.print_result(SimpleNamespace(folder=folder, before={}, after={}, model="m", report=""))
     said = str(verdict(load(folder)))
     assert len(said) > 80 and said in capsys.readouterr().out.splitlines()
-
-
-def test_compared_methods_are_a_table_with_intervals(tmp_path, capsys):
-    row = {"proxy": [1.25, 1.0, 1.5], "kl": [2.0, 2.0, 2.0], "seconds": [1234.5, 1234.5, 1234.5]}
-    table = [{"method": "reinforce_moving_average", "truth": [0.9, 0.85, 0.95]} | row]
-    (tmp_path / "compare.json").write_text(json.dumps({"table": table}))
-    terminal.print_methods(tmp_path)
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
-    assert lines == [["reinforce_moving_average", "0.9 [0.85, 0.95]", "1.25 [1, 1.5]", "2", "1,234"]]

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode, observation_ids, prompt_for_reward, prompt_ids
+from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.rollout.episodes.observations import fit, length
 from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sampler, SamplingParams, Stretch, Trajectory
@@ -22,6 +23,29 @@ from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sample
 LINGER = (0.1, 0.02)
 # Difference of log-probs up to which sums of another order explain it, in nats.
 ROUNDING = 1e-3
+# By which rule tokens earn what their session earned: its group are the sessions of its row.
+CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
+
+
+class Player(Protocol):
+    """Who plays with the policy: environments and tools here, or agents that ask it over HTTP (psigrad_serve/agents/)."""
+
+    def play(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
+        params: SamplingParams,
+        *,
+        num_generations: int,
+        seed_of: Callable[[int, int], int],
+        model: LanguageModel,
+        version: int,
+        needs_reward: bool,
+    ) -> list[Trajectory]:
+        """`num_generations` trajectories from each (index, prompt ids, row), in order; `seed_of(i, k)` seeds the k-th of the
+        i-th. With `needs_reward` there is no reward but the player's own.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,19 @@ class Episodes:
     """The most tokens of an answer; 0: as many as there is room for."""
     together: bool = False
     """Whether every turn waits for the answers of all episodes."""
+
+    def play(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
+        params: SamplingParams,
+        *,
+        model: LanguageModel,
+        needs_reward: bool = True,
+        **how: Any,
+    ) -> list[Trajectory]:
+        """See `Player`."""
+        return play(self, sampler, prompts, params, tokenizer=model.tokenizer, max_length=model.max_length, **how)
 
 
 @dataclass

@@ -6,19 +6,20 @@ A call is answered in a turn of its own. What the policy got wrong is said in th
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
+from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import Row, alike
 from psigrad.language.data.templates import decode
 from psigrad.language.rollout.episodes.environments import Message, Step
-from psigrad.language.rollout.episodes.mcp_tools import PREFIX, ServerLost, ServerTool, list_tools
 from psigrad.language.rollout.episodes.tool_calls import (
     FAMILIES,
     BrokenCall,
@@ -32,6 +33,35 @@ from psigrad.processes.workers.process import pick_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+PREFIX = "mcp:"
+
+
+class ServerLost(Exception):
+    """The server gave no answer, through no fault of the policy's."""
+
+
+class ServerTool(ABC):
+    """One tool of a server (psigrad_extras/connect/mcp_tools.py)."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """As the chat template shows it."""
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schemas of the parameters."""
+        properties: Mapping[str, Any] = self.schema["function"]["parameters"].get("properties", {})
+        return properties
+
+    @abstractmethod
+    def connect(self) -> Any:
+        """The connection of this process, made where there is none yet. Raises `UserError`."""
+
+    @abstractmethod
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """What the server answers. Raises `ServerLost`."""
+
 
 Tool = Callable[..., Any] | ServerTool
 # A call that shows how a template writes one: text with quotes, a number, an object.
@@ -48,7 +78,9 @@ def resolve(tools: Sequence[str | Callable[..., Any]], variables: Sequence[str] 
     found: list[Tool] = []
     for tool in tools:
         if isinstance(tool, str) and tool.startswith(PREFIX):
-            found += list_tools(tool.removeprefix(PREFIX).strip(), tuple(sorted(pick_variables(variables).items())))
+            found += extras.load("mcp").list_tools(
+                tool.removeprefix(PREFIX).strip(), tuple(sorted(pick_variables(variables).items()))
+            )
         else:
             found.append(imported_callable(tool, "tool") if isinstance(tool, str) else tool)
     names = [name_of(tool) for tool in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from psigrad import extras
 from psigrad.config import Sampling
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable
@@ -37,9 +38,7 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
             "sample with sampler=vllm."
         )
     if name == "vllm":
-        from psigrad.language.rollout.samplers.vllm_backend import VLLMSampler
-
-        return VLLMSampler(
+        vllm_sampler: Sampler = extras.load("vllm").VLLMSampler(
             model,
             sampling.max_decode_batch,
             memory=sampling.vllm_memory,
@@ -47,6 +46,7 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
             sleep=sampling.vllm_sleep,
             tell=tell,
         )
+        return vllm_sampler
     if name == "transformers" or model.why_padded:
         from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 

@@ -13,10 +13,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.engine.streams import DrawnToken
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.samplers.embedded import OwnWeights, check_room
-from psigrad.language.rollout.types import Completion, FinishReason, Request, SamplingParams
+from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason, Request, SamplingParams
 
 
 class _Drawer(LogitsProcessor):

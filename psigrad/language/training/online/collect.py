@@ -23,8 +23,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import order
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
 from psigrad.language.rewards.outcomes import turns_of
-from psigrad.language.rollout.agents.agent_rollouts import Agents
-from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
+from psigrad.language.rollout.episodes.episodes import Player, returns
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.online.online_run import Online
@@ -165,7 +164,7 @@ def rollout(
     seed_of: Callable[[int, int], int],
     model: LanguageModel,
     version: int,
-    episodes: Episodes | Agents | None = None,
+    episodes: Player | None = None,
     missing_eos_penalty: float = 0.0,
     cache: ActivationCache | None = None,
     phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
@@ -190,17 +189,15 @@ def rollout(
                 requests = [Request(prompts[i].ids, tuple(seed_of(i, k) for k in range(num_generations))) for i in own]
                 found = _sample(sampler, wanted, requests, params, model, version, cache, rewards)
             else:
-                if isinstance(episodes, Episodes):
-                    begin = partial(play, episodes, tokenizer=model.tokenizer, max_length=model.max_length)
-                else:
-                    begin = partial(episodes.play, model=model, needs_reward=scorer is None)
-                found = begin(
+                found = episodes.play(
                     sampler,
                     [(p.index, p.ids, p.row) for p in wanted],
                     params,
                     num_generations=num_generations,
                     seed_of=lambda place, k: seed_of(own[place], k),
+                    model=model,
                     version=version,
+                    needs_reward=scorer is None,
                 )
                 rewards.add_all(found)
         with phase("time/score"):

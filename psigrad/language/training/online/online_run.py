@@ -12,8 +12,7 @@ from psigrad.config import OnlineConfig
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Scorer
-from psigrad.language.rollout.agents.agent_rollouts import Agents
-from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.update import Optimizer
@@ -55,7 +54,7 @@ class Online:
     evaluate: Callable[[int], None] | None = None
     """Evaluates after so many steps, where there are rows for it."""
     critic: ValueModel | None = None
-    episodes: Episodes | Agents | None = None
+    episodes: Player | None = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part of the rewards, by name; 1 for others."""
     collector: Executor | None = None

@@ -1,0 +1,116 @@
+"""What a run places on a Ray cluster, as its section `placement` says: who samples, who scores, who plays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from psigrad.config import OnlineConfig, Placement, PreferenceConfig, SFTConfig
+from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rewards import RewardPool, Scorer
+from psigrad.language.rollout.episodes.environments import Playing
+from psigrad.language.rollout.samplers import samplers
+from psigrad.language.rollout.types import Sampler
+from psigrad.processes.parallel import sharded
+from psigrad.runs.journal import Journal
+from psigrad_extras.cluster.actor_pool import ActorPool, keep_output
+from psigrad_extras.cluster.ray_environments import EnvironmentWorker, RayEnvironments
+from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
+from psigrad_extras.cluster.ray_scorer import RayScorer, RewardWorker
+
+
+@contextlib.contextmanager
+def open_actors(
+    placement: Placement,
+    journal: Journal,
+    kind: type,
+    arguments: Sequence[Any],
+    *,
+    name: str,
+    count: int,
+    cpus: int,
+    gpus: float = 0.0,
+) -> Iterator[ActorPool]:
+    """`count` workers of a kind, for the length of the block; 0: as many as there is room for beside those that were counted.
+    What they print goes to the terminal and to workers.log of the run folder.
+
+    Raises `UserError` where no cluster is named.
+    """
+    if not placement.cluster:
+        raise UserError(f"placement asks for {name}s on a Ray cluster and none was named; give --cluster, or leave them out.")
+    counted = placement.scorers * placement.scorer_cpus + placement.environment_actors * placement.environment_cpus
+    pool = ActorPool(
+        kind,
+        arguments,
+        name=name,
+        address=placement.cluster,
+        count=count,
+        cpus=cpus,
+        gpus=gpus,
+        spare_cpus=counted,
+        minutes=placement.timeout_minutes,
+        tell=journal.tell,
+    )
+    try:
+        with keep_output(kind.__name__, journal.folder.path / "workers.log"):
+            yield pool
+    finally:
+        pool.close()
+
+
+@contextlib.contextmanager
+def open_sampler(
+    config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal
+) -> Iterator[Sampler]:
+    """A sampler on the cluster, which gets the weights of `model`. Rank 0 has the workers."""
+    placement = config.placement
+    arguments = (partial(_load_sampler, config), placement.sampler_cpus)
+    wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
+    with contextlib.ExitStack() as stack:
+        workers = None
+        if journal.world.rank == 0:
+            actors = open_actors(placement, journal, RolloutWorker, arguments, name="sampler", **wants)
+            workers = stack.enter_context(actors)
+        yield RaySampler(
+            workers,
+            lambda: _weights_of(model),
+            lambda: None if model.root is not None else [p._version for p in model.trainable().values()],
+            exact=config.sampling.sampler == "embedded" and not model.why_padded,
+            prompts_per_task=placement.parcel_prompts,
+        )
+
+
+@contextlib.contextmanager
+def open_environments(placement: Placement, make: Callable[[], Playing], journal: Journal) -> Iterator[Playing]:
+    """Environments on the cluster, made there. Rank 0 plays for all."""
+    with contextlib.ExitStack() as stack:
+        pool = None
+        if journal.world.rank == 0:
+            wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
+            actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
+            pool = stack.enter_context(actors)
+        yield RayEnvironments(pool, journal.world)
+
+
+@contextlib.contextmanager
+def open_scorer(placement: Placement, make: Callable[[], RewardPool], journal: Journal) -> Iterator[Scorer]:
+    """Reward functions on the cluster."""
+    wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
+    with open_actors(placement, journal, RewardWorker, (make,), name="scorer", **wants) as actors:
+        yield RayScorer(actors)
+
+
+def _weights_of(model: LanguageModel) -> Any:
+    """(name, whole tensor) of all that learns."""
+    learns = model.trainable()
+    return iter(learns.items()) if model.root is None else sharded.gather(model, set(learns))
+
+
+def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
+    """A model to sample with, on a worker: its first weights are those of the beginning."""
+    model = load_model(config.model, config.run, None)
+    return model, samplers.make(config.sampling, model)

@@ -1,0 +1,132 @@
+"""Sampling by many processes on a Ray cluster, in tasks that any of them can take.
+
+A task is a fixed number of prompts in order, with the version of the weights that they are sampled from. What comes of it
+depends on nothing else, so a run gives the same completions on any number of workers with one type of processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad_extras.cluster.actor_pool import ActorPool
+
+
+@dataclass(frozen=True)
+class Version:
+    """Published weights: their number, and where the cluster keeps them."""
+
+    number: int
+    place: Any
+
+
+class RolloutWorker:
+    """What runs on the cluster: a model with a sampler of its own. Each task says which weights it wants."""
+
+    def __init__(self, make: Callable[[], tuple[LanguageModel, Sampler]], threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.model, self.sampler = make()
+        self.version = -1
+
+    def ready(self) -> bool:
+        """Answers when the model is there."""
+        return True
+
+    def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
+        """(the version sampled from, the completions of each request)."""
+        if self.version != version.number:  # also in a worker that was started again, with the weights of the beginning
+            import ray
+
+            self._load(ray.get(version.place[0]))
+            self.version = version.number
+        return self.version, self.sampler.sample(requests, params)
+
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Any]) -> None:
+        own = self.model.trainable()
+        if own.keys() != weights.keys():
+            raise UserError("The trainer's weights have other names than the worker's; install the same psigrad on all machines.")
+        for name, array in weights.items():
+            own[name].copy_(torch.from_numpy(array.copy()).view(own[name].dtype).view(own[name].shape))
+
+
+class RaySampler(Sampler):
+    """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards."""
+
+    central = True
+
+    def __init__(
+        self,
+        pool: ActorPool | None,
+        weights: Callable[[], Iterator[tuple[str, Tensor]]],
+        versions: Callable[[], object],
+        *,
+        exact: bool,
+        prompts_per_task: int,
+    ) -> None:
+        self.pool, self.exact, self.prompts_per_task = pool, exact, prompts_per_task
+        self._weights, self._versions = weights, versions
+        self._published: tuple[object, Version] | None = None
+
+    def count(self) -> dict[str, Any]:
+        """See `Sampler`: how many tasks went to the cluster."""
+        return {} if self.pool is None else {"fleet": self.pool.entries}
+
+    def snapshot(self) -> Sampler:
+        """See `Sampler`: publishes the weights, unless they are those that it published last."""
+        now = self._versions()
+        if self._published is None or self._published[0] != now or now is None:
+            number = 0 if self._published is None else self._published[1].number + 1
+            held = {name: _array(weight) for name, weight in self._weights()}
+            place = [self.pool.ray.put(held)] if self.pool is not None else []
+            self._published = (now, Version(number, place))
+        return _At(self, self._published[1])
+
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`; from the weights of now."""
+        return self.snapshot().steps(requests, params)
+
+
+class _At(Sampler):
+    """A `RaySampler` at one version."""
+
+    central = True
+
+    def __init__(self, whole: RaySampler, version: Version) -> None:
+        self.whole, self.version, self.exact = whole, version, whole.exact
+
+    def snapshot(self) -> Sampler:
+        return self
+
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        assert self.whole.pool is not None, "only rank 0 samples"
+        size = self.whole.prompts_per_task
+        tasks = [requests[i : i + size] for i in range(0, len(requests), size)]
+        jobs = [partial(_ask, self.version, task, params) for task in tasks]
+        for place, (number, found) in self.whole.pool.run(jobs):
+            if number != self.version.number:
+                raise RuntimeError(f"A sampler drew from version {number} in place of {self.version.number}; please report this.")
+            yield [(place * size + i, completions) for i, completions in enumerate(found)]
+
+
+def _ask(version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:
+    return worker.sample.remote(version, requests, params)
+
+
+def _array(weight: Tensor) -> Any:
+    """A weight as numpy has it, which knows no bfloat16."""
+    own = weight.detach().cpu()
+    return (own.view(torch.int16) if own.dtype == torch.bfloat16 else own.clone()).numpy().copy()

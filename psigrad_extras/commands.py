@@ -1,0 +1,238 @@
+"""The commands of this package. Each parses, calls one public function and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from psigrad.cli import flags
+from psigrad.config import LmEvalConfig, OnlineConfig
+from psigrad.config.methods import declaration
+from psigrad.errors import UserError
+from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
+
+
+def check(arguments: list[str]) -> int:
+    """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
+    config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
+    from psigrad.language.data.rendered_rows import lines
+    from psigrad.records.report import terminal
+    from psigrad_extras.preflight import check, first_rows
+
+    rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
+    if not as_json:
+        terminal.print_lines([*lines(rows), *first_rows.try_rewards(config)])
+    checks = check.run(config)
+    print(check.report(checks, as_json=as_json, rows=rows))
+    return 0 if check.all_pass(checks) else 1
+
+
+def plan(arguments: list[str]) -> int:
+    """Print what a run will take."""
+    config, asked = _parse_plan(arguments)
+    from psigrad_extras.preflight.plan import plan as command
+
+    print(command.run(config, asked))
+    return 0
+
+
+def bench(arguments: list[str]) -> int:
+    """Print what training steps take."""
+    config = flags.parse(BenchConfig, "bench", arguments)
+    from psigrad_extras.preflight.bench import timing as command
+
+    print(command.run(config))
+    return 0
+
+
+def compare(arguments: list[str]) -> int:
+    """Train by several methods and draw the comparison."""
+    methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
+    config = flags.parse(
+        OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
+    )
+    from psigrad.records.report import terminal
+    from psigrad_extras.investigate import compare as compare_page
+    from psigrad_extras.investigate import comparison as compare
+
+    seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
+    page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
+    terminal.print_table(*compare_page.rows(compare_page.read(page.parent)))
+    print(f"report  {page}")
+    return 0
+
+
+def lm_eval(arguments: list[str]) -> int:
+    """Print what lm-eval's tasks say of a model, and of the one that it is compared with."""
+    config = flags.parse(LmEvalConfig, "lm-eval", arguments)
+    try:
+        from psigrad_extras.connect import lm_eval as harness
+    except ImportError as error:
+        raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
+    from psigrad.records.report import terminal
+
+    terminal.print_tasks(harness.run(config).metrics)
+    return 0
+
+
+def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
+    """(settings of the method that the first argument names, what its plan is told). Prints help and exits on --help."""
+    usage = (
+        "psigrad plan METHOD [--memory 24GB] [--devices N] [--prompt-length N] [--completion-length N] [--json] "
+        "[METHOD's settings]"
+    )
+    name = next((text for text in arguments[:1] if not text.startswith("-")), "")
+    if not name and flags.asks_for_help(arguments):
+        print(f"{usage}\n\nPeak memory, batch arithmetic and speed of a run, from the model's configuration alone.")
+        raise SystemExit(0)
+    if not name:
+        raise UserError(f"plan got no method; the usage is {usage}.")
+    method = declaration(name)
+    asked, rest = flags.split_off(PlanConfig, f"plan {name}", arguments[1:])
+    return flags.parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
+
+
+_REPLAY = "psigrad replay RUN --step N [--method NAME|MAPPING ...] [--output FILE]"
+
+
+def replay(arguments: list[str]) -> int:
+    """Recompute a step of a run; exit status 1 where it is not the recorded one."""
+    if flags.asks_for_help(arguments):
+        print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest checkpoint before it and the run's rows, and say")
+        print("what is not as it is recorded. With --method also what other methods would have done with the same completions:")
+        print("dapo, rloo, …, or a variant such as '{preset: grpo, kl: null}'. The page with every token goes to RUN/replays/.")
+        return 0
+    names, listed, rest = flags.parse_lists(arguments, "--step", "--method", "--output")
+    if len(names) != 1 or rest or len(listed["--step"]) != 1 or len(listed["--output"]) > 1:
+        raise UserError(f"replay takes one run folder and one step; the usage is {_REPLAY}.")
+    from psigrad.config.nested import read_value
+    from psigrad.records.report import terminal
+    from psigrad_extras.investigate import replay, replay_page
+
+    number, methods = flags.whole_number("--step", listed["--step"][0]), [read_value(text) for text in listed["--method"]]
+    found = replay.replay(names[0], number, methods)
+    print("\n".join(replay.lines_of(found)))
+    terminal.print_columns(found.methods)
+    print(f"page: {replay_page.write(found, ''.join(listed['--output']))}")
+    return 1 if found.differences else 0
+
+
+def export(arguments: list[str]) -> int:
+    """Write a model as others use it."""
+    usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nThe model of a run, a folder, a hub name or a GGUF file, in a folder of its own:\n")
+        print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
+        print(
+            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the whole model, an adapter merged in, for transformers"
+        )
+        print("  adapter  the adapter alone, for peft")
+        return 0
+    names, _, rest = flags.parse_lists(arguments)
+    given = flags.plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
+    if len(names) != 1:
+        raise UserError(f"export got {' '.join(names) or 'nothing'} and takes one run folder or model; the usage is {usage}.")
+    from psigrad_extras.connect import exporting as recipe
+
+    made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
+    off = (
+        f": {made.path.stat().st_size / 1e6:,.0f} MB, off by {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
+    )
+    print(f"{made.path}{off}")
+    if off:
+        print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
+    return 0
+
+
+def merge(arguments: list[str]) -> int:
+    """`export --to merged`."""
+    if "--to" in arguments:
+        raise UserError("merge writes the merged model; `psigrad export` takes --to.")
+    return export(arguments if flags.asks_for_help(arguments) else [*arguments, "--to", "merged"])
+
+
+def sweep(arguments: list[str]) -> int:
+    """Search over settings."""
+    usage = (
+        "psigrad sweep METHOD --search NAME:LOW..HIGH[:log] NAME:A,B,C … [--trials 20] [--seeds 0 1 2] [--metric NAME] "
+        "[--direction maximize|minimize] [--search-by tpe|random] [--output-dir FOLDER] [METHOD's settings]"
+    )
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nTrials over any settings, chosen by Optuna, each trained over the seeds and judged by its held-out")
+        print("figure. The same command goes on where it was stopped. METHOD is one of `psigrad --help`, or: control ppo.")
+        return 0
+    single = ("--trials", "--metric", "--direction", "--search-by", "--output-dir")
+    names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
+    given = {flag: listed[flag][0] if len(listed[flag]) == 1 else "" for flag in single}
+    if wrong := next((flag for flag in single if len(listed[flag]) > 1), ""):
+        raise UserError(f"sweep got {wrong} {' '.join(listed[wrong])} and takes one value; the usage is {usage}.")
+    if not names:
+        raise UserError(f"sweep got no method; the usage is {usage}.")
+    for flag, known in (("--direction", ("maximize", "minimize")), ("--search-by", ("tpe", "random"))):
+        if given[flag] and given[flag] not in known:
+            raise UserError(f"{flag} is {given[flag]!r}; expected {' or '.join(known)}.")
+    from psigrad_extras.investigate import search as recipe
+
+    asked: Any = {"sampler": given["--search-by"] or "tpe", "direction": given["--direction"], "metric": given["--metric"]}
+    page = recipe.run(
+        recipe.Search(
+            command=(*names, *rest),
+            spaces=tuple(map(recipe.space_of, listed["--search"])),
+            folder=Path(given["--output-dir"] or "runs/sweep"),
+            trials=flags.whole_number("--trials", given["--trials"] or "20"),
+            seeds=tuple(flags.whole_number("--seeds", text) for text in listed["--seeds"]) or (0,),
+            **asked,
+        )
+    )
+    print(recipe.summary(page.parent))
+    print(f"sweep   {page}")
+    return 0
+
+
+def push(arguments: list[str]) -> int:
+    """Upload a finished run's model."""
+    usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nUpload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub.")
+        print("The token is that of HF_TOKEN or of `hf auth login`. A repository that is there gets a new commit.")
+        print("\n  --private          make a new repository private")
+        print("  --revision BRANCH  branch to upload to, made where it is missing (default main)")
+        return 0
+    names, listed, rest = flags.parse_lists(arguments, "--revision")
+    given = flags.plain("push", rest, {"private": False})
+    if len(names) != 2 or len(listed["--revision"]) > 1:
+        raise UserError(f"push got {' '.join(names) or 'nothing'} and takes a run folder and a repository; the usage is {usage}.")
+    from psigrad_extras.connect import hub
+
+    print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))
+    return 0
+
+
+def doctor(arguments: list[str]) -> int:
+    """Print what the machine offers."""
+    if flags.asks_for_help(arguments):
+        print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
+        return 0
+    given = flags.plain("doctor", arguments, {"json": False})
+    from psigrad_extras.preflight import doctor
+
+    print(doctor.report(as_json=given["json"]))
+    return 0
+
+
+def experiment(arguments: list[str]) -> int:
+    """Run an experiment."""
+    from psigrad_extras.experiments import declarations as experiment
+
+    usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
+    if not arguments or arguments[0].startswith("-"):
+        if not flags.asks_for_help(arguments):
+            raise UserError(f"experiment got no name; the usage is {usage}.")
+        print(usage)
+        for title, few in experiment.groups().items():
+            print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
+        return 0
+    settings = flags.parse(experiment.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
+    experiment.run(arguments[0], settings)
+    return 0

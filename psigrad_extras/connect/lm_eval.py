@@ -1,0 +1,317 @@
+"""lm-eval's tasks on psigrad's models: log-likelihoods by the packed forward pass, answers by the embedded sampler.
+
+`lm_eval` knows the model class below as "psigrad" once this module is imported:
+
+    import lm_eval, psigrad_extras.connect.lm_eval
+    lm_eval.simple_evaluate(model="psigrad", model_args={"pretrained": "runs/grpo/model"}, tasks=["piqa"])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lm_eval import evaluator, utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+
+from psigrad import seeds
+from psigrad.config import LmEvalConfig, Model, Run, Sampling
+from psigrad.errors import UserError, nearest, reason_of
+from psigrad.intervals import Interval, mean_interval, over_seeds
+from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.loading.chat_settings import settle_chat
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Ids
+from psigrad.language.rollout.samplers import samplers
+from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.records.checkpoint import MANIFEST
+from psigrad.runs import machine
+from psigrad_extras.connect.likelihood import EVERYDAY, likelihoods
+
+EVERYDAY_TASK: dict[str, Any] = {
+    "task": "everyday",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": str(EVERYDAY)}},
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{query}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "gold",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1},
+}
+_ROOM = 256
+"""Tokens of an answer where a task does not say, as in lm-eval's `hf`."""
+_SAMPLED = {"do_sample", "temperature", "top_p", "top_k", "min_p"}
+
+
+@register_model("psigrad")
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """A model as lm-eval sees it: a `LanguageModel`, or what `pretrained` names. It computes what lm-eval's `hf` computes."""
+
+    def __init__(
+        self,
+        pretrained: str | LanguageModel,
+        *,
+        dtype: str = "float32",
+        device: str | None = None,
+        micro_batch_tokens: int = 4096,
+        max_decode_batch: int = 256,
+        seed: int = 0,
+        threads: int = 0,
+        trust_remote_code: bool = False,
+        chat_template_kwargs: str | dict[str, Any] = "",
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+    ) -> None:
+        """`batch_size` and `max_batch_size` are lm-eval's and mean nothing here: batches are filled to `micro_batch_tokens`."""
+        super().__init__()
+        if isinstance(pretrained, LanguageModel):
+            self.model = pretrained
+        else:
+            run = Run(device=device or "auto", threads=threads, seed=seed)
+            machine.prepare_torch(run)
+            settings = Model(pretrained, dtype=dtype, trust_remote_code=trust_remote_code, adapter="merge")  # type: ignore[arg-type]
+            settings = replace(settings, chat_template_kwargs=chat_template_kwargs)
+            self.model = load_model(settings, run, None)
+            for manifest in sorted(Path(pretrained).parent.glob(f"checkpoints/*/{MANIFEST}"))[:1]:  # a run's model has its date
+                settle_chat(self.model.tokenizer, settings, manifest.parent, self.model.network)
+        self.tokenizer = self.model.tokenizer
+        self.sampler = samplers.make(Sampling(max_decode_batch=max_decode_batch), self.model)
+        self.budget, self.seed = micro_batch_tokens, seed
+        self._device = self.model.device
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context is replaced by."""
+        bos = self.tokenizer.bos_token_id
+        return int(bos) if bos is not None else self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the fingerprint of cached requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the model."""
+        return self.model.max_length
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """What is sampled from: an assistant's turn at the end, which lm-eval begins for the model, is gone on with."""
+        return Talk(self.tokenizer, Row("a question of lm-eval")).prompt(chat_history)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids; without the tokenizer's special ones where the text begins with its BOS already."""
+        if add_special_tokens is None and has_bos_prefix(string, str(self.tokenizer.decode([self.prefix_token_id]))):
+            add_special_tokens = False
+        asked = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer(string, verbose=False, **asked)["input_ids"])
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        """(log p, whether greedy) of each continuation. A context that is too long loses its beginning."""
+        asked: list[tuple[Ids, Ids]] = []
+        for _pair, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise UserError(
+                    f"A continuation has {len(continuation)} tokens and the model has {self.max_length} positions; "
+                    "leave the task out."
+                )
+            asked.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
+        found = [(one.logp, one.greedy) for one in likelihoods(self.model, asked, self.budget)]
+        for request, answer in zip(requests, found, strict=True):
+            if (pair := request[0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", pair, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """log p of whole texts, in windows of the model's length."""
+        found = []
+        for (text,) in (request.args for request in requests):
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            asked = [(None, *utils.make_disjoint_window(window)) for window in windows]
+            found.append(sum(logp for logp, _ in self._loglikelihood_tokens(asked)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """An answer to each request, up to the first of its stop strings."""
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        texts = [""] * len(requests)
+        for places in groups.values():
+            given = requests[places[0]].args[1]
+            wanted = normalize_gen_kwargs(given, _ROOM)
+            until = handle_stop_sequences(wanted["until"], eos=str(self.tokenizer.decode([self.eot_token_id])))
+            params = self._params(dict(wanted), until)
+            room = self.max_length - params.max_tokens
+            if room < 1:
+                raise UserError(f"The task asks for {params.max_tokens} tokens and the model has {self.max_length} positions.")
+            prompts = [tuple(self.tok_encode(requests[i].args[0])[-room:]) for i in places]
+            asked = [Request(ids, (seeds.derive(self.seed, "lm-eval", i),)) for i, ids in zip(places, prompts, strict=True)]
+            for i, (completion,) in zip(places, self.sampler.sample(asked, params), strict=True):
+                ids = list(completion.ids)
+                written = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                texts[i] = _cut(str(written), until)  # as lm-eval decodes
+                self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+        return texts
+
+    def _params(self, wanted: Mapping[str, Any], until: Sequence[str]) -> SamplingParams:
+        """How to sample. A token ends an answer that has a stop string within it."""
+        unknown = sorted(set(wanted) - _SAMPLED - {"until", "max_gen_toks"})
+        if unknown:
+            raise UserError(
+                f"The task asks for {', '.join(unknown)}, which psigrad's sampler does not know; it knows "
+                f"{', '.join(sorted(_SAMPLED))}."
+            )
+        sampled = bool(wanted.get("do_sample"))
+        words = self.tokenizer.batch_decode([[i] for i in range(self.model.vocabulary)], clean_up_tokenization_spaces=False)
+        stops = {i for i, word in enumerate(words) if any(stop in word for stop in until)}
+        return SamplingParams(
+            int(wanted["max_gen_toks"]),
+            temperature=float(wanted.get("temperature", 1.0)) if sampled else 0.0,
+            top_p=float(wanted.get("top_p", 1.0)) if sampled else 1.0,
+            top_k=int(wanted.get("top_k", 0)) if sampled else 0,
+            min_p=float(wanted.get("min_p", 0.0)) if sampled else 0.0,
+            stop_token_ids=tuple(sorted(stops | set(self.model.eos_token_ids))),
+        )
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    return min((text.split(stop)[0] for stop in until if stop), key=len, default=text)
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """One metric of one task: of the model, of the baseline, and their difference, with 95 % intervals over documents."""
+
+    task: str
+    metric: str
+    documents: int
+    model: Interval
+    baseline: Interval | None = None
+    difference: Interval | None = None
+    """Model less baseline on the same documents."""
+
+
+@dataclass(frozen=True)
+class LmEvalResult:
+    """What `run` found; `raw` is what lm-eval gives, of each model by its name."""
+
+    metrics: tuple[TaskMetric, ...]
+    raw: dict[str, Any]
+
+
+def run(config: LmEvalConfig) -> LmEvalResult:
+    """Evaluate the model, and the baseline if there is one, on the same documents.
+
+    Raises `UserError` for unknown tasks, and for data that cannot be had.
+    """
+    if not config.model or not config.tasks:
+        missing = "model (--model)" if not config.model else "task (--tasks), such as everyday"
+        raise UserError(f"No {missing} was given; type for example `psigrad lm-eval --model runs/grpo/model --tasks everyday`.")
+    manager = _manager(config)
+    tasks = [_task(name, manager) for name in config.tasks]
+    names = [config.model, *([config.baseline] if config.baseline else [])]
+    raw = {name: _evaluated(config, name, tasks, manager) for name in names}
+    result = LmEvalResult(tuple(_metrics(*(raw[name] for name in names))), raw)
+    if config.output:
+        content = {"settings": asdict(config), "metrics": [asdict(one) for one in result.metrics], "raw": raw}
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(config.output).write_text(json.dumps(content, default=str, ensure_ascii=False) + "\n")
+    return result
+
+
+def _manager(config: LmEvalConfig) -> TaskManager:
+    """Who knows the tasks. lm-eval's own are ten thousand files, which are read only where they are asked for."""
+    own = TaskManager(include_path=config.include_path or None, include_defaults=False)
+    named = [name for name in config.tasks if name != EVERYDAY_TASK["task"] and not _is_file(name)]
+    return own if all(own.match_tasks([name]) for name in named) else TaskManager(include_path=config.include_path or None)
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _task(name: str, manager: TaskManager) -> Any:
+    """A task as lm-eval takes it: its name, or the settings of one."""
+    if name == EVERYDAY_TASK["task"]:
+        return EVERYDAY_TASK
+    if _is_file(name):
+        if not Path(name).is_file():
+            raise UserError(f"There is no task file {name!r}; give a YAML file of lm-eval, or the name of a task.")
+        return str(Path(name).absolute())
+    if not manager.match_tasks([name]):
+        known = [EVERYDAY_TASK["task"], *manager.all_tasks]
+        raise UserError(f"lm-eval has no task {name!r}{nearest(name, known) or '; `lm_eval ls tasks` lists them.'}")
+    return name
+
+
+def _evaluated(config: LmEvalConfig, name: str, tasks: Sequence[Any], manager: TaskManager) -> dict[str, Any]:
+    model = HarnessModel(
+        name,
+        dtype=config.dtype,
+        device=config.device,
+        micro_batch_tokens=config.micro_batch_tokens,
+        max_decode_batch=config.max_decode_batch,
+        seed=config.seed,
+        threads=config.threads,
+        trust_remote_code=config.trust_remote_code,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
+    try:
+        found = evaluator.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=config.num_fewshot or None,
+            limit=config.limit or None,
+            apply_chat_template=config.apply_chat_template,
+            task_manager=manager,
+            bootstrap_iters=0,
+            random_seed=config.seed,
+            fewshot_random_seed=config.seed,
+            log_samples=True,
+        )
+    except (OSError, ConnectionError) as error:
+        raise UserError(f"The data of {', '.join(config.tasks)} cannot be had: {reason_of(error)}.") from error
+    return {key: found[key] for key in ("results", "samples", "versions", "n-samples")}
+
+
+def _metrics(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> Iterator[TaskMetric]:
+    """Each metric that every document has a number for."""
+    for task, samples in own["samples"].items():
+        theirs = None if other is None else other["samples"][task]
+        for metric in samples[0]["metrics"]:
+            values = [sample.get(metric) for sample in samples]
+            if not all(isinstance(value, int | float) for value in values):
+                continue
+            if theirs is None:
+                yield TaskMetric(task, metric, len(values), _interval(values))
+                continue
+            before = [sample[metric] for sample in theirs]
+            difference = over_seeds(a - b for a, b in zip(values, before, strict=True))
+            yield TaskMetric(task, metric, len(values), _interval(values), _interval(before), difference)
+
+
+def _interval(values: Sequence[float]) -> Interval:
+    found = [float(value) for value in values]
+    return Interval(sum(found) / len(found), *mean_interval(found))

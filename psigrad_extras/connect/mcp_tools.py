@@ -1,0 +1,105 @@
+"""Tools of a server of the Model Context Protocol, which is started as a program or found at an address.
+
+Each worker has a connection of its own, and a server that is a program ends with it: at the end of its input, or killed with
+the worker, whose mark it carries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from psigrad.errors import UserError, reason_of
+from psigrad.language.rollout.episodes.tools import ServerLost, ServerTool
+from psigrad.processes.workers.process import START_LIMIT
+
+INVALID_PARAMETERS = -32602
+"""JSON-RPC's code for a call that the server does not take."""
+
+
+@dataclass(frozen=True)
+class MCPTool(ServerTool):
+    """One tool of a server: of a command, or of an address that begins with http."""
+
+    server: str
+    name: str
+    schema: Mapping[str, Any]
+
+    def connect(self) -> tuple[Any, Any]:
+        """See `ServerTool`."""
+        if self.server not in _connections:
+            stack = contextlib.ExitStack()
+            _connections[self.server] = stack, *stack.enter_context(_connect(self.server, os.environ))
+        return _connections[self.server][1:]
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """See `ServerTool`."""
+        from mcp import MCPError
+
+        try:
+            portal, client = self.connect()
+            result = portal.call(client.call_tool, self.name, dict(arguments))
+        except Exception as error:
+            if isinstance(error, MCPError) and error.error.code == INVALID_PARAMETERS:
+                return f"error: {error}"
+            if self.server in _connections:
+                with contextlib.suppress(Exception):  # of a connection that is broken already
+                    _connections.pop(self.server)[0].close()
+            raise ServerLost(f"the MCP server {self.server!r} gave no answer ({reason_of(error)})") from error
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        text = "\n".join(parts) or ("" if result.structured_content is None else json.dumps(result.structured_content))
+        return f"error: {text}" if result.is_error else text
+
+
+_connections: dict[str, tuple[contextlib.ExitStack, Any, Any]] = {}
+
+
+@contextlib.contextmanager
+def _connect(server: str, variables: Mapping[str, str], seconds: float | None = None) -> Iterator[tuple[Any, Any]]:
+    """An event loop in a thread, and a client in it that waits so long for an answer. Raises `UserError` where there is none."""
+    try:
+        from anyio.from_thread import start_blocking_portal
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+    except ImportError:
+        raise UserError("Tools of an MCP server need the package mcp: pip install 'psigrad[mcp]'.") from None
+
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        where: Any = server
+        try:
+            if not server.startswith(("http://", "https://")):
+                command, *arguments = shlex.split(server)
+                parameters = StdioServerParameters(command=command, args=arguments, env=dict(variables))
+                where = stdio_client(parameters, errlog=said)
+            portal = stack.enter_context(start_blocking_portal())
+            client = stack.enter_context(portal.wrap_async_context_manager(Client(where, read_timeout_seconds=seconds)))
+            yield portal, client
+        except Exception as error:
+            said.seek(0)
+            last = (said.read()[-2000:].strip().splitlines() or [reason_of(error)])[-1]
+            raise UserError(
+                f"The MCP server {server!r} did not start ({last}); expected mcp:COMMAND, or mcp:http://… of one that runs."
+            ) from error
+
+
+@functools.cache
+def list_tools(server: str, variables: tuple[tuple[str, str], ...]) -> tuple[MCPTool, ...]:
+    """The tools that a server has. It is asked once in a process, with these environment variables."""
+    found: list[MCPTool] = []
+    with _connect(server, dict(variables), START_LIMIT) as (portal, client):
+        cursor = None
+        while True:
+            page = portal.call(functools.partial(client.list_tools, cursor=cursor))
+            for tool in page.tools:
+                function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                found.append(MCPTool(server, tool.name, {"type": "function", "function": function}))
+            if not (cursor := page.next_cursor):
+                return tuple(found)

@@ -1,0 +1,312 @@
+"""Environments of the library verifiers, in its form of version 0.4: tasksets, harnesses, traces.
+
+There a harness, the program of an agent, asks a served model for each of its turns. Here the policy stands behind that server:
+what the harness asks is an observation, what the policy writes is the answer.
+
+Source: https://github.com/PrimeIntellect-ai/verifiers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType
+from typing import Any
+
+from psigrad.errors import UserError, nearest, reason_of
+from psigrad.language.rollout.episodes.environments import Message, Observation
+from psigrad.language.rollout.episodes.tool_calls import FAMILIES, BrokenCall, ToolCall
+from psigrad.language.rollout.episodes.tools import CallForm
+
+# The column of a row that says which task of the taskset it is.
+TASK = "task_idx"
+
+
+def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str = "") -> type:
+    """The environment that these settings of verifiers describe, or that the function gives, as a class for `--environment`.
+
+    ```python
+    from psigrad_extras.connect.verifiers_environment import adapt
+
+    agent = {"harness": {"id": "psigrad-chat"}, "runtime": {"type": "subprocess"}}
+    Wordle = adapt({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": agent})
+    ```
+
+    The harness psigrad-chat is a chat without tools in psigrad's own process; any other of verifiers' will do that adds to its
+    conversation and rewrites nothing of it. Its rows are the taskset's. The reward is the trace's, on the last turn;
+    `max_turns` must not be below the environment's own. `call_family` names the form of tool calls, such as Hermes; without it
+    each of the known forms is tried.
+    """
+    known = [family.name for family in FAMILIES]
+    if call_family and call_family not in known:
+        raise UserError(f"There is no form of calls {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
+    given = staticmethod(environment) if callable(environment) else environment
+    return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given, "form": CallForm(call_family)})
+
+
+class VerifiersEpisode:
+    """One episode of an environment; `adapt` makes a class of it, whose environment serves all episodes of a process."""
+
+    environment: Any = None
+    form = CallForm()
+    _house: _House | None = None
+
+    @classmethod
+    def house(cls) -> _House:
+        """The environment at work."""
+        if cls._house is None:
+            cls._house = _House(cls.environment)
+        return cls._house
+
+    def reset(self, row: Mapping[str, Any]) -> Observation | None:
+        """Begin its task; what the harness asks behind the row's prompt."""
+        if not isinstance(row.get(TASK), int):
+            raise ValueError(f"the row has no {TASK}; the rows of an environment of verifiers are its own, so give no dataset")
+        self._talk = _Talk(self.house(), row[TASK])
+        prompt = [_plain(message) for message in row["prompt"]]
+        self._said, tools = self._talk.asked()
+        offered = [tool["function"] for tool in tools]
+        self._parameters = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in offered}
+        if self._said[: len(prompt)] != prompt or tools != (row.get("tools") or []):
+            raise ValueError("the harness asks with another prompt, or other tools, than for the first task of the taskset")
+        return self._said[len(prompt) :] or None
+
+    def step(self, completion: str) -> tuple[Observation, float, bool]:
+        """What the harness asks next; at the end the reward. A call that cannot be read is answered here, and it hears nothing of
+        that.
+        """
+        found = self.form.read(completion, self._parameters) if self._parameters else []
+        if broken := [call for call in found if isinstance(call, BrokenCall)]:
+            return [{"role": "tool", "name": "error", "content": f"error: {call.reason}"} for call in broken], 0.0, False
+        self._talk.answer(completion, [call for call in found if isinstance(call, ToolCall)])
+        before = [*self._said, {"role": "assistant", "content": completion}]
+        try:
+            self._said, _ = self._talk.asked()
+        except _EndedError as end:
+            return "", end.reward(), True
+        # what the policy wrote counts as it wrote it, in whatever form the harness hands it back
+        for said, now in itertools.zip_longest(before, self._said[: len(before)]):
+            if now is None or said["role"] != now["role"] or (said != now and said["role"] != "assistant"):
+                raise ValueError("the harness rewrote its conversation; take one that only adds to it, such as psigrad-chat")
+        return self._said[len(before) :], 0.0, False
+
+    def __del__(self) -> None:
+        if hasattr(self, "_talk"):
+            self._talk.close()
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
+        """The first tasks of the taskset, with what the harness adds to the first: a system prompt, and tools."""
+        own = cls.house()
+        tasks = [own.task(number) for number in range(count) if own.task(number) is not None]
+        talk = _Talk(own, 0)
+        try:
+            asked, tools = talk.asked()
+        except _EndedError as end:
+            raise UserError(f"The environment asked the policy nothing ({end.why()}); look at its taskset and harness.") from end
+        finally:
+            talk.close()
+        head = asked[: max(0, len(asked) - len(_prompt(tasks[0])))]
+        if not asked or asked != [*head, *_prompt(tasks[0])]:
+            raise UserError("The harness asks something else than its task's prompt; take another, such as psigrad-chat.")
+        more = {"tools": tools} if tools else {}
+        return [{"prompt": [*head, *_prompt(task)], TASK: number, **more} for number, task in enumerate(tasks)]
+
+
+class _House:
+    """An environment at work in a thread of its own, beside the server that stands for the policy."""
+
+    def __init__(self, environment: Mapping[str, Any] | Callable[[], Any]) -> None:
+        try:
+            import verifiers.v1 as verifiers
+            from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        except ImportError as error:
+            raise UserError(f"verifiers 0.4 is not there ({error}): pip install 'psigrad[verifiers]'.") from error
+        _offer_chat(verifiers)
+        given = environment() if callable(environment) else load_environment(resolve_env_config(dict(environment)))
+        self.verifiers, self.environment, self._unread, self._tasks = verifiers, given, iter(given.taskset), list[Any]()
+        self.talks: dict[str, _Talk] = {}
+        self.loop = asyncio.new_event_loop()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Policy, self.talks))
+        for work in (self.loop.run_forever, self.server.serve_forever):
+            threading.Thread(target=work, name="an environment of verifiers", daemon=True).start()
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        for name in ("no_proxy", "NO_PROXY"):  # a proxy does not know this machine
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+        serving = self.environment.serving()
+        self.run(serving.__aenter__()).result()
+        # it serves for as long as this process is there; one that is killed takes all that it started along
+        atexit.register(lambda: self.run(serving.__aexit__(None, None, None)).result(30.0))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Begin this in the thread of the environment."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def task(self, number: int) -> Any:
+        """The task of that number; None where the taskset has fewer."""
+        self._tasks += itertools.islice(self._unread, max(0, number + 1 - len(self._tasks)))
+        return self._tasks[number] if number < len(self._tasks) else None
+
+
+class _Policy(BaseHTTPRequestHandler):
+    """The server: /EPISODE/v1/chat/completions waits for the policy's turn in the episode."""
+
+    def __init__(self, talks: Mapping[str, _Talk], *connection: Any) -> None:
+        self.talks = talks
+        super().__init__(*connection)
+
+    def do_POST(self) -> None:
+        """A request of the harness."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        talk = self.talks.get(self.path.split("/")[1])
+        said = None if talk is None else talk.ask(body)
+        if said is None:
+            self.send_error(503, "the episode is over")
+            return
+        streams = bool(body.get("stream"))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+        self.end_headers()
+        self.wfile.write(_reply(*said, str(body.get("model", "policy")), streams).encode())
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+class _EndedError(Exception):
+    """The episode is over: with what verifiers made of it, or an exception."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def reward(self) -> float:
+        """That of the policy's trace. Raises `RuntimeError` where there is none."""
+        if isinstance(self.made, BaseException) or not self.made.ok:
+            raise RuntimeError(self.why()) from self
+        return float(sum(trace.reward for trace in self.made.traces if trace.agent.trainable))
+
+    def why(self) -> str:
+        """What went wrong."""
+        if isinstance(self.made, BaseException):
+            return reason_of(self.made)
+        errors = [*self.made.errors, *(error for trace in self.made.traces for error in trace.errors)]
+        return "; ".join(f"{error.type}: {error.message}" for error in errors) or "it ended at once"
+
+
+class _Talk:
+    """One episode: what the harness asks, and what the policy answers."""
+
+    def __init__(self, house: _House, number: int) -> None:
+        self._house, self._name = house, str(next(_NUMBERS))
+        self._asked, self._answers = queue.SimpleQueue[Any](), queue.SimpleQueue[tuple[str, Sequence[ToolCall]] | None]()
+        house.talks[self._name] = self
+        own = house.verifiers
+        client = own.EvalClientConfig(base_url=f"{house.address}/{self._name}/v1", api_key_var="PSIGRAD_CALLS_NOBODY")
+        self._run = house.run(self._play(house.task(number), own.ModelContext(model="policy", client=client)))
+
+    def close(self) -> None:
+        """End the episode where it is; nobody answers it any more."""
+        self._run.cancel()
+        self._house.talks.pop(self._name, None)
+        self._answers.put(None)
+
+    def asked(self) -> tuple[list[Message], list[Any]]:
+        """The conversation that the harness asks with next, and its tools. Raises `_EndedError`."""
+        found = self._asked.get()
+        if not isinstance(found, dict):
+            raise _EndedError(found)
+        named = {call["id"]: call["function"]["name"] for m in found["messages"] for call in m.get("tool_calls") or ()}
+        said = [
+            {**_plain(m), **({"name": named.get(m["tool_call_id"], "")} if m["role"] == "tool" else {})}
+            for m in found["messages"]
+        ]
+        return said, found.get("tools") or []
+
+    def answer(self, text: str, called: Sequence[ToolCall]) -> None:
+        """The policy's turn, and the calls in it."""
+        self._answers.put((text, called))
+
+    def ask(self, body: dict[str, Any]) -> tuple[str, Sequence[ToolCall]] | None:
+        """What the policy says to a request, and calls; None where the episode is over."""
+        self._asked.put(body)
+        return self._answers.get()
+
+    async def _play(self, task: Any, context: Any) -> None:
+        try:
+            self._asked.put(await self._house.environment.run_episode(task, context))
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # without an end the policy would wait for ever
+            self._asked.put(error)
+
+
+_NUMBERS = itertools.count()
+
+
+def _plain(message: Any) -> Message:
+    """A message as role and text."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(part["text"] for part in content)
+    return {"role": message["role"], "content": content}
+
+
+def _prompt(task: Any) -> list[Message]:
+    """A task's system prompt and prompt."""
+    system, prompt = task.data.system_prompt, task.data.prompt
+    said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [m.model_dump() for m in prompt or ()]
+    return [*([{"role": "system", "content": system}] if system else []), *map(_plain, said)]
+
+
+def _reply(text: str, called: Sequence[ToolCall], model: str, streams: bool) -> str:
+    """The policy's turn as an OpenAI-compatible server gives it: whole, or as the chunks of a stream."""
+    asked = [
+        {
+            "index": n,
+            "id": f"call-{next(_NUMBERS)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for n, call in enumerate(called)
+    ]
+    message = {"role": "assistant", "content": text, **({"tool_calls": asked} if asked else {})}
+    why = "tool_calls" if asked else "stop"
+    kind, said = ("chat.completion.chunk", "delta") if streams else ("chat.completion", "message")
+    parts = [(message, None), ({}, why)] if streams else [(message, why)]
+    choices = [{"index": 0, said: part, "finish_reason": end} for part, end in parts]
+    bodies = [json.dumps({"id": "policy", "created": 0, "model": model, "object": kind, "choices": [one]}) for one in choices]
+    return "".join(f"data: {part}\n\n" for part in (*bodies, "[DONE]")) if streams else bodies[0]
+
+
+def _offer_chat(verifiers: Any) -> None:
+    """Make psigrad-chat known to verifiers, which finds a harness by the name of a module."""
+
+    class ChatHarness(verifiers.Harness[verifiers.HarnessConfig]):  # type: ignore[misc]
+        """A chat without tools: a turn for each message, in this process, where others start a program for each."""
+
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+        EXECUTES_CODE = NEEDS_CONTAINER = False
+
+        async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> Any:
+            import httpx
+            from verifiers.v1.dialects.chat import message_to_wire
+
+            system, prompt = self.resolve_prompt(data)
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [message_to_wire(m) for m in prompt]
+            body = {"model": ctx.model, "messages": [*([{"role": "system", "content": system}] if system else []), *said]}
+            async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+                given = await client.post(
+                    f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
+                )
+            return verifiers.ProgramResult(int(given.is_error), "", given.text if given.is_error else "")
+
+    module = ModuleType("psigrad_chat")
+    module.__dict__.update(__all__=["ChatHarness"], ChatHarness=ChatHarness)
+    sys.modules.setdefault(module.__name__, module)

@@ -1,0 +1,226 @@
+"""Several methods from one checkpoint, over seeds, with equal samples: reward, truth, KL, length, time and memory.
+
+Every run is a process of its own, so that its memory is its own. `compare.json` in the output folder holds what was measured; the
+page is drawn from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
+from psigrad.config.load import load, to_dict
+from psigrad.config.methods import declaration
+from psigrad.errors import UserError
+from psigrad.intervals import over_seeds
+from psigrad.language.data import preferences
+from psigrad.language.recipes import api, evaluate, online_settings
+from psigrad.language.recipes.sample import read_jsonl, write_jsonl
+from psigrad.processes.proc import die_with_parent
+from psigrad.records.row_lines import read_steps, replace_file
+from psigrad.records.rows import parse_row
+from psigrad.runs import machine
+from psigrad.runs.progress import bar
+
+UNPAIRED = "unpaired.jsonl"
+FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: methods by name, from the settings' model, on the settings' prompts; `pairs` are for offline methods."""
+
+    methods: tuple[str, ...]
+    config: OnlineConfig
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pairs: str = ""
+
+
+def run(comparison: Comparison) -> Path:
+    """Run what has not been run yet, and draw `compare.html`; the path of the page.
+
+    A method of the preference family trains on `pairs`, with as many completions per step as the online methods sample. Raises
+    `UserError` on mistakes of the user, and where a run failed.
+    """
+    check(comparison)
+    folder = Path(comparison.config.run.output_dir or "runs/compare")
+    (folder / "settings").mkdir(parents=True, exist_ok=True)
+    if "kto" in comparison.methods:  # it learns from each answer by itself
+        write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
+    jobs = [(method, seed) for method in comparison.methods for seed in comparison.seeds]
+    with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
+        for method, seed in jobs:
+            advance(0, f"{method} seed {seed}")
+            _finish(comparison, folder, method, seed)
+            advance(note=f"{method} seed {seed}")
+    measured = [json.loads(_record(folder, m, s).read_text()) for m, s in jobs]
+    (folder / "compare.json").write_text(json.dumps({"runs": measured, "table": table(measured)}, indent=1) + "\n")
+    from psigrad_extras.investigate import compare
+
+    return compare.write(folder)
+
+
+def check(comparison: Comparison) -> None:
+    """Refuse what cannot run before the first run begins."""
+    if not comparison.methods or not comparison.seeds:
+        raise UserError("compare got no method or no seed; for example: psigrad compare grpo rloo ppo --seeds 0 1 2 …")
+    if not comparison.config.run.max_steps:
+        raise UserError(
+            "compare needs --max-steps: all methods get the same number of steps, each with a batch of the same size."
+        )
+    if comparison.config.hub.push_to_hub:
+        raise UserError("compare trains many models and pushes none; push the one you choose with psigrad push RUN REPO.")
+    for method in comparison.methods:
+        found = declaration(method)
+        if found.settings not in (OnlineConfig, PreferenceConfig):
+            raise UserError(f"compare takes online methods and preference losses; {method} is neither.")
+        if not found.online and not comparison.pairs:
+            raise UserError(f"{method} learns from recorded comparisons; name them with --pairs FILE.")
+        if found.online:
+            made = settings_of(comparison, Path("."), method, 0)
+            assert isinstance(made, OnlineConfig)
+            online_settings.check(made, online_settings.method(made))
+
+
+def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) -> OnlineConfig | PreferenceConfig:
+    """The settings of one run."""
+    config = comparison.config
+    where = replace(config.run, output_dir=str(folder / f"{method}-{seed}"), seed=seed, progress=False, report=False)
+    found = declaration(method)
+    if found.online:
+        # the method's own defaults where the comparison says nothing else; the samples of a step are equal for all
+        usual = OnlineConfig()
+        own = {n: v for n, v in found.defaults.items() if n != "num_generations" and getattr(config, n) == getattr(usual, n)}
+        changes = config.algorithm if isinstance(config.algorithm, Mapping) else {}
+        algorithm: Any = {**changes, "preset": method} if set(changes) - {"preset"} else method
+        return replace(config, **{**own, "algorithm": algorithm}, run=where)
+    samples = config.prompts_per_step * config.num_generations
+    return PreferenceConfig(
+        model=config.model,
+        data=replace(
+            config.data, dataset=str(folder / UNPAIRED) if method == "kto" else comparison.pairs, columns="", eval_dataset=""
+        ),
+        optim=config.optim,
+        evaluation=replace(config.evaluation, eval_prompts=0),
+        run=where,
+        loss=method,
+        batch_size=samples if method == "kto" else max(1, samples // 2),
+        micro_batch_tokens=config.micro_batch_tokens,
+    )
+
+
+def _record(folder: Path, method: str, seed: int) -> Path:
+    return folder / "settings" / f"{method}-{seed}.result.json"
+
+
+def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
+    """Run one job in a process of its own, unless its result is there."""
+    result = _record(folder, method, seed)
+    if result.exists() and "process_seconds" in (parse_row(result.read_bytes()) or {}):
+        return
+    job = folder / "settings" / f"{method}-{seed}.json"
+    settings = to_dict(settings_of(comparison, folder, method, seed))
+    judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
+    job.write_text(json.dumps({"method": method, "seed": seed, "settings": settings, "judged": judged}))
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "psigrad_extras.investigate.comparison", str(job), str(result)], stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    error = process.stderr.read().decode(errors="replace").strip()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise UserError(f"The run of {method}, seed {seed}, failed: {error.splitlines()[-1] if error else process.returncode}")
+    measured = json.loads(result.read_text())
+    peak = usage.ru_maxrss / 1024
+    whole = {**measured, "peak_mb": peak, "process_seconds": time.perf_counter() - started}
+    replace_file(result, [json.dumps(whole).encode()])
+
+
+def work(job: Path, result: Path) -> None:
+    """One run, and what it came to on the held-out prompts: the metric (the truth) and the reward that was trained on."""
+    task = json.loads(job.read_text())
+    finished = api.run(load(declaration(task["method"]).settings, flags=task["settings"]))
+    config = load(OnlineConfig, flags=task["judged"])
+    rows = list(read_steps(finished.folder / "metrics.jsonl"))
+    timings = list(read_steps(finished.folder / "timings.jsonl"))
+    curve = [_point(row, config) for row in rows if f"eval/{_metric(config)}/mean" in row]
+    last = measured(finished.model, config)
+    seconds = sum(row["step_time"] for row in timings if "time/update" in row or "time/sample" in row)
+    per_step = config.prompts_per_step * config.num_generations
+    sampled = sum(row.get("samples", 0) for row in rows) or config.run.max_steps * per_step
+    if not curve or curve[-1]["samples"] < sampled:  # offline methods are measured at their end
+        curve.append({"samples": sampled, "truth": last["truth"], "kl": last["kl"]})
+    made = {"method": task["method"], "seed": task["seed"], "curve": curve, "seconds": seconds, "samples": sampled, **last}
+    result.write_text(json.dumps(made))
+
+
+def measured(model: Path, config: OnlineConfig) -> dict[str, float]:
+    """Truth, proxy, length and KL to the starting model, on the held-out prompts."""
+    shared: dict[str, Any] = {
+        "model": Model(path=str(model), dtype=config.model.dtype),
+        "data": Data(config.data.eval_dataset, config.data.columns, config.data.plain_prompts, config.data.eval_split),
+        "sampling": config.sampling,
+        "run": Run(seed=config.run.seed, device=config.run.device, threads=config.run.threads),
+    }
+    proxy = EvalConfig(
+        **shared,
+        evaluation=Evaluation(eval_prompts=config.evaluation.eval_prompts),
+        reward=config.reward,
+        reward_model=config.reward_model,
+        reward_weights=config.reward_weights,
+    )
+    found = evaluate.run(proxy)
+    figures = found.figures
+    value = next(v for name, v in figures.items() if name.endswith("/mean"))
+    truth = value
+    if config.evaluation.metric:
+        truth = evaluate.run(replace(proxy, reward=(config.evaluation.metric,), reward_model=(), reward_weights=())).figures[
+            f"eval/{_metric(config)}/mean"
+        ]
+    kl = evaluate.kl_to(str(model), config.model.path, found, config)
+    return {"truth": truth, "proxy": value, "length": figures["eval/completions/mean_length"], "kl": kl}
+
+
+def _metric(config: OnlineConfig) -> str:
+    from psigrad.language.rewards import resolve
+
+    if config.evaluation.metric:
+        return resolve(config.evaluation.metric).name
+    return resolve(config.reward[0]).name if len(config.reward) == 1 and not config.reward_model else "reward"
+
+
+def _point(row: dict[str, Any], config: OnlineConfig) -> dict[str, float]:
+    samples = row["step"] * config.prompts_per_step * config.num_generations
+    return {"samples": samples, "truth": row[f"eval/{_metric(config)}/mean"], "kl": row.get("eval/kl", math.nan)}
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and 95 % interval (Student's t over seeds) of every figure of every method, in the order given."""
+    made = []
+    for method in dict.fromkeys(run["method"] for run in runs):
+        mine = [run for run in runs if run["method"] == method]
+        row: dict[str, Any] = {"method": method, "seeds": len(mine)}
+        for name in FIGURES:
+            row[name] = list(over_seeds(float(run[name]) for run in mine))
+        made.append(row)
+    return made
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    try:
+        machine.prepare_torch(Run())
+        work(Path(sys.argv[1]), Path(sys.argv[2]))
+    except UserError as mistake:
+        sys.exit(str(mistake))

@@ -1,0 +1,310 @@
+"""A step of an online run once more, from its checkpoint and its rows; and what other methods would have done with its samples.
+
+Completions are drawn again by the weights and seeds that drew them and held against the rows; rewards are the rows' own. So all
+that follows is the run's to the bit, where the machine is: metrics, gradient, advantages. Nothing is written to the run's files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psigrad.config import OnlineConfig, Placement
+from psigrad.config.load import from_dict
+from psigrad.errors import UserError
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups
+from psigrad.language.recipes.online import open_job
+from psigrad.language.recipes.online_settings import correct, method
+from psigrad.language.recipes.scorers import RewardSetup
+from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State, apply_changes
+from psigrad.language.training.online.collect import scored_groups
+from psigrad.language.training.online.online_rl import learn, step
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.update import learning_rate
+from psigrad.objective import PolicyGradient
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.records import checkpoint
+from psigrad.records.pins import PINS, check_format
+from psigrad.records.read import kind_of
+from psigrad.records.row_lines import read_lines, read_steps
+from psigrad.records.rows import parse_row
+from psigrad.records.run_folder import NullRunFolder, to_line
+from psigrad.runs.journal import Journal
+from psigrad.runs.machine import prepare_torch
+from psigrad_extras.investigate.what_if import MethodWatch, WatchedOptimizer, remember
+
+Row = dict[str, Any]
+_TOLD = ("allowed", "versions_changed", "ranks_changed")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of a replay."""
+
+    run: str
+    step: int
+    begun: int
+    """Steps that the checkpoint it began from had behind it; 0: the model that training started from."""
+    differences: list[str]
+    """What is not as it is recorded, the most telling first."""
+    notes: list[str]
+    """How this machine or these files are not the run's."""
+    methods: dict[str, dict[str, Any]]
+    """Figures by method, the run's own first."""
+    groups: list[Row]
+    """The groups that the methods treat most differently, token by token."""
+    seconds: dict[str, float]
+    """Wall-clock of the run's update, and of each method's here."""
+
+
+class _Folder(NullRunFolder):
+    """The run's folder, to read; what would be written is kept here."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, finished=False)
+        self.figures: Row = {}
+        self.completions: list[Row] = []
+        self.notes: list[str] = []
+
+    def metrics(self, row: Mapping[str, Any]) -> None:
+        self.figures = json.loads(to_line(row))
+
+    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.completions = [json.loads(to_line(row)) for row in rows]
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if kind in _TOLD:
+            self.notes.append(f"{kind.replace('_', ' ')}: {'; '.join(f'{name} {value}' for name, value in fields.items())}")
+
+
+@dataclass
+class _Recorded:
+    """The rows of the run, by the seed of each completion, which no other has; to be a job's `recorded`."""
+
+    rows: dict[int, Row]
+    model: LanguageModel
+    temperature: float
+    weights: Mapping[str, float]
+    differences: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    found: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
+
+    def __call__(self, drawn: list[Trajectory]) -> list[Trajectory]:
+        """The completions with the rows' tokens and rewards. One without a row, of a step that the run has not made, gets 0."""
+        made = [self._of(one) for one in drawn]
+        for one in made:
+            self.found[self.rows.get(one.completion.seed, {}).get("step", -1)].append(one)
+        return made
+
+    def _of(self, drawn: Trajectory) -> Trajectory:
+        row = self.rows.get(drawn.completion.seed)
+        if row is None:
+            return replace(drawn, reward=0.0, status="scored")
+        said, ids = self.differences[row["step"]], tuple(row["completion_ids"])
+        if ids != (now := drawn.completion.ids):
+            at = next((i for i, (a, b) in enumerate(zip(ids, now, strict=False)) if a != b), min(len(ids), len(now)))
+            recorded, again = (str(x[at]) if at < len(x) else "no more" for x in (ids, now))
+            said.append(f"{_name(row)}: token {at} is {recorded} in its row, and {again} as the weights and the seed draw it")
+            drawn = replace(drawn, completion=replace(drawn.completion, ids=ids, **self._log_probs(drawn.prompt_ids, ids)))
+        steps = tuple((int(place), float(reward)) for place, reward in row.get("step_rewards", ()))
+        parts, reward = row.get("parts") or {}, row["reward"]
+        own = {name: part for name, part in parts.items() if part is not None and name != "environment"}
+        worth = [self.weights.get(name, 1.0) * float(part) for name, part in own.items()]
+        whole = math.fsum((*worth, *(r for _, r in steps)))
+        if parts and reward is not None and not math.isclose(whole, reward, rel_tol=1e-5, abs_tol=1e-6):
+            said.append(f"{_name(row)}: its reward is {reward:g} in its row, and {whole:g} by the parts beside it")
+        return replace(drawn, reward=reward, status=row["status"], reason=row["reason"], parts=parts, step_rewards=steps)
+
+    @torch.no_grad()
+    def _log_probs(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> Row:
+        found = self.model.evaluate(Groups([prompt], [[ids]]), temperature=self.temperature).logp[0].tolist() if ids else ()
+        return {"logprobs": tuple(found), "sampling_logprobs": tuple(found)}
+
+
+def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 4) -> Replay:
+    """Recompute step `number` (from 1) of the online run in `folder`, from the nearest checkpoint before it.
+
+    `methods` are algorithms as settings name them: each is shown the same completions under the same weights. Raises `UserError`
+    for a folder that is no online run, a step that it has not, and a method that cannot be.
+    """
+    path = Path(folder)
+    config, recorded = _settings(path, number), _metrics(path)
+    if number not in recorded:
+        has = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no step"
+        raise UserError(f"{path} has no step {number}: its metrics.jsonl has {has}.")
+    newest = checkpoint.latest(path / "checkpoints", number - 1)
+    others = {_label(spec): spec for spec in methods}
+    algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
+    trained = (r for r in read_steps(path / "rollouts.jsonl") if r.get("kind") == "train" and r["step"] > newest.step)
+    rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
+    own = _Folder(path)
+    prepare_torch(config.run, recompute=config.model.gradient_checkpointing)
+    setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
+    reads_reference = any(one.needs_reference for one in algorithms.values())
+    with open_job(config, Journal(own), newest.path, setup, scores=False, reference=reads_reference) as (job, begun):
+        rewards = _Recorded(rows, job.model, job.params.temperature, job.reward_weights)
+        job = replace(job, recorded=rewards)
+        state, differences = begun.state, [*newest.ignored]
+        for now in range(newest.step + 1, number):
+            state = _with_changes(path, state)
+            state, _ = step(apply_changes(job, state.changes), state)
+            differences += _compare(rewards, own, rows, recorded.get(now, {}), now)
+        state = _with_changes(path, state)
+        job = apply_changes(job, state.changes)
+        put_back = remember(job) if algorithms else None
+        watch = MethodWatch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
+        still = replace(job.config, ref_model_sync_steps=0)  # it would move the reference that the others are to read
+        step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state)  # type: ignore[arg-type]
+        watch.metrics = own.figures
+        differences += _compare(rewards, own, rows, recorded[number], number)
+        timed = [row for row in read_steps(path / "timings.jsonl") if row["step"] == number and "time/update" in row]
+        seconds = {"the run's update": timed[-1]["time/update"] if timed else math.nan}
+        watches = {f"{_label(job.config.algorithm)} (the run's)": watch}
+        for name, algorithm in algorithms.items():
+            assert put_back is not None
+            put_back()
+            clock = job.journal.clock()
+            with clock(name):
+                watches[name] = _try(job, algorithm, replace(config, algorithm=others[name]), state, rewards.found[number])
+            seconds[name] = clock.phases[name]
+        figures = {name: one.figures(watch) for name, one in watches.items()}
+        groups = scored_groups(rewards.found[number], config.num_generations, 1)
+        shown = _groups(watches, groups, rows, job.model.tokenizer)[:most_groups]
+    return Replay(str(path), number, newest.step, differences, own.notes, figures, shown, seconds)
+
+
+def _try(job: Online, algorithm: PolicyGradient, config: OnlineConfig, state: State, found: list[Trajectory]) -> MethodWatch:
+    """What a method does with the step's completions. Where a step is one optimiser step, no weight has to move for it."""
+    made = correct(algorithm, config, job.sampler, job.model, job.journal)
+    assert isinstance(made, PolicyGradient)
+    watch = MethodWatch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
+    groups = list(scored_groups(found, job.config.num_generations, made.min_group_size))
+    if not groups:
+        return watch
+    known = made.initial_state()
+    before = replace(state, algorithm={**known, **{k: v for k, v in state.algorithm.items() if k in known}})
+    critic = job.critic if made.needs_critic else None
+    job = replace(job, algorithm=made, optimizer=watch.optimizer, token_figures=watch.watch_tokens, critic=critic)  # type: ignore[arg-type]
+    watch.metrics = learn(job, groups, before, learning_rate(job.config.optim, state.step, job.total_steps)).metrics
+    return watch
+
+
+def _settings(path: Path, number: int) -> OnlineConfig:
+    """The settings that the step was made under: those of the first checkpoint from it on, or else of the end."""
+    found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
+    if found is None or kind_of(found) != "online":
+        raise UserError(f"{path} is no run of online RL: its config.json says {kind_of(found) if found else 'nothing'}; a replay "
+                        "draws completions again.")  # fmt: skip
+    check_format(path, found)
+    for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
+        if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):
+            found = manifest.get("settings") or found
+            break
+    config = from_dict(OnlineConfig, found, str(path / "config.json"))
+    if config.agent or config.agent_command:
+        raise UserError(
+            f"{path} trained an agent, and a replay does not start agents; its tokens are the `contexts` of rollouts.jsonl."
+        )
+    return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
+
+
+def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:
+    found = method(replace(config, algorithm=spec))
+    if isinstance(found, OnlinePreference):
+        raise UserError(f"{name} compares pairs and has no ratio and no advantage of a token; name a policy gradient.")
+    if found.needs_critic and not method(config).needs_critic:
+        raise UserError(
+            f"{name} reads a critic and this run has trained none, so its advantages would be made up; name a method without "
+            "one, such as rloo, or replay a run of ppo."
+        )
+    return found
+
+
+def _label(spec: Any) -> str:
+    if isinstance(spec, str):
+        return spec
+    return " ".join(str(value) if name == "preset" else f"{name}={json.dumps(value)}" for name, value in dict(spec).items())
+
+
+def _metrics(path: Path) -> dict[int, Row]:
+    """The rows of metrics.jsonl by step, without held-out figures."""
+    return {row["step"]: row for row in read_steps(path / "metrics.jsonl") if "learning_rate" in row}
+
+
+def _with_changes(path: Path, state: State) -> State:
+    """The state with the settings that callbacks had changed by then, as the run's events tell."""
+    events = [row for line in read_lines(path / "events.jsonl") if (row := parse_row(line)) and row.get("kind") == "changed"]
+    then = [event["changes"] for event in events if event.get("step", 0) <= state.step]
+    return replace(state, changes={**state.changes, **{name: now for made in then for name, (_, now) in made.items()}})
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"step {row['step']}, row {row['row']}, completion {row['k']}"
+
+
+def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: Row, number: int) -> list[str]:
+    """What the run's files say of a step otherwise than the replay."""
+    lines = list(found.differences[number])
+    again = {row["seed"]: row for row in now.completions}
+    for seed, row in rows.items():
+        if row["step"] != number:
+            continue
+        if seed not in again:
+            lines.append(f"{_name(row)}: nothing is drawn with its seed")
+            continue
+        pairs = [(key, value, again[seed].get(key)) for key, value in row.items() if key not in ("reason", "completion_ids")]
+        lines += [f"{_name(row)}: {key} is {_brief(a)} in its row, and {_brief(b)} again" for key, a, b in pairs if a != b]
+    lines += [f"{_name(row)}: it has no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
+    figures = [(name, value, now.figures.get(name)) for name, value in recorded.items()]
+    return lines + [f"step {number}: {n} is {a!r} in metrics.jsonl, and {b!r} again" for n, a, b in figures if a != b]
+
+
+def _brief(value: Any) -> str:
+    return text if len(text := json.dumps(value)) < 60 else f"{text[:57]}…"
+
+
+def _groups(
+    watches: Mapping[str, MethodWatch], groups: Iterable[list[Trajectory]], rows: Mapping[int, Row], tokenizer: Any
+) -> list[Row]:
+    """The completions of each group with every method's figures per token; those whose weights differ most come first."""
+    tables: dict[int, dict[str, dict[str, list[float]]]] = defaultdict(dict)
+    for name, watch in watches.items():
+        columns = watch.columns()
+        for n, t in enumerate(watch.trajectories()):
+            tables[t.completion.seed][name] = {key: x[n, : len(t.completion.ids)].tolist() for key, x in columns.items()}
+
+    def spread(group: Sequence[Trajectory]) -> float:
+        weights = [[own["weight"] for own in tables[t.completion.seed].values()] for t in group]
+        pairs = [pair for first, *rest in filter(None, weights) for other in rest for pair in zip(first, other, strict=True)]
+        return max((abs(a - b) for a, b in pairs if not math.isnan(a + b)), default=0.0)
+
+    def shown(t: Trajectory) -> Row:
+        tokens = [str(tokenizer.decode([i])) for i in t.completion.ids]
+        return {"k": t.k, "reward": t.reward, "tokens": tokens, "methods": tables[t.completion.seed]}
+
+    ordered = sorted(groups, key=spread, reverse=True)
+    prompts = [rows.get(group[0].completion.seed, {}).get("prompt", "") for group in ordered]
+    return [{"row": g[0].row, "prompt": p, "completions": list(map(shown, g))} for g, p in zip(ordered, prompts, strict=True)]
+
+
+def lines_of(found: Replay) -> Iterator[str]:
+    """What the terminal says of it, but for the table."""
+    back = found.step - found.begun
+    origin = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
+    yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"
+    yield from found.notes
+    if not found.differences:
+        yield "Its metrics, its gradient and its rows are the recorded ones, bit for bit."
+        return
+    yield f"{len(found.differences)} differences from what is recorded:"
+    yield from (f"  {line}" for line in found.differences[:12])
+    if len(found.differences) > 12:
+        yield f"  and {len(found.differences) - 12} more"

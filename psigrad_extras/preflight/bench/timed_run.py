@@ -1,0 +1,222 @@
+"""The process in which psigrad is timed: the library's own loops on the workload, without a run folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
+from psigrad.config.algorithms import resolve
+from psigrad.language.data import pairs
+from psigrad.language.data.dataset_rows import Row, validate
+from psigrad.language.data.templates import example
+from psigrad.language.models import language_model, scalar_model
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.rewards import Result, Samples, Scored, Scoring
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Prompt, SamplingParams
+from psigrad.language.training.learners import State
+from psigrad.language.training.offline import offline
+from psigrad.language.training.offline.offline import Task
+from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
+from psigrad.language.training.offline.reward_task import RewardTask
+from psigrad.language.training.offline.sft_task import SFTTask
+from psigrad.language.training.online import forward
+from psigrad.language.training.online import online_rl as online
+from psigrad.language.training.online.online_run import Online, ValueModel
+from psigrad.language.training.update import Optimizer
+from psigrad.objective import PolicyGradient
+from psigrad.objective.preferences.preference_catalog import DPO
+from psigrad.objective.preferences.reward_model import BradleyTerry
+from psigrad.processes.parallel.world import ALONE
+from psigrad.runs.journal import Clock
+from psigrad.runs.machine import prepare_torch
+from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, read, reward, serve
+
+RATE = Optim(learning_rate=1e-6)
+
+
+class TimingJournal:
+    """Keeps the last step's seconds."""
+
+    phases: dict[str, float]
+    world = ALONE
+
+    def metrics(self, step: int, figures: Any) -> None:
+        """Not kept."""
+
+    def rollouts(self, rows: Any) -> None:
+        """Not kept."""
+
+    def timings(self, step: int, clock: Any, tokens: int) -> None:
+        """Keep the seconds of each phase and the number of tokens of the step."""
+        self.phases = {name.removeprefix("time/"): seconds for name, seconds in clock.phases.items()}
+        self.tokens = tokens
+
+    def clock(self) -> Clock:
+        """A clock for one step."""
+        return Clock()
+
+
+class Inline:
+    """Calls the reward function in this process, as TRL does."""
+
+    def begin(self) -> Scoring:
+        """See `Scorer`."""
+        return Scoring(self._scored)
+
+    @staticmethod
+    def _scored(groups: Sequence[Samples]) -> list[Result]:
+        return [Scored(value, {"reward": value}) for group in groups for value in _call_reward(group)]
+
+
+def _call_reward(group: Samples) -> list[float]:
+    given: dict[str, Any] = group.shown
+    return reward(**given)
+
+
+Step = Callable[[], tuple[int, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """What is timed: a call of `step` takes one, and gives its tokens and its seconds by phase."""
+
+    work: Workload
+    model: LanguageModel | ScalarModel
+    optimizer: Optimizer
+    step: Step
+    task: Task | None = None
+    """Offline: what is learnt from recorded rows."""
+
+
+def build(folder: Path, dtype: str, device: str) -> TimedRun:
+    """The workload in `folder`, ready for its first step."""
+    work, rows = read(folder)
+    prepare_torch(Run(threads=torch.get_num_threads()), recompute=work.gradient_checkpointing)
+    make = _online if work.online else _offline
+    return make(work, str(folder / "model"), rows, dtype, device)
+
+
+def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> TimedRun:
+    again = work.gradient_checkpointing
+    model = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
+    if work.attention == "flex":
+        model.attend_by_flex()
+    algorithm = method(work.kind, work.beta)
+    config = OnlineConfig(
+        optim=RATE,
+        model=Model(gradient_checkpointing=again),
+        run=Run(progress=False),
+        prompts_per_step=work.prompts,
+        num_generations=work.generations,
+        num_iterations=work.iterations,
+        max_logp_difference=10.0,
+    )
+    critic = None
+    if algorithm.needs_critic:
+        values = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again, fresh_head="zero")
+        critic = ValueModel(values, Optimizer(values.trainable(), RATE, recompute=again), RATE.learning_rate)
+    texts = [row["prompt"] for row in rows]
+    ids = model.tokenizer(texts).input_ids
+    prompts = [Prompt(i, tuple(own), Row("x", prompt=text)) for i, (own, text) in enumerate(zip(ids, texts, strict=True))]
+    journal: Any = TimingJournal()
+    run = Online(
+        config=config,
+        algorithm=algorithm,
+        model=model,
+        reference=model.frozen_copy() if work.beta else None,
+        sampler=EmbeddedSampler(model, cuda_graphs=work.cuda_graphs),
+        scorer=Inline(),
+        optimizer=Optimizer(model.trainable(), RATE, recompute=again),
+        prompts=prompts,
+        params=SamplingParams(max_tokens=work.completion_tokens),
+        total_steps=100000,
+        journal=journal,
+        critic=critic,
+    )
+    return TimedRun(work, model, run.optimizer, _stepping(run, State(algorithm=algorithm.initial_state())))
+
+
+def method(kind: str, beta: float) -> PolicyGradient:
+    """The method with TRL's defaults."""
+    spec: dict[str, Any] = {"preset": kind} | ({"aggregate": "token_mean"} if kind == "grpo" else {})
+    return resolve(spec | {"kl": {"coefficient": beta} if beta else None})
+
+
+def _stepping(run: Online, state: State) -> Step:
+    """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
+    phases = Phases()
+    for name in ("log_probs", "reference_log_probs", "values"):
+        phases.around(forward, name, "log-probs")
+    phases.around(online, "step_together", "forward-backward")
+    for optimizer in (run.optimizer, *([run.critic.optimizer] if run.critic else [])):
+        for method in ("norm", "apply"):
+            phases.around(optimizer, method, "optimizer")
+    now = [state]
+
+    def step() -> tuple[int, dict[str, float]]:
+        phases.seconds = {}
+        now[0], _ = online.step(run, now[0])
+        journal: Any = run.journal
+        found = {name: journal.phases.get(name, 0.0) for name in ("sample", "score")} | phases.seconds
+        found["forward-backward"] = found.get("forward-backward", 0.0) - found.get("optimizer", 0.0)
+        return journal.tokens, found
+
+    return step
+
+
+def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> TimedRun:
+    common: dict[str, Any] = {"optim": RATE, "run": Run(progress=False), "evaluation": Evaluation(eval_prompts=0)}
+    common["batch_size"] = work.prompts
+    again = work.gradient_checkpointing
+    model: LanguageModel | ScalarModel
+    task: Task
+    config: RewardConfig | PreferenceConfig | SFTConfig
+    if work.kind == "reward":
+        torch.manual_seed(0)
+        model = scalar = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
+        made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
+        task, config = RewardTask(scalar, BradleyTerry(), made), RewardConfig(**common)
+    else:
+        model = policy = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
+        if work.kind == "dpo":
+            made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
+            known = reference_logps(policy, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 4096)
+            task, config = PreferenceTask(policy, DPO, made, known), PreferenceConfig(**common)
+        else:
+            texts = [example(model.tokenizer, validate(row, "prompt-completion", "x")) for row in rows]
+            task, config = SFTTask(policy, [[text] for text in texts]), SFTConfig(**common)
+    journal: Any = TimingJournal()
+    optimizer = Optimizer(model.trainable(), RATE, recompute=again)
+    run = offline.Offline(config, task, None, optimizer, 100000, journal)
+    now = [State()]
+    phases = Phases()
+    for method in ("norm", "apply"):
+        phases.around(run.optimizer, method, "optimizer")
+
+    def step() -> tuple[int, dict[str, float]]:
+        phases.seconds = {}
+        now[0], _ = offline.step(run, now[0])
+        stepping = phases.seconds.get("optimizer", 0.0)
+        return journal.tokens, {"forward-backward": journal.phases.get("update", 0.0) - stepping, "optimizer": stepping}
+
+    return TimedRun(work, model, optimizer, step, task)
+
+
+def take_steps(folder: Path, dtype: str, device: str, parent: Parent) -> None:
+    """As many as the parent wants."""
+    run = build(folder, dtype, device)
+    parent.ready()
+    while parent.wants_a_step():
+        parent.got(*run.step())
+
+
+if __name__ == "__main__":
+    serve(take_steps, sys.argv[1:])

@@ -1,0 +1,147 @@
+"""`psigrad doctor`: what this machine offers for training, and what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, NamedTuple
+
+import torch
+
+import psigrad
+from psigrad.language.models.native.build import compiler
+from psigrad.language.models.native.kernels import kernels
+from psigrad.language.models.native.processor import fast_bfloat16
+from psigrad.processes.sandbox import tier_of_this_machine
+from psigrad.runs.machine import cores
+from psigrad_extras.preflight.plan.hardware import available_memory, installed_memory
+
+# extra -> the package that shows whether it is installed
+EXTRAS = {
+    "cluster": "ray",
+    "control": "Box2D",
+    "ifeval": "py3langid",
+    "lm-eval": "lm_eval",
+    "mcp": "mcp",
+    "mlflow": "mlflow",
+    "postgres": "psycopg",
+    "serve": "uvicorn",
+    "studio": "fastapi",
+    "swanlab": "swanlab",
+    "sweep": "optuna",
+    "tasks": "reasoning_gym",
+    "tensorboard": "tensorboard",
+    "tinker": "tinker",
+    "trackio": "trackio",
+    "verifiers": "verifiers",
+    "vllm": "vllm",
+    "wandb": "wandb",
+}
+
+
+class Check(NamedTuple):
+    """One line: what was looked at, how it is, and what to do where it is not well."""
+
+    name: str
+    state: Literal["ok", "missing", "broken"]
+    detail: str
+    advice: str = ""
+
+
+def checks() -> Iterator[Check]:
+    """Everything that is looked at, in the order that it is printed."""
+    yield Check("psigrad", "ok", f"{psigrad.__version__}, Python {platform.python_version()}, {platform.system()}")
+    for package in ("torch", "transformers", "peft", "datasets"):
+        yield _package(package, f"pip install {package}")
+    halves = "bfloat16 is faster than float32" if fast_bfloat16() else "bfloat16 saves memory, not time"
+    yield Check("processor", "ok", f"{cores()} cores, {torch.get_num_threads()} torch threads; {halves}")
+    yield memory(available_memory(), installed_memory())
+    yield _gpu()
+    yield _compiler()
+    yield _kernels()
+    tier = tier_of_this_machine()
+    yield Check("code sandbox", "missing" if tier.name == "none" else "ok", tier.sentence(), tier.why_not)
+    for extra, package in EXTRAS.items():
+        yield _package(package, f'pip install "psigrad[{extra}]"', f"extra {extra}")
+    room = shutil.disk_usage(".").free
+    tight = room < 5e9
+    advice = "checkpoints need room: about 12 bytes per weight for each" if tight else ""
+    yield Check("disk", "broken" if tight else "ok", f"{_size(room)} free in the current folder", advice)
+
+
+def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = checks) -> str:
+    """The checks as aligned lines, or as one JSON object {name: {state, detail, advice}}."""
+    found = list(looked())
+    if as_json:
+        return json.dumps({check.name: {k: v for k, v in check._asdict().items() if k != "name"} for check in found}, indent=1)
+    width, lines = max(len(check.name) for check in found), []
+    for check in found:
+        lines.append(f"{check.state:<8}{check.name:<{width}}  {check.detail}")
+        if check.advice:
+            lines.append(" " * (width + 10) + check.advice)
+    return "\n".join(lines)
+
+
+def _package(name: str, advice: str, label: str = "") -> Check:
+    try:
+        importlib.import_module(name)
+        # torch's own names the build, as +cu130, which that of its package need not
+        return Check(label or name, "ok", f"{name} {torch.__version__ if name == 'torch' else version(name)}")
+    except PackageNotFoundError:
+        return Check(label or name, "ok", name)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return Check(label or name, "missing", f"{name} is not installed", advice)
+        return Check(label or name, "broken", f"{name} cannot be imported: {error}", advice)
+
+
+def memory(unused: int, total: int) -> Check:
+    """Bytes that a run could take now, of those that the machine or the container has."""
+    detail = f"{_size(unused)} of {_size(total)} free"
+    if unused < 2e9:
+        return Check("memory", "broken", detail, "end other programs; `psigrad plan METHOD --model …` says what a run takes")
+    return Check("memory", "ok", detail)
+
+
+def _gpu() -> Check:
+    if torch.backends.mps.is_available():
+        return Check("GPU", "missing", "Apple's GPU is not used; runs use the CPU")
+    if not torch.cuda.is_available():
+        why = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
+        return Check("GPU", "missing", f"{why}; runs use the CPU", "the README's table of installs has the build for CUDA")
+    shown = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    halves = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16: train with --dtype float32"
+    return Check("GPU", "ok", "; ".join(f"{gpu.name}, {_size(gpu.total_memory)}, {halves}" for gpu in shown))
+
+
+def _compiler() -> Check:
+    advice = "apt install g++, or xcode-select --install on macOS; the kernels for a CPU are compiled on first use"
+    name = compiler()
+    if name is None:
+        return Check("C++ compiler", "missing", "neither g++ nor clang++ was found", advice)
+    try:
+        said = subprocess.run([name, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Check("C++ compiler", "broken", f"{name} does not run: {error}", advice)
+    return Check("C++ compiler", "ok", said.splitlines()[0] if said else name)
+
+
+def _kernels() -> Check:
+    """The compiled kernels for a CPU, one of them checked against PyTorch."""
+    found = kernels()
+    if isinstance(found, str):
+        return Check("CPU kernels", "missing", found, "without them training on a CPU is slower")
+    x, weight = torch.randn(33, 64), torch.randn(64)
+    difference = float((found.rms_norm(x, weight, 1e-6) - torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)).abs().max())
+    if difference > 1e-4:
+        return Check("CPU kernels", "broken", f"a result differs from PyTorch's by {difference:.1e}", "set PSIGRAD_NATIVE=0")
+    return Check("CPU kernels", "ok", "compiled and loaded; a result agrees with PyTorch's")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

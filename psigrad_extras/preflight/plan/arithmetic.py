@@ -1,0 +1,226 @@
+"""The arithmetic of a run: what a step computes, how it is split, how many FLOPs that is, how long it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.algorithms import resolve_loss
+from psigrad.language.recipes import online_settings
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.objective.preferences.preference_loss import KahnemanTversky
+from psigrad_extras.preflight.plan.hardware import Machine
+from psigrad_extras.preflight.plan.shape import Shape
+
+Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
+# Shares of the matrix-product peak that training and decoding reach: on a CPU as measured on W1, on a GPU as is common.
+REACHED = {"cpu": (0.7, 0.3), "cuda": (0.4, 0.3)}
+# Tokens of a prompt or an answer where neither the settings nor a dataset give them.
+GUESSED = 256
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and completions: means, and the longest that memory must hold."""
+
+    prompt: int
+    completion: int
+    longest_prompt: int
+    longest_completion: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step. `rows` prompts (or offline rows) with `members` completions each; `trained` of them get a gradient.
+
+    `passes` over the batch of `minibatches` optimiser steps each; `steps` of the run, 0 where unknown. `roles` are the
+    models that take part besides the policy.
+    """
+
+    rows: int
+    members: int
+    trained: int
+    lengths: Lengths
+    passes: int
+    minibatches: int
+    budget: int
+    samples: bool
+    slots: int
+    steps: int
+    dataset: int
+    reference: bool = False
+    old_pass: bool = False
+    critic: bool = False
+    shared_critic: bool = False
+    entropy: bool = False
+    only_logps: bool = True
+    """Whether nothing but log-probs is asked of the head."""
+    keeps: float = 0.0
+    """Most bytes for what sampling computed and training need not compute again."""
+
+    @property
+    def fresh(self) -> float:
+        """Passes over the batch that run forward: the first optimiser step starts from what sampling kept."""
+        return self.passes - (1 / self.minibatches if self.keeps else 0)
+
+    @property
+    def group(self) -> int:
+        """Tokens computed for one prompt and the completions that are trained on."""
+        return self.lengths.prompt + self.trained * self.lengths.completion
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one pass computes."""
+        return self.rows * self.group
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens sampled in a step, or offline learnt from."""
+        return self.rows * self.members * self.lengths.completion
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps per step."""
+        return self.passes * self.minibatches
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of one optimiser step."""
+        return math.ceil(math.ceil(self.rows / self.minibatches) * self.group / self.micro_tokens)
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of the largest forward pass: the budget, the longest sample if that is longer, or all there is."""
+        longest = self.lengths.longest_prompt + self.lengths.longest_completion
+        return min(max(self.budget, longest), max(math.ceil(self.rows / self.minibatches) * self.group, longest))
+
+    @property
+    def micro_completions(self) -> int:
+        """Completions in the largest forward pass."""
+        return max(1, round(self.micro_tokens / self.group * self.trained))
+
+    @property
+    def epochs(self) -> float:
+        """Passes of the run over the dataset; 0 where unknown."""
+        return self.steps * self.rows / self.dataset if self.dataset else 0.0
+
+
+def share_of(config: Config, work: Work) -> Work:
+    """What one of the run's processes does of the work of a step."""
+    placement = config.placement
+    ranks = placement.processes
+    elsewhere = isinstance(config, OnlineConfig) and bool(placement.cluster)
+    if ranks == 1 and not elsewhere:
+        return work
+    rows = math.ceil(work.rows / ranks)
+    slots = 0 if elsewhere else min(work.slots, rows * work.members)
+    minibatches = min(work.minibatches, rows)
+    return replace(work, rows=rows, minibatches=minibatches, slots=slots, samples=work.samples and not elsewhere, keeps=0.0)
+
+
+def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
+    """What the settings ask for in one step; `dataset` is the number of training rows, 0 where unknown."""
+    if isinstance(config, OnlineConfig):
+        return _online(config, lengths, dataset)
+    kto = isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky)
+    members = 1 if kto or isinstance(config, SFTConfig) or (isinstance(config, RewardConfig) and config.process) else 2
+    return Work(
+        rows=config.batch_size,
+        members=members,
+        trained=members,
+        lengths=lengths,
+        passes=1,
+        minibatches=1,
+        budget=config.micro_batch_tokens,
+        samples=False,
+        slots=0,
+        steps=config.run.steps(dataset, config.batch_size),
+        dataset=dataset,
+        old_pass=kto,  # the answers that rows are mismatched with
+        entropy=isinstance(config, SFTConfig),
+        only_logps=not isinstance(config, SFTConfig),
+    )
+
+
+def samples_itself(config: Config) -> bool:
+    """Whether completions are decoded by psigrad's own sampler, on the model that is trained."""
+    return isinstance(config, OnlineConfig) and config.sampling.sampler == "embedded"
+
+
+def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
+    algorithm: Any = online_settings.method(config)
+    preferring = isinstance(algorithm, OnlinePreference)
+    single = config.num_iterations * config.num_minibatches == 1
+    several_turns = config.plays
+    return Work(
+        rows=config.prompts_per_step,
+        members=config.num_generations,
+        trained=2 if preferring else config.num_generations,
+        lengths=lengths,
+        passes=config.num_iterations,
+        minibatches=config.num_minibatches,
+        budget=config.micro_batch_tokens,
+        samples=True,
+        slots=min(config.sampling.max_decode_batch, config.prompts_per_step * config.num_generations),
+        steps=config.run.steps(dataset, config.prompts_per_step),
+        dataset=dataset,
+        reference=algorithm.needs_reference,
+        old_pass=not single and config.model.dtype != "float32",
+        critic=algorithm.needs_critic and not config.critic_shared,
+        shared_critic=algorithm.needs_critic and config.critic_shared,
+        entropy=not preferring and algorithm.needs_entropy,
+        only_logps=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
+        keeps=0.0
+        if several_turns or not samples_itself(config) or config.model.gradient_checkpointing or config.lag
+        else config.keep_activations_gb * 1e9,
+    )
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """FLOPs of one step, and the bytes that decoding reads."""
+
+    sampling: float
+    passes: float
+    training: float
+    read: float
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return self.sampling + self.passes + self.training
+
+    def with_head_again(self, work: Work, policy: Shape) -> StepCost:
+        """With the head's gradient made twice, from logits computed again: for its norm and for the step."""
+        more = work.passes * 4 * 2 * policy.head * work.rows * work.trained * work.lengths.completion
+        return replace(self, training=self.training + more)
+
+    def seconds(self, machine: Machine) -> float:
+        """Seconds of a step at the shares of the peak that were measured; decoding no faster than the weights can be read."""
+        training, decoding = REACHED[machine.kind]
+        sampling = max(self.sampling / (decoding * machine.peak), self.read / machine.bandwidth)
+        return sampling + (self.passes + self.training) / (training * machine.peak)
+
+
+def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_bytes: int, cache_bytes: float) -> StepCost:
+    """The cost of one step: 2 FLOPs per weight and token forward, 4 backward (2 where the weights are frozen under LoRA)."""
+    length, trained = work.lengths, work.rows * work.trained * work.lengths.completion
+    seen = length.prompt**2 / 2 * work.rows + trained * (length.prompt + length.completion / 2)
+    scores = 4 * policy.layers * policy.query * seen
+    body, head = 2 * policy.matrices * work.tokens + scores, 2 * policy.head * trained
+    backward = (1 if frozen else 2) + (1 if recompute else 0)
+    # logits are computed again for the backward pass; before it, where the sampler did not keep their log-probs
+    training = work.passes * (body * backward + head * (1 + (1 if frozen else 2)))
+    training += work.fresh * body + (work.fresh if work.only_logps else work.passes) * head
+    training += work.passes * work.critic * 3 * body
+    passes = (work.reference + work.old_pass) * (body + head) + (work.critic or work.shared_critic) * body
+    if not work.samples:
+        return StepCost(0.0, passes, training, 0.0)
+    sampled = work.completion_tokens
+    decoded: float = 2 * (policy.matrices + policy.head) * sampled
+    decoded += 4 * policy.layers * policy.query * sampled * (length.prompt + length.completion / 2)
+    rounds = math.ceil(work.rows * work.members / work.slots) * length.longest_completion
+    prefill = 2 * policy.matrices * work.rows * length.prompt
+    return StepCost(decoded + prefill, passes, training, rounds * (weight_bytes + cache_bytes / 2))

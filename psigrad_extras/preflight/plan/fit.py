@@ -1,0 +1,67 @@
+"""Settings under which a run stays below a limit of memory, by the plan's own arithmetic."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from psigrad.errors import UserError
+from psigrad.processes.parallel import launch
+from psigrad.runs.machine import device
+from psigrad_extras.preflight.plan.arithmetic import Config
+from psigrad_extras.preflight.plan.hardware import machine
+from psigrad_extras.preflight.plan.plan import size
+from psigrad_extras.preflight.plan.predict import MARGIN, Plan, lengths_of, predict
+
+C = TypeVar("C", bound=Config)
+
+
+def fit(config: C) -> C:
+    """The settings with the largest micro-batches that stay below `run.max_memory`, and only if that is not enough with
+    activations that are computed anew, and fewer sequences that are decoded at once. What is trained stays the same.
+
+    Says what was chosen. Raises `UserError` where nothing of this is enough.
+    """
+    if not config.run.max_memory:
+        return config
+    here = machine(device(config.run), config.model.dtype, memory=config.run.max_memory, measure=False)
+    lengths, rows, _ = lengths_of(config)
+    plans: list[Plan] = []
+    for tried in _smaller(config, lengths.longest_prompt + lengths.longest_completion):
+        plans.append(predict(tried, lengths, here, dataset=rows))
+        if plans[-1].fits:
+            _say(tried, plans[-1])
+            return tried
+    least = min(plans, key=lambda plan: plan.memory.peak)
+    way = next((name for name, other in least.ways if other.fits), "a smaller model")
+    raise UserError(
+        f"max_memory is {config.run.max_memory} and the run needs about {size(least.memory.peak * (1 + MARGIN))} with the "
+        f"smallest micro-batches; give that much, or try {way}."
+    )
+
+
+def _smaller(config: C, longest: int) -> Iterator[C]:
+    """The settings in the order in which they get slower."""
+    budgets = [config.micro_batch_tokens]
+    while budgets[-1] > longest:
+        budgets.append(max(longest, budgets[-1] // 2))
+    decoded = [config]
+    if (sampling := getattr(config, "sampling", None)) is not None:
+        counts = [n for n in (128, 32, 8) if n < sampling.max_decode_batch]
+        decoded += [replace(config, sampling=replace(sampling, max_decode_batch=n)) for n in counts]
+    for one in decoded:
+        for anew in {config.model.gradient_checkpointing: 0, True: 1}:
+            model = replace(config.model, gradient_checkpointing=anew)
+            yield from (replace(one, model=model, micro_batch_tokens=budget) for budget in budgets)
+
+
+def _say(config: Config, plan: Plan) -> None:
+    if launch.first():
+        chosen = [f"micro-batches of {config.micro_batch_tokens} tokens"]
+        chosen += ["activations computed anew"] if config.model.gradient_checkpointing else []
+        sampling = getattr(config, "sampling", None)
+        chosen += [f"{sampling.max_decode_batch} sequences decoded at once"] if sampling else []
+        text = f"psigrad: For {config.run.max_memory}: {', '.join(chosen)}; the plan is {size(plan.memory.peak)}."
+        print(text, file=sys.stderr)

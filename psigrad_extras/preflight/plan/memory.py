@@ -1,0 +1,428 @@
+"""Peak memory, item by item.
+
+What a forward pass keeps for its backward pass is counted on a narrow twin of the model, through the trainer's own code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+
+from psigrad.language.models import language_model
+from psigrad.language.models.backbone import DTYPES
+from psigrad.language.models.fused.packed_weights import LIMIT, MIN_ROWS_TO_PACK
+from psigrad.language.models.gradients import HELD
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
+from psigrad.language.models.lora import Lora
+from psigrad.language.models.native.processor import plain_bfloat16
+from psigrad.language.models.packing import Groups
+from psigrad_extras.preflight.plan.arithmetic import Work
+from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize, size
+
+# Widest hidden size of a twin: beyond it every width is divided alike, and what is kept is multiplied again.
+_WIDE = 512
+_NARROW = 256
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Bytes kept for the backward pass: `token` per packed token and layer, `prefix` per layer for each token of a prompt that a
+    completion carries with it (0 where the attention shares it), `once` per packed token outside the layers, `input` per token
+    for what enters a layer. `fused` is the width in bytes that the fused decoder computes in, 0 where there is none.
+    """
+
+    token: float
+    prefix: float
+    once: float
+    input: float
+    fused: int = 0
+
+    @classmethod
+    def estimate(cls, shape: Shape, width: int) -> Terms:
+        """Those of models like Llama in plain PyTorch, for weights of `width` bytes."""
+        kept = 6 * shape.hidden + 4 * shape.query + 3 * shape.key + 4 * shape.inner
+        return cls(width * kept, 2 * width * shape.query, 4 * width * shape.hidden, width * shape.hidden)
+
+    def scale(self, factor: float) -> Terms:
+        """All of them times `factor`."""
+        return Terms(self.token * factor, self.prefix * factor, self.once * factor, self.input * factor, self.fused)
+
+    def bytes_for(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
+        """Bytes for `tokens` packed tokens, with `carried` = the sum over completions of their prompts' lengths.
+
+        With gradient checkpointing (`recompute`) each layer keeps its input, and one layer at a time everything.
+        """
+        layer = self.token * tokens + self.prefix * carried
+        return self.once * tokens + (layers * self.input * tokens + layer if recompute else layers * layer)
+
+
+def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str = "cpu") -> Terms:
+    """The terms of the architecture; of an architecture that can't be narrowed, those of models like Llama in plain PyTorch.
+
+    A GPU runs transformers' own modules, which a CPU runs in float64 alone: there the twin is counted and its widths converted.
+    """
+    kind: Any = type(config)
+    settings = config.to_json_string(use_diff=False)
+    if device == "cpu":
+        return _terms(kind, settings, dtype, lora)
+    return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
+
+
+@cache
+def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
+    config = kind.from_dict(json.loads(settings))
+    shape, width = count_shape(config), DTYPES[dtype].itemsize
+    try:
+        twins = [_twin(config, shape, layers) for layers in (1, 2)]
+        models = [_prepare(twin, dtype, lora) for twin in twins]
+        short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+        return Terms.estimate(shape, width)
+    per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
+    (a, s, c), (b, t, d) = per_layer
+    prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
+    token = (a - prefix * c) / s
+    once = max(0.0, short[0][0] - a) / s
+    narrowing = shape.hidden / size(twins[0].get_text_config(), "hidden")
+    fused = models[0].decoder.dtype.itemsize if models[0].decoder is not None else 0
+    return Terms(token * narrowing, prefix * narrowing, once * narrowing, width * shape.hidden, fused)
+
+
+def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConfig:
+    """The architecture with few layers and a few tokens in its vocabulary, all widths in the proportions they have."""
+    factor = 1.0 if shape.hidden <= _WIDE else _NARROW / shape.hidden
+    heads = shape.heads if factor == 1 else max(4, round(shape.heads * factor))
+    keys = max(1, round(heads * shape.key_heads / shape.heads))
+    dim = max(8, round(shape.query * factor / heads / 8) * 8)
+    sizes = {"hidden": round(shape.hidden * factor), "heads": heads, "keys": keys, "inner": round(shape.inner * factor / 8) * 8}
+    sizes |= {"layers": layers, "vocab_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return resize(config, **sizes, head_dim=dim)
+
+
+def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
+    """The twin as the trainer has it."""
+    with torch.random.fork_rng(devices=[]):
+        hf = model_of(config, dtype=DTYPES[dtype])
+        tokenizer: Any = SimpleNamespace(bos_token_id=None, eos_token_id=0)
+        return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
+
+
+def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
+    """(bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
+    groups, members, length = 2, 4, 33
+    inputs = Groups([[3] * prompt] * groups, [[[4] * length] * members] * groups)
+    own = {t.untyped_storage().data_ptr() for t in (*model.as_transformers().parameters(), *model.as_transformers().buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other tensor gets its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.stats(inputs)
+    total = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    return total, groups * (prompt + members * (length - 1)), groups * members * prompt
+
+
+# Bytes of a process without models and tensors: Python, torch, and of transformers its configurations and tokenizers
+# (`models/fused/weights_only.py`) or also its modules (on a GPU: the CUDA context and its libraries).
+BASELINE = {"bare": 310 << 20, "cpu": 430 << 20, "cuda": 600 << 20}
+# Bytes that a process of several takes besides: gloo's buffers, and for shards torch's compiler, which DTensor imports.
+# Measured on W1 and SFT with 2 and 4 processes.
+AMONG_OTHERS = {"ddp": 50 << 20, "fsdp": 190 << 20}
+# What the allocator holds beyond the tensors that are alive at the peak: SLACK is a share of what is allocated and freed within a
+# step; BLOCKS counts blocks of the size of a trained head, under autograd and with the gradient in closed form. Measured on the
+# workloads W0 to W4. With the settings of `keep_freed_memory` glibc returns nothing to the kernel, and a new large block rarely
+# fits between old ones. With gradient checkpointing freed blocks are returned.
+SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
+BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
+# Float32 copies of a chunk of logits that the backward pass of its log-probs holds at once; with entropy two more.
+CHUNKS = 5
+KEPT = "kept from sampling"
+# Share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
+REFILLED = 0.25
+
+Phase = Literal["weights", "held", "sample", "train", "load"]
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """Bytes of one item, and when they are held: as weights, from the first step on, or while sampling, training or loading."""
+
+    name: str
+    bytes: float
+    phase: Phase
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """A model of the run: its role, parameters, trained parameters, bytes per weight, whether the optimiser's moments have 8 bits
+    and how many gradients are recomputed instead of stored.
+    """
+
+    name: str
+    parameters: int
+    learns: int
+    width: int
+    adapter: int = 0
+    eight_bit: bool = False
+    recomputed: int = 0
+    copied: bool = True
+    """Whether gradients of half-precision weights are copied to float32 before they are applied; the kernels read them as they
+    are.
+    """
+    several: bool = False
+    """Whether several passes make a gradient, which half-precision weights then have in float32."""
+
+    def items(self) -> list[MemoryItem]:
+        """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
+        size = self.width * self.parameters + 4 * self.adapter
+        found = [MemoryItem(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
+        learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
+        if not learns:
+            return found
+        half = width < 4
+        stored = learns - self.recomputed
+        each = 4 if half and self.several else width + 4 * (half and self.copied)
+        note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
+        found.append(MemoryItem(f"{self.name}: gradients", stored * each, "held", note))
+        moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
+        found.append(
+            MemoryItem(
+                f"{self.name}: optimizer", learns * (moments + 4 * half), "held", note + (" and float32 masters" if half else "")
+            )
+        )
+        return found
+
+
+def count(parameters: float) -> str:
+    """5.1 M, 8.19 B."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if parameters >= scale:
+            return f"{parameters / scale:.3g} {unit}"
+    return f"{parameters:.0f}"
+
+
+def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
+    """Keys and values of all slots at their longest; the fused decoder keeps a prompt's once for its group."""
+    length = work.lengths
+    prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
+    own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
+    # the fused decoder keeps prompts in float32, in the order in which it reads them
+    return policy.layers * 2 * policy.key * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
+
+
+def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
+    """Bytes that the largest forward pass of a model keeps for its backward pass, and those of the backward pass itself."""
+    carried = work.micro_completions * work.lengths.prompt
+    return kept.bytes_for(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
+
+
+def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
+    """Float32 parameters (of the head, of the embeddings) whose gradients are recomputed under gradient checkpointing instead of
+    stored (`models/gradients.py`): of the `head`, and with the fused decoder of the embeddings, as long as what the tokens of an
+    optimiser step need for it fits. Tied embeddings count as the head. Equal tokens are counted one by one.
+    """
+    room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
+    looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
+    closed = head and _is_closed(work, shape)
+    if head and shape.tied:
+        return shape.head * (closed and fused and predicted + looked_up <= room), 0
+    return shape.head * (closed and predicted <= room), shape.vocabulary * shape.hidden * (fused and looked_up <= room)
+
+
+def passing(
+    work: Work,
+    policy: Shape,
+    kept: Terms,
+    device: str,
+    *,
+    width: int,
+    recompute: bool,
+    learns_head: bool,
+    critic: tuple[Shape, Terms] | None = None,
+) -> list[MemoryItem]:
+    """Items that are allocated and freed within a step; `critic` is a separate critic."""
+    note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
+    activations, backward = forward_and_back(work, policy, kept, recompute)
+    held = None
+    if work.keeps and kept.fused:
+        size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
+        held = _kept_item(size, work.keeps)
+    there = held.bytes if held is not None and held.phase == "held" else 0.0
+    if there:
+        # either they are there, and copies of one layer; or, one step in twenty and in later passes, those of a forward pass
+        activations = max(activations - there, activations / policy.layers)
+        note += ", beside what was kept"
+    found = [
+        MemoryItem("activations", activations, "train", note),
+        MemoryItem("backward pass", backward, "train", "gradients of one layer's activations"),
+        _head(work, policy, width, learns_head, device),
+    ]
+    if kept.fused not in (0, width):
+        found.append(MemoryItem("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
+    if held is not None:
+        found.append(held)
+    if critic is not None:
+        # it learns after the policy, whose activations are freed by then
+        more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
+        found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
+    if work.samples:
+        slots = f"{work.slots} sequences"
+        found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
+        if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= MIN_ROWS_TO_PACK:
+            layer = kept.fused * policy.matrices // policy.layers
+            whole = min(policy.layers, LIMIT // layer)
+            found.append(
+                MemoryItem("packed weights", whole * layer, "sample", f"those of {whole} layers, as decoding reads them")
+            )
+        # log-probs, and in float64 the probabilities and their cumulative sum
+        found.append(
+            MemoryItem("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}")
+        )
+    return found
+
+
+def _kept_item(size: float, limit: float) -> MemoryItem:
+    """Activations kept from sampling: until the update used them, or dropped as soon as they exceed the limit."""
+    if size <= limit:
+        return MemoryItem(KEPT, size, "held", "so that training runs no forward pass of its own")
+    return MemoryItem(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
+
+
+def _backward(policy: Shape, tokens: int) -> float:
+    """Gradients that one layer's backward pass holds at once: those of its feed-forward part and of the residual stream."""
+    return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
+
+
+def _logits(work: Work, policy: Shape) -> int:
+    """Logits of the largest micro-batch."""
+    return min(work.micro_tokens, work.micro_completions * work.lengths.completion) * policy.vocabulary
+
+
+def _is_closed(work: Work, policy: Shape) -> bool:
+    """Whether the head's gradient is in closed form (`models/logprobs.py`)."""
+    return _logits(work, policy) > TILE_ELEMENTS and work.only_logps
+
+
+def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
+    """Bytes that the allocator holds beside a head that learns."""
+    return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
+
+
+def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str) -> MemoryItem:
+    """A chunk of logits with what its backward pass needs, and the head's gradient before it is added up."""
+    whole, closed = _logits(work, policy), _is_closed(work, policy)
+    both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
+    limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
+    if device == "cuda":
+        limit *= TILE_ON_GPU if closed else CHUNK_ON_GPU
+    elements = min(whole, limit)
+    size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
+    if learns_head and not (closed and width == 4):
+        # the gradient before it is added, and the sum where there is one already
+        size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
+    return MemoryItem(
+        "head",
+        size,
+        "train",
+        f"{count(whole / policy.vocabulary)} targets × {policy.vocabulary}, at most {limit >> 20} Mi logits at once",
+    )
+
+
+def load_items(parts: list[ModelRole]) -> list[MemoryItem]:
+    """Weights are read from a mapped file, which counts as long as it is mapped."""
+    return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` is a key of
+    `BASELINE`, `allocator` one of `SLACK`, `beside_head` the bytes of `head_slack`.
+    """
+
+    items: tuple[MemoryItem, ...]
+    allocator: str
+    process: str
+    beside_head: float
+
+    def of(self, phase: Phase) -> float:
+        """Bytes of one phase's items."""
+        return sum(item.bytes for item in self.items if item.phase == phase)
+
+    @property
+    def slack(self) -> float:
+        """Bytes that the allocator holds beyond the tensors that are alive."""
+        comes_and_goes = (i for i in self.items if i.phase in ("train", "sample") or i.name == KEPT)
+        rest = sum(i.bytes for i in comes_and_goes if i.name != "head")
+        return self.beside_head + SLACK[self.allocator] * rest
+
+    @property
+    def baseline(self) -> float:
+        """The process itself."""
+        return BASELINE[self.process]
+
+    @property
+    def phase(self) -> Phase:
+        """When the peak comes."""
+        phases: tuple[Phase, ...] = ("train", "sample", "load")
+        return max(phases, key=self._beside_weights)
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak."""
+        return self.baseline + self.of("weights") + self._beside_weights(self.phase)
+
+    def _beside_weights(self, phase: Phase) -> float:
+        return self.of("load") if phase == "load" else self.of("held") + self.of(phase) + self.slack
+
+
+def roles_of(
+    policy: ModelRole, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
+) -> list[ModelRole]:
+    """Every model of the run: the policy, and whichever of reference, critic (with its `recomputed`) and reward models there
+    are.
+    """
+    found = [policy]
+    if reference is not None:
+        found.append(ModelRole("reference", reference.parameters, 0, policy.width))
+    if critic is not None:
+        size = critic[0].scalar_parameters
+        own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1])
+        found.append(own)
+    return found + [ModelRole(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
+
+
+def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
+    """Items of one of `ranks` processes that hold the models in shards: its rows of each, what is made whole while it computes,
+    and the whole copy that samples.
+    """
+    for part in parts:
+        for item in part.items():
+            whole = item.name.startswith("reward model")
+            yield item if whole else replace(item, bytes=item.bytes / ranks, note=f"{item.note}, a shard of {ranks}")
+    width, layer = parts[0].width, policy.matrices / policy.layers
+    ends = policy.head + (0 if policy.tied else policy.vocabulary * policy.hidden)
+    yield MemoryItem("whole weights", width * (ends + 2 * layer), "train", "embedding, head, the layer at work and the next")
+    learns = parts[0].learns > 0
+    yield MemoryItem("whole gradients", learns * (width + 4) * (ends + layer), "train", "of the same, before they are summed")
+    if samples:
+        yield MemoryItem("sampling copy", width * policy.parameters, "weights", "whole, on each process")
+
+
+def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:
+    """The count by weights alone, as in lectures: policy and critic three times (weights and AdamW's moments, all of `width`
+    bytes), reference and reward model once; no gradients, no activations.
+    """
+    one = parameters * width
+    return {"policy": 3 * one, "reference": one, **({"critic": 3 * one} if critic else {}), "reward model": one}

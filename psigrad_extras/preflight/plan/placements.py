@@ -1,0 +1,144 @@
+"""How to divide devices between training and sampling: what each device holds, and how long a step takes.
+
+The model is coarse on purpose, and `ASSUMED` says what it takes for granted: every device is alike and works all the time that
+its share of the step takes, completions are as long as the settings' mean, and messages go at the network's speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from psigrad.config import OnlineConfig, Placement
+from psigrad.language.models.backbone import DTYPES
+from psigrad_extras.preflight.plan.arithmetic import Config, Lengths, StepCost, cost_of
+from psigrad_extras.preflight.plan.hardware import Machine
+from psigrad_extras.preflight.plan.memory import BASELINE, MemoryItem, ModelRole, PeakMemory
+from psigrad_extras.preflight.plan.predict import MARGIN, Plan, predict
+
+ASSUMED = (
+    "devices alike and never idle within their share; matrix products at the shares of the peak that `psigrad plan` assumes; "
+    "gradients and shards travel at the network's speed, half of it hidden behind the computation; new weights reach all "
+    "samplers in the time that one copy takes"
+)
+# Share of the messages of a sharded backward pass that the computation hides. FSDP2 gathers the next layer while one computes.
+HIDDEN = 0.5
+
+
+@dataclass(frozen=True)
+class Split:
+    """`trainers` devices that train by `strategy`, and `samplers` others that sample; with none the trainers sample too."""
+
+    trainers: int
+    samplers: int
+    strategy: Literal["ddp", "fsdp"]
+    plan: Plan
+    """Of one trainer."""
+    sampler: PeakMemory | None
+    sampling: float
+    """Seconds that sampling a step's completions takes."""
+    training: float
+    """Seconds that training on them takes, messages included."""
+    publishing: float
+    """Seconds until the samplers have new weights."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a trainer and a sampler stay below the memory of a device, whatever the prediction's error."""
+        peaks = [self.plan.memory.peak, *([self.sampler.peak] if self.sampler is not None else [])]
+        return max(peaks) * (1 + MARGIN) <= self.plan.machine.memory
+
+    def seconds(self, lag: int) -> float:
+        """Seconds of a step. With a lag samplers work while trainers do."""
+        if lag and self.samplers:
+            return max(self.training, self.sampling + self.publishing)
+        return self.training + self.sampling + self.publishing
+
+    def tokens_per_second(self, lag: int) -> float:
+        """Completion tokens per second and device."""
+        return self.plan.work.completion_tokens / self.seconds(lag) / (self.trainers + self.samplers)
+
+
+def splits(config: Config, lengths: Lengths, machine: Machine, devices: int, network: float, dataset: int = 0) -> list[Split]:
+    """Ways to place a run on `devices` devices of the kind `machine`, joined at `network` bytes/s; the fastest that fits first.
+
+    Without `machine.peak` all times are 0 and the order is that of the memory alone.
+    """
+    found = []
+    for trainers, samplers in _divisions(devices, isinstance(config, OnlineConfig)):
+        for strategy in ("ddp", "fsdp") if trainers > 1 else ("ddp",):
+            found.append(_split(config, lengths, machine, (trainers, samplers, strategy), network, dataset))
+    lag = bool(getattr(config, "lag", 0))
+    return sorted(found, key=lambda s: (not s.fits, s.seconds(lag) if machine.peak else s.plan.memory.peak, s.strategy))
+
+
+def _divisions(devices: int, online: bool) -> Iterator[tuple[int, int]]:
+    """(trainers, samplers): all of them do both, or trainers are a share of eighths, at least one of each."""
+    yield devices, 0
+    if online:
+        for trainers in sorted({max(1, devices * eighth // 8) for eighth in range(1, 8)}):
+            if trainers < devices:
+                yield trainers, devices - trainers
+
+
+def _split(
+    config: Any, lengths: Lengths, machine: Machine, division: tuple[int, int, Any], network: float, dataset: int
+) -> Split:
+    trainers, samplers, strategy = division
+    placement = Placement(processes=trainers, strategy=strategy, cluster="auto" if samplers else "")
+    placed = replace(config, placement=placement)
+    plan = predict(placed, lengths, machine, dataset=dataset, quick=True)
+    weights = DTYPES[config.model.dtype].itemsize * plan.policy.parameters
+    training = _seconds(StepCost(0.0, plan.cost.passes, plan.cost.training, 0.0), machine) + _messages(plan, trainers, network)
+    if not samplers:
+        sampling = _seconds(StepCost(plan.cost.sampling, 0.0, 0.0, plan.cost.read), machine)
+        copies = weights / network if strategy == "fsdp" else 0.0  # the whole copy that each samples with
+        return Split(trainers, 0, strategy, plan, None, sampling, training, copies)
+    alone = replace(config, placement=Placement(processes=samplers), lag=0)
+    other = predict(alone, lengths, machine, dataset=dataset, quick=True)
+    caching = sum(item.bytes for item in other.memory.items if item.name == "KV cache")
+    cost = cost_of(other.share, plan.policy, frozen=True, recompute=False, weight_bytes=weights, cache_bytes=caching)
+    sampling = _seconds(StepCost(cost.sampling, 0.0, 0.0, cost.read), machine)
+    return Split(trainers, samplers, strategy, plan, _sampler_memory(other, weights), sampling, training, weights / network)
+
+
+def _sampler_memory(plan: Plan, weights: float) -> PeakMemory:
+    """Of a process that samples only: the policy without gradients, and what sampling takes."""
+    policy = ModelRole("policy", plan.policy.parameters, 0, round(weights / plan.policy.parameters))
+    items: list[MemoryItem] = [*policy.items(), *(item for item in plan.memory.items if item.phase in ("sample", "load"))]
+    process = plan.memory.process if plan.memory.process in BASELINE else plan.machine.kind
+    return PeakMemory(tuple(items), plan.machine.kind, process, 0.0)
+
+
+def _messages(plan: Plan, ranks: int, network: float) -> float:
+    """Seconds that trainers wait for each other's numbers.
+
+    Replicated, each optimiser step sums the gradients: 2 (n − 1)/n of their bytes leave each process (ring all-reduce). In shards
+    each forward and each backward pass gathers the weights and each backward pass scatters the gradients, (n − 1)/n of them each.
+    """
+    if ranks == 1:
+        return 0.0
+    config, work, share = plan.config, plan.work, (ranks - 1) / ranks
+    width = DTYPES[config.model.dtype].itemsize
+    learns = plan.policy.parameters
+    if config.model.lora_rank:
+        learns = plan.policy.lora_parameters(config.model.lora_rank, config.model.lora_target_modules)
+    if config.placement.strategy == "ddp":
+        return work.updates * 2 * share * 4 * learns / network
+    passes = work.updates * plan.share.micro_batches
+    return passes * (1 - HIDDEN) * share * (2 * width * plan.policy.parameters + 4 * learns) / network
+
+
+def _seconds(cost: StepCost, machine: Machine) -> float:
+    return cost.seconds(machine) if machine.peak else 0.0
+
+
+def smallest(config: Config, lengths: Lengths, machine: Machine, most: int = 1024) -> int:
+    """The fewest devices, a power of two, on which the run fits in shards; 0 where `most` are too few."""
+    for devices in (1 << n for n in range(int(math.log2(most)) + 1)):
+        placement = Placement(processes=devices, strategy="fsdp", cluster="auto" if isinstance(config, OnlineConfig) else "")
+        if predict(replace(config, placement=placement), lengths, machine, quick=True).fits:
+            return devices
+    return 0

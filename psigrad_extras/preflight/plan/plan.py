@@ -1,0 +1,319 @@
+"""`psigrad plan METHOD`: the plan of a run, and the warning of a run that may not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from psigrad.errors import UserError
+from psigrad.language.rewards.resolve import OF_TRL, resolve
+from psigrad.runs.machine import device as device_of
+from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
+from psigrad_extras.preflight.plan.hardware import machine
+from psigrad_extras.preflight.plan.memory import count
+from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
+from psigrad_extras.preflight.plan.predict import MARGIN, Plan, lengths_of, predict
+from psigrad_extras.preflight.settings import PlanConfig
+
+SMALL, HOUR = 50_000_000, 3600
+
+
+def run(config: Config, asked: PlanConfig) -> str:
+    """The plan of the run that `config` describes, as text or as JSON."""
+    device = device_of(config.run)
+    found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
+    lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
+    if asked.devices:
+        found_splits = splits(config, lengths, found, asked.devices, asked.network * 1e9, rows)
+        fewest = smallest(config, lengths, found)
+        return json.dumps(placements(found_splits)) if asked.json else divisions(found_splits, source, fewest)
+    plan = predict(config, lengths, found, dataset=rows, eight_bit=asked.eight_bit)
+    return json.dumps(figures(plan)) if asked.json else table(plan, source)
+
+
+def warning(config: Config) -> str:
+    """One line for a run that may not fit this machine; empty where it fits or that is unknown.
+
+    Lengths are the settings' bounds and guesses: no row is read, and nothing is asked of the network.
+    """
+    try:
+        device = device_of(config.run)
+        here = machine(device, config.model.dtype, measure=False)
+        lengths, _, _ = lengths_of(config, read=False)
+        if predict(config, lengths, here, quick=True).fits:  # at most what it takes: plain PyTorch keeps more than our kernels
+            return ""
+        made = predict(config, lengths, here)
+        return "" if made.fits else _sentence(made)
+    except ValueError:
+        return ""  # wrong settings: the run itself refuses them, with a better sentence
+
+
+def warn(config: Config) -> None:
+    """That line on stderr."""
+    if line := warning(config):
+        print(f"psigrad: {line}", file=sys.stderr)
+
+
+def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
+    """How long the run will be, in a line on stderr: its steps, tokens and time. Rows are read where they are a small file.
+
+    A reward that does not exist is named first: raises `UserError`.
+
+    With `ask`, which is how a person at a terminal answers, and no length in the settings, a run of more than an hour is begun on
+    a yes alone: raises `UserError` else.
+    """
+    for reward in getattr(config, "reward", ()):
+        if isinstance(reward, str) and reward.isidentifier() and reward not in OF_TRL:  # no code of the user's is imported
+            resolve(reward)
+    try:
+        data: Any = config.data.dataset
+        small = not isinstance(data, str) or (os.path.isfile(data) and os.path.getsize(data) < SMALL)
+        lengths, rows, _ = lengths_of(config, read=small)
+        here = machine(device_of(config.run), config.model.dtype, config.run.threads)
+        work = (made := predict(config, lengths, here, dataset=rows, quick=True)).work
+    except (ValueError, OSError):
+        return  # wrong settings: the run itself refuses them, with a better sentence
+    if not work.steps:
+        return
+    tokens = work.steps * work.rows * (lengths.prompt + work.members * lengths.completion)
+    there = max(made.seconds * work.steps, 1.0)
+    spent = f", about {seconds(there)} here and evaluations" if made.seconds else ""
+    steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
+    print(f"psigrad: {steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.", file=sys.stderr)
+    default = type(config)().run
+    unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
+    long = unsaid and made.seconds * work.steps > HOUR
+    if ask is not None and long and not ask("Begin? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
+        raise UserError("Nothing was begun; give --max-steps, or --num-train-epochs to have it as long as this.")
+
+
+def _sentence(plan: Plan) -> str:
+    way = next((name for name, other in plan.ways if other.fits), "")
+    advice = f"try {way}" if way else "`psigrad plan` shows where it goes"
+    return f"The run may need {size(plan.memory.peak)} of memory and there are {size(plan.machine.memory)}; {advice}."
+
+
+_PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "while training", "load": "while loading"}
+
+
+def size(value: float) -> str:
+    """Bytes for people: 953 MB, 1.9 GB, 128 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def seconds(value: float) -> str:
+    """A duration for people: 0.8 s, 12 min, 5.5 h."""
+    for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
+        if value >= 2 * scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.2g} s"
+
+
+def tera(value: float) -> str:
+    """A number in units of 10¹²."""
+    return f"{value / 1e12:,.0f}" if value >= 1e15 else f"{value / 1e12:.3g}"
+
+
+def band(value: float) -> str:
+    """The class of a speed: the half order of magnitude that it lies in, as "1,000 to 3,000"."""
+    low = 10 ** (math.floor(2 * math.log10(value)) / 2)
+
+    def rounded(x: float) -> str:
+        digits = math.floor(math.log10(x))
+        return f"{round(x / 10**digits) * 10**digits:,.0f}" if x >= 1 else f"{x:.1g}"
+
+    return f"{rounded(low)} to {rounded(low * math.sqrt(10))}"
+
+
+def table(plan: Plan, source: str = "") -> str:
+    """The plan for people."""
+    rows = [(item.name, size(item.bytes), " ".join(filter(None, (_PHASES[item.phase], item.note)))) for item in plan.memory.items]
+    libraries = "torch and transformers" if plan.memory.process != "bare" else "torch, and transformers without its models' code"
+    rows.append(("process", size(plan.memory.baseline), f"Python, {libraries}"))
+    rows.append(("allocator", size(plan.memory.slack), "holes between blocks of unlike sizes"))
+    wide = max(len(name) for name, _, _ in rows)
+    held = f"within {MARGIN:.0%} where it was measured" if plan.machine.kind == "cpu" else "not held against a GPU"
+    lines = [f"{name:<{wide}}  {value:>8}  {note}".rstrip() for name, value, note in rows]
+    lines += [
+        "",
+        f"{'peak':<{wide}}  {size(plan.memory.peak):>8}  {_PHASES[plan.memory.phase]}; {held}",
+        f"{'memory':<{wide}}  {size(plan.machine.memory):>8}  {verdict(plan)}",
+        "",
+        *_arithmetic(plan, source),
+        *_speed(plan),
+    ]
+    if not plan.fits:
+        lines += ["", "What takes less:", *_ways(plan)]
+    return "\n".join(lines)
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in words."""
+    if plan.fits:
+        return "it fits"
+    near = plan.memory.peak <= plan.machine.memory
+    return "it may not fit: the prediction's error is larger than what is left" if near else "it does not fit"
+
+
+def _arithmetic(plan: Plan, source: str) -> list[str]:
+    work, length = plan.work, plan.work.lengths
+    what = "completions" if work.samples else "answers"
+    lines = [
+        f"lengths    prompts of {length.prompt} tokens (longest {length.longest_prompt}), {what} of {length.completion} "
+        f"(longest {length.longest_completion}){'; ' + source if source else ''}",
+        f"step       {work.rows} prompts × {work.members} {what} = {work.rows * work.members}, {work.completion_tokens:,} "
+        f"tokens; {work.tokens:,} computed in a pass (a prompt once for its {what})",
+        f"update     {work.passes} × {work.minibatches} optimiser steps, each {plan.share.micro_batches} micro-batches of at "
+        f"most {plan.share.micro_tokens:,} tokens; {size(plan.memory_per_token)} per token",
+    ]
+    if plan.share != work:
+        placement = plan.config.placement
+        lines.append(
+            f"placement  {placement.processes} processes by {placement.strategy}; the figures are those of one, which trains on "
+            f"{plan.share.rows} prompts" + ("" if plan.share.samples or not work.samples else "; others sample")
+        )
+    if work.steps:
+        share = f" = {work.epochs:.2g} epochs of {work.dataset:,} rows" if work.dataset else ""
+        lines.append(f"run        {work.steps:,} steps, {work.steps * work.updates:,} optimiser steps{share}")
+    return lines
+
+
+def _speed(plan: Plan) -> list[str]:
+    if not plan.seconds:
+        return [f"speed      {tera(plan.cost.flops)} TFLOP per step; give --tflops for the time"]
+    training, decoding = REACHED[plan.machine.kind]
+    lines = [
+        f"speed      {band(plan.tokens_per_second)} tokens/s: {tera(plan.cost.flops)} TFLOP per step, about "
+        f"{seconds(plan.seconds)}, at {tera(plan.machine.peak)} TFLOP/s of matrix products ({training:.0%} of it while "
+        f"training, {decoding:.0%} while decoding)"
+    ]
+    if plan.work.steps:
+        lines.append(f"           {seconds(plan.seconds * plan.work.steps)} for the run, without evaluation")
+    return lines
+
+
+def _ways(plan: Plan) -> list[str]:
+    ways = plan.ways
+    if not ways:
+        return ["  nothing that psigrad has; take a smaller model or more memory"]
+    wide = max(len(name) for name, _ in ways)
+    return [f"  {name:<{wide}}  {size(other.memory.peak):>8}{'  fits' if other.fits else ''}" for name, other in ways]
+
+
+def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
+    """Ways to place a run for people, the best first."""
+    best, whole = found[0], found[0].plan
+    devices, timed = best.trainers + best.samplers, bool(whole.machine.peak)
+    heads = ["train", "sample", "by", "trainer", "sampler", "train s", "sample s", "publish s", "step s", "with lag", ""]
+    rows = [heads]
+    for s in found:
+        seconds_of = [f"{x:.3g}" for x in (s.training, s.sampling, s.publishing, s.seconds(0), s.seconds(1))]
+        rows.append(
+            [
+                str(s.trainers),
+                str(s.samplers) if s.samplers else "the same",
+                s.strategy,
+                size(s.plan.memory.peak),
+                size(s.sampler.peak) if s.sampler is not None else "",
+                *(seconds_of if timed else [""] * 5),
+                "" if s.fits else "does not fit",
+            ]
+        )
+    wide = [max(len(row[k]) for row in rows) for k in range(len(heads))]
+    lines = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
+    needs = f"In shards it fits on {fewest} training devices." if fewest else "No number of devices up to 1,024 is enough."
+    if best.fits:
+        chosen = f"placement.processes={best.trainers} placement.strategy={best.strategy}"
+        others = f" and {best.samplers} samplers (--cluster, lag=1)" if best.samplers else ""
+        needs = f"Best: {chosen}{others}. {needs}"
+    else:
+        too_large = whole.memory.peak > whole.machine.memory
+        where = "a trainer" if too_large else "a sampler"
+        ways = ", ".join(name for name, _ in whole.ways[:3]) if too_large else "sampling.max_decode_batch"
+        needs = f"Nothing fits: {where} needs more than a device has. What takes less: {ways}. {needs}"
+    return "\n".join(
+        [
+            f"{devices} devices of {size(whole.machine.memory)}; memory of one process each, seconds of a step",
+            "",
+            *lines,
+            "",
+            needs,
+            *_arithmetic(replace(whole, share=whole.work), source)[:2],
+            *([] if timed else ["speed      give --tflops for the times"]),
+            f"assumed    {ASSUMED}.",
+        ]
+    )
+
+
+def placements(found: Sequence[Split]) -> list[dict[str, Any]]:
+    """The same as plain values, in bytes and seconds."""
+    return [
+        {
+            "trainers": s.trainers,
+            "samplers": s.samplers,
+            "strategy": s.strategy,
+            "trainer_peak": round(s.plan.memory.peak),
+            "sampler_peak": round(s.sampler.peak) if s.sampler is not None else None,
+            "fits": s.fits,
+            "training_seconds": s.training,
+            "sampling_seconds": s.sampling,
+            "publishing_seconds": s.publishing,
+            "step_seconds": s.seconds(0),
+            "step_seconds_with_lag": s.seconds(1),
+        }
+        for s in found
+    ]
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, in bytes, seconds and FLOPs."""
+    work = plan.work
+    return {
+        "model": {
+            "path": plan.config.model.path,
+            "parameters": plan.policy.parameters,
+            "trained": count(plan.policy.parameters),
+            "vocabulary": plan.policy.vocabulary,
+        },
+        "memory": {
+            "items": [
+                {"name": item.name, "bytes": round(item.bytes), "phase": item.phase, "note": item.note}
+                for item in plan.memory.items
+            ],
+            "process": plan.memory.baseline,
+            "allocator": round(plan.memory.slack),
+            "peak": round(plan.memory.peak),
+            "peak_while": plan.memory.phase,
+            "available": plan.machine.memory,
+            "fits": plan.fits,
+            "per_token": round(plan.memory_per_token),
+        },
+        "batch": {
+            "prompts": work.rows,
+            "completions_per_prompt": work.members,
+            "prompt_tokens": work.lengths.prompt,
+            "completion_tokens": work.lengths.completion,
+            "tokens_per_step": work.completion_tokens,
+            "computed_tokens_per_pass": work.tokens,
+            "updates_per_step": work.updates,
+            "micro_batches_per_update": work.micro_batches,
+            "micro_batch_tokens": work.micro_tokens,
+            "steps": work.steps,
+            "epochs": work.epochs,
+        },
+        "speed": {
+            "flops_per_step": plan.cost.flops,
+            "peak_flops": plan.machine.peak,
+            "seconds_per_step": plan.seconds,
+            "tokens_per_second": plan.tokens_per_second,
+        },
+        "ways": [{"change": name, "peak": round(other.memory.peak), "fits": other.fits} for name, other in plan.ways],
+    }

@@ -1,0 +1,309 @@
+"""A run's plan from its settings: peak memory, arithmetic, speed, and what would fit where it does not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.algorithms import resolve_loss
+from psigrad.errors import UserError
+from psigrad.language.data import pairs
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.sources import read_rows
+from psigrad.language.data.templates import Example, examples, prompt_ids
+from psigrad.language.loading.chat_settings import settle_chat
+from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
+from psigrad.language.models.backbone import DTYPES
+from psigrad.language.models.fused import weights_only
+from psigrad.language.training.optimizers import steps_natively
+from psigrad.objective.preferences.preference_loss import KahnemanTversky
+from psigrad_extras.preflight.plan.arithmetic import (
+    GUESSED,
+    Config,
+    Lengths,
+    StepCost,
+    Work,
+    cost_of,
+    samples_itself,
+    share_of,
+    work_of,
+)
+from psigrad_extras.preflight.plan.hardware import Machine
+from psigrad_extras.preflight.plan.memory import (
+    AMONG_OTHERS,
+    MemoryItem,
+    ModelRole,
+    PeakMemory,
+    Terms,
+    cache_bytes,
+    forward_and_back,
+    head_slack,
+    load_items,
+    passing,
+    recomputed_gradients,
+    roles_of,
+    sharded_items,
+    terms,
+)
+from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
+
+# Predictions are within this share of the measured peak; a run that fits by less is not said to fit.
+MARGIN = 0.15
+# Rows of a dataset that are read for their lengths.
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take. `work` is one step and `share` what one process does of it; `memory` is the peak of a process,
+    `cost` its FLOPs of a step, `memory_per_token` the bytes that another token in the policy's largest forward pass costs.
+    """
+
+    config: Config
+    policy: Shape
+    work: Work
+    share: Work
+    memory: PeakMemory
+    cost: StepCost
+    memory_per_token: float
+    machine: Machine
+    eight_bit: bool = False
+    quick: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak stays below the memory, whatever the prediction's error."""
+        return self.memory.peak * (1 + MARGIN) <= self.machine.memory
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; 0 where the machine's speed is unknown."""
+        return self.cost.seconds(self.machine) if self.machine.peak else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens per second."""
+        return self.work.completion_tokens / self.seconds if self.seconds else 0.0
+
+    @cached_property
+    def ways(self) -> list[tuple[str, Plan]]:
+        """Changes of the settings that take less memory, the least intrusive first, each with its plan."""
+        found = []
+        for name, config, eight_bit in _changes(self):
+            other = predict(
+                config, self.work.lengths, self.machine, dataset=self.work.dataset, eight_bit=eight_bit, quick=self.quick
+            )
+            if other.memory.peak < 0.98 * self.memory.peak:
+                found.append((name, other))
+        return found
+
+
+def predict(
+    config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, eight_bit: bool = False, quick: bool = False
+) -> Plan:
+    """The plan of a run. `eight_bit` counts AdamW's moments at 8 bits (psigrad has no such optimiser).
+
+    What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
+    configurations that are on this machine are read.
+    """
+    config = replace(config, model=resolve_for_plan(config.model, local=quick))
+    shaped = partial(shape_of, local=quick)
+    policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
+    work = share_of(config, whole)
+    rank = config.model.lora_rank
+    adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
+    width = DTYPES[config.model.dtype].itemsize
+    learns, head = (0, False) if adapter else (policy.parameters, True)
+    critic_path = getattr(config, "critic", "") or config.model.path
+    critic = shaped(critic_path) if work.critic else None
+
+    def count_terms(path: str, shape: Shape, lora: bool) -> Terms:
+        return Terms.estimate(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
+
+    kept = count_terms(config.model.path, policy, bool(rank))
+    learning = None if critic is None else (critic, count_terms(critic_path, critic, False))
+    recompute = config.model.gradient_checkpointing
+
+    def count_recomputed(shape: Shape, kept: Terms, head: bool) -> tuple[int, int]:
+        wanted = recompute and width == 4 and not adapter
+        return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
+
+    again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    parts = roles_of(
+        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), *_summing(config, machine, work)),
+        _reference(config, work, shaped),
+        learning and (learning[0], sum(count_recomputed(*learning, head=False))),
+        [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
+    )
+    items = _models(config, parts, policy, work)
+    items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
+    items += load_items(parts)
+    weights = width * policy.parameters
+    caching = cache_bytes(work, policy, kept, width)
+    cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
+    if again[0]:
+        cost = cost.with_head_again(work, policy)
+    light = machine.kind == "cpu" and _loads_weights_only(config, quick)
+    gives_back = recompute and machine.kind == "cpu"
+    beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
+    return Plan(
+        config,
+        policy,
+        whole,
+        work,
+        PeakMemory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
+        cost,
+        sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
+        machine,
+        eight_bit,
+        quick,
+    )
+
+
+def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -> list[MemoryItem]:
+    """What one process holds of the models, and of the other processes."""
+    placement = config.placement
+    if placement.processes == 1:
+        return [item for part in parts for item in part.items()]
+    if placement.strategy == "fsdp":
+        items = list(sharded_items(parts, policy, placement.processes, work.samples))
+    else:
+        items = [item for part in parts for item in part.items()]
+    others = AMONG_OTHERS[placement.strategy]
+    return [*items, MemoryItem("other processes", others, "weights", "torch.distributed's code and buffers")]
+
+
+def _loads_weights_only(config: Config, local: bool) -> bool:
+    """Whether every model of a run on a CPU is read without transformers' modules."""
+    if config.model.lora_rank or (isinstance(config, OnlineConfig) and not samples_itself(config)):
+        return False
+    named = [getattr(config, name, "") for name in ("reference", "critic")] + list(getattr(config, "reward_model", ()))
+    paths = [config.model.path, *(path for path in named if path)]
+    return all(weights_only.suits(config_of(path, local=local), DTYPES[config.model.dtype]) for path in paths)
+
+
+def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
+    """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
+    several = work.micro_batches > 1 or config.placement.processes > 1
+    return not steps_natively(DTYPES[config.model.dtype], machine.device), several
+
+
+def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
+    """The reference model that stays in memory: under LoRA the policy without its adapter, which costs nothing."""
+    named = config.reference if isinstance(config, PreferenceConfig) else ""
+    if named:
+        return shaped(named)
+    evaluates = isinstance(config, OnlineConfig | PreferenceConfig) and config.evaluation.eval_kl
+    return shaped(config.model.path) if (work.reference or evaluates) and not config.model.lora_rank else None
+
+
+def lengths_of(config: Config, prompt: int = 0, completion: int = 0, *, read: bool = True) -> tuple[Lengths, int, str]:
+    """(lengths, training rows or 0, where they come from): given numbers, else the first rows of the dataset, else a guess."""
+    limit = _limit(config)
+    sizes, rows = _measure_rows(config) if config.data.dataset and read else ([], 0)
+    prompts = [p for p, _ in sizes]
+    answers = [a for _, answers in sizes for a in answers]
+    mean_prompt = prompt or (
+        round(statistics.fmean(prompts)) if prompts else min(GUESSED, config.data.max_prompt_length or GUESSED)
+    )
+    longest_prompt = max([prompt, *prompts]) if prompt or prompts else config.data.max_prompt_length or mean_prompt
+    if isinstance(config, OnlineConfig):
+        mean, longest = min(completion or limit, limit), limit
+    else:
+        room = max(1, limit - mean_prompt) if limit else GUESSED
+        mean = completion or (round(statistics.fmean(answers)) if answers else min(GUESSED, room))
+        longest = max([mean, *answers]) if answers or completion else room
+    source = f"the first {len(sizes)} rows" if sizes else "given" if prompt else f"a guess of {mean_prompt} tokens per prompt"
+    return Lengths(max(1, mean_prompt), max(1, mean), max(1, longest_prompt), max(1, longest)), rows, source
+
+
+def _limit(config: Config) -> int:
+    return config.sampling.max_completion_length if isinstance(config, OnlineConfig) else config.max_length
+
+
+def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
+    """([tokens of a prompt, of its answers] of the dataset's first rows, all its training rows)."""
+    tokenizer = _tokenizer(tokenizer_path(config.model))
+    settle_chat(tokenizer, config.model)
+    form, lengths = _reader(config)
+    train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
+    (first,) = for_model(tokenizer, [train[:_ROWS]], config.data.plain_prompts)
+    return [lengths(tokenizer, row) for row in first], len(train)
+
+
+def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[int]]]]:
+    """The form of the rows, and (tokens of the prompt, of the answers) of one."""
+    if isinstance(config, OnlineConfig):
+        return "prompt-only", lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
+    if isinstance(config, SFTConfig):
+        return "sft", lambda tokenizer, row: _split_lengths(
+            examples(tokenizer, row, config.max_length, empty_thinking=config.train_empty_thinking)
+        )
+    if isinstance(config, RewardConfig) and config.process:
+        return "stepwise", lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
+    if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
+        return "unpaired-preference", lambda tokenizer, row: _judged_lengths(pairs.encode_judged(tokenizer, row))
+    return "preference", lambda tokenizer, row: _pair_lengths(pairs.encode_pair(tokenizer, row))
+
+
+def _split_lengths(texts: list[Example]) -> tuple[int, list[int]]:
+    before = [text.mask.index(True) if any(text.mask) else len(text.ids) for text in texts]
+    return sum(before), [sum(len(text.ids) for text in texts) - sum(before)]
+
+
+def _judged_lengths(made: pairs.Judged) -> tuple[int, list[int]]:
+    return len(made.prompt), [made.answer.tokens]
+
+
+def _pair_lengths(made: pairs.Pair) -> tuple[int, list[int]]:
+    return len(made.prompt), [made.chosen.tokens, made.rejected.tokens]
+
+
+def _tokenizer(path: str) -> Any:
+    try:
+        return load_tokenizer(path)
+    except UserError as error:
+        raise UserError(f"{error} Or leave the dataset out and give --prompt-length.") from error
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Config, bool]]:
+    """(what to change, the settings with it, 8-bit moments), the least intrusive first; then all of them at once."""
+    config, everything, names = plan.config, plan.config, []
+    for name, change in _steps(plan):
+        yield name, change(config), plan.eight_bit
+        everything = change(everything)
+        names.append(name)
+    if len(names) > 1:
+        yield "all of these", everything, plan.eight_bit
+    if not plan.eight_bit:
+        yield "an 8-bit optimizer (counted only: psigrad has none)", config, True
+
+
+def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """The changes one by one."""
+    config, work = plan.config, plan.work
+    budget = max(work.lengths.longest_prompt + work.lengths.longest_completion, config.micro_batch_tokens // 4)
+    if budget < work.micro_tokens:
+        yield f"micro_batch_tokens={budget}", lambda c: replace(c, micro_batch_tokens=budget)
+    if work.slots > 32:
+        yield "sampling.max_decode_batch=32", lambda c: replace(c, sampling=replace(c.sampling, max_decode_batch=32))
+    if not config.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true", lambda c: _with(c, gradient_checkpointing=True)
+    if work.critic:
+        yield "critic_shared=true", lambda c: replace(c, critic_shared=True, critic="", critic_learning_rate=0.0)
+    if config.model.dtype == "float32":
+        yield "model.dtype=bfloat16", lambda c: _with(c, dtype="bfloat16")
+    if not config.model.lora_rank:
+        yield "model.lora_rank=16", lambda c: _with(c, lora_rank=16)
+
+
+def _with(config: Config, **settings: Any) -> Config:
+    """The settings with others for the model."""
+    model: Model = replace(config.model, **settings)
+    return replace(config, model=model)

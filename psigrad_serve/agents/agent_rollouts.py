@@ -1,0 +1,156 @@
+"""Sessions of agents: many at once, each in a process that can be killed, all asking the policy of this process over HTTP."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import prompt_for_reward
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.episodes.episodes import settle
+from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
+from psigrad.processes.sandbox import Enclosure
+from psigrad.processes.workers import Lost, WorkerPool, homes, pack
+from psigrad_serve.agents.agent_session import Session
+from psigrad_serve.agents.agent_worker import Place, check_agent, decode
+from psigrad_serve.agents.token_tree import TokenTree
+
+
+class Gateway(Protocol):
+    """The server that agents ask."""
+
+    sessions: dict[str, Session]
+    """Those under way, by their names."""
+    address: str
+    tunnel: str
+    """Its socket on this machine, for those who have no network; empty: none."""
+
+    def serve(self, sampler: Sampler, model: LanguageModel) -> None:
+        """Answer with this sampler from now on."""
+        ...
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        ...
+
+
+class AgentPool:
+    """Processes that agents run in, one session at a time in each; a session has `timeout` seconds."""
+
+    def __init__(
+        self,
+        agent: Callable[..., Any],
+        *,
+        timeout: float = 600.0,
+        workers: int = 4,
+        memory_gb: float = 0.0,
+        variables: Sequence[str] = (),
+        enclosure: Enclosure | None = None,
+    ) -> None:
+        check_agent(agent)
+        packed = pack(agent, "agent")
+        self.workers: WorkerPool[int] = WorkerPool(
+            "psigrad_serve.agents.agent_worker:service",
+            packed,
+            homes([agent], [packed]),
+            decode,
+            what="agents",
+            workers=workers,
+            timeout=timeout,
+            memory_gb=memory_gb,
+            variables=variables,
+            enclosure=enclosure,
+        )
+
+    def run(self, places: Sequence[Place], ended: Callable[[int, float | str | None], None]) -> None:
+        """A session at each place; `ended(number, reward)` is called with each as it ends, or with why it has no reward."""
+        waiting, left = deque(range(len(places))), len(places)
+        while left:
+            for worker in self.workers.idle():
+                if waiting:
+                    number = waiting.popleft()
+                    self.workers.ask(worker, places[number], [number])
+            for _, number, answer in self.workers.answers(wait=True):
+                left -= 1
+                if isinstance(answer, Lost):
+                    late = f"did not end within {self.workers.timeout:g} s (agent_timeout)"
+                    answer = f"the agent: {f'its process died ({answer.status})' if answer.status else f'it {late}'}"
+                ended(number, answer)
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self.workers.close()
+
+
+@dataclass(frozen=True)
+class Agents:
+    """How sessions are played: who runs the agents, whom they ask, and how often one may ask."""
+
+    pool: AgentPool
+    gateway: Gateway
+    most: int = 64
+
+    def play(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
+        params: SamplingParams,
+        *,
+        num_generations: int,
+        seed_of: Callable[[int, int], int],
+        model: LanguageModel,
+        version: int,
+        needs_reward: bool,
+    ) -> list[Trajectory]:
+        """`num_generations` sessions on each (index, prompt ids, row), in order.
+
+        A reward that the agent gives stands on the session's last sampled token. One that crashes, is late, asks nothing or asks
+        without end has none, and says why. Log-probs are those of a pass that does not depend on who asked when.
+        """
+        sessions = [
+            Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most)
+            for place, (index, ids, row) in enumerate(prompts)
+            for k in range(num_generations)
+        ]
+        names = [secrets.token_hex(12) for _ in sessions]
+        rewards: dict[int, float | None] = {}
+        self.gateway.serve(sampler, model)
+        self.gateway.sessions |= dict(zip(names, sessions, strict=True))
+
+        def ended(number: int, reward: float | str | None) -> None:
+            session = sessions[number]
+            session.over = True
+            if isinstance(reward, str):
+                session.fault = session.fault or reward
+            elif reward is None and needs_reward:
+                session.fault = session.fault or "the agent returned no reward, and the run has no other"
+            else:
+                rewards[number] = reward
+
+        try:
+            self.pool.run([self._place(session, name) for session, name in zip(sessions, names, strict=True)], ended)
+        finally:
+            for name in names:
+                self.gateway.sessions.pop(name, None)
+        made = [_rewarded(s.trajectory(version), rewards.get(n)) for n, s in enumerate(sessions)]
+        return settle(sampler, made, params)
+
+    def _place(self, session: Session, name: str) -> Place:
+        row = {"prompt": prompt_for_reward(session.row), **session.row.columns}
+        return Place(row, f"{self.gateway.address}/s/{name}/v1", name, self.gateway.tunnel)
+
+    def close(self) -> None:
+        """End the agents and the server."""
+        self.pool.close()
+        self.gateway.close()
+
+
+def _rewarded(trajectory: Trajectory, reward: float | None) -> Trajectory:
+    if reward is None or not trajectory.completion.ids:
+        return trajectory
+    last = max(place for place, own in enumerate(trajectory.mask) if own)
+    return replace(trajectory, step_rewards=((last, reward),))

@@ -1,0 +1,193 @@
+"""What a worker process does with an agent: a session on one row, of a Python function or of a program of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from typing import IO, Any
+
+from psigrad.errors import UserError
+from psigrad.processes.workers import unpack
+from psigrad.processes.workers.child import reason_for
+from psigrad.processes.workers.shipping import Packed
+from psigrad_serve.agents.tunnel import through
+
+# What an agent's function may ask for, by the names of its parameters.
+GIVEN = ("row", "client", "base_url", "api_key")
+# Bytes of a program's output that are kept: the reward is in the last line.
+_TAIL = 1 << 16
+# Characters of what it wrote that a reason shows.
+_SHOWN = 300
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a session asks the policy."""
+
+    row: Mapping[str, Any]
+    base_url: str
+    """Up to /v1, for clients of OpenAI's form; Anthropic's add that themselves."""
+    key: str
+    tunnel: str = ""
+    """A socket of the machine that leads to the server, for agents without a network."""
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """An agent that is a program: it gets the row as JSON on its standard input, and writes its reward as its last line."""
+
+    line: str
+
+    def __post_init__(self) -> None:
+        if not self.arguments:
+            raise UserError("agent_command is empty; give the command line of a program, as 'python my_agent.py'.")
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line in words, as a shell takes it apart."""
+        try:
+            return shlex.split(self.line)
+        except ValueError as error:
+            raise UserError(f"agent_command {self.line!r} is no command line: {error}.") from error
+
+    def __call__(self, row: Mapping[str, Any]) -> float | None:
+        """Run it. Raises `RuntimeError` for one that fails, or whose last line is no reward."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(self.arguments, **pipes)  # type: ignore[call-overload]
+        said, complained = _Tail(process.stdout), _Tail(process.stderr)
+        try:
+            process.stdin.write(json.dumps(row).encode() + b"\n")
+            process.stdin.close()
+        except BrokenPipeError:  # it needs no row
+            pass
+        code = process.wait()
+        last = (said.lines() or [""])[-1]
+        if code:
+            raise RuntimeError(f"the program ended with {code}: {(complained.lines() or [last])[-1][:_SHOWN]}")
+        if not last or last.lower() in ("none", "null"):
+            return None
+        try:
+            return float(last)
+        except ValueError:
+            raise RuntimeError(
+                f"the program's last line is {last[:_SHOWN]!r}; expected its reward as a number, or none"
+            ) from None
+
+
+class _Tail:
+    """The end of what a program writes, however much that is."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._kept = b""
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        while part := os.read(stream.fileno(), _TAIL):
+            self._kept = (self._kept + part)[-_TAIL:]
+
+    def lines(self) -> list[str]:
+        """The last lines that are not empty. A child that it left behind may hold its output open."""
+        self._thread.join(1.0)
+        return [line.strip() for line in self._kept.decode(errors="replace").splitlines() if line.strip()]
+
+
+def check_agent(agent: Callable[..., Any]) -> None:
+    """Refuse a function that wants what an agent is not given."""
+    if isinstance(agent, AgentCommand):
+        return
+    if "client" in inspect.signature(agent).parameters and find_spec("openai") is None:
+        raise UserError("The agent asks for a client, and the package openai is not there: pip install openai.")
+    for name, parameter in inspect.signature(agent).parameters.items():
+        optional = parameter.default is not parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not optional and (name not in GIVEN or parameter.kind is parameter.POSITIONAL_ONLY):
+            shown = getattr(agent, "__name__", "the agent")
+            raise UserError(f"The agent {shown} asks for {name!r}; an agent is given {', '.join(GIVEN)}, by these names.")
+
+
+def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
+    """The worker's service for a packed agent. A request is a `Place`; its answer {"reward"} or {"fault"}."""
+    agent = unpack(payload)
+
+    def answer(place: Place) -> Iterator[Any]:
+        try:
+            yield {"reward": _number(_play(agent, place))}
+        except (Exception, SystemExit) as error:
+            yield {"fault": reason_for("the agent", error) if not isinstance(agent, AgentCommand) else f"the agent: {error}"}
+
+    return answer
+
+
+def _play(agent: Callable[..., Any], place: Place) -> Any:
+    if place.tunnel:
+        path = place.base_url.partition("//")[2].partition("/")[2]
+        place = replace(place, base_url=f"http://127.0.0.1:{_port_of(place.tunnel)}/{path}", tunnel="")
+        for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):  # clients read them at once, and there is nobody to certify
+            os.environ.pop(name, None)
+    root = place.base_url.removesuffix("/v1")
+    os.environ |= {"OPENAI_BASE_URL": place.base_url, "OPENAI_API_KEY": place.key}
+    os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": place.key}
+    for name in ("no_proxy", "NO_PROXY"):  # a proxy does not know this machine
+        os.environ[name] = ",".join(dict.fromkeys(filter(None, (*os.environ.get(name, "").split(","), "127.0.0.1"))))
+    if isinstance(agent, AgentCommand):
+        return agent(place.row)
+    wanted = inspect.signature(agent).parameters
+    awaits = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+    offered = {"row": dict(place.row), "base_url": place.base_url, "api_key": place.key}
+    given = {name: value for name, value in offered.items() if name in wanted}
+    if "client" in wanted:
+        given["client"] = _client(awaits)
+    made = agent(**given)
+    return asyncio.run(_wait(made, given.get("client"))) if inspect.isawaitable(made) else made
+
+
+@cache
+def _port_of(path: str) -> int:
+    """One port for all sessions of this process."""
+    return through(path)
+
+
+async def _wait(made: Any, client: Any) -> Any:
+    try:
+        return await made
+    finally:
+        if client is not None:
+            await client.close()
+
+
+def _client(awaits: bool) -> Any:
+    import openai
+
+    return openai.AsyncOpenAI() if awaits else openai.OpenAI()
+
+
+def _number(reward: Any) -> float | None:
+    if reward is None:
+        return None
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        raise TypeError(f"it returned {repr(reward)[:80]} as its reward; expected a number or None") from None
+    if not math.isfinite(number):
+        raise ValueError(f"its reward is {number}")
+    return number
+
+
+def decode(call: Any, content: Any) -> float | str | None:
+    """A session's reward, or as text why it has none. Raises `ValueError` for what is no answer."""
+    match content:
+        case {"fault": str(reason)}:
+            return reason
+        case {"reward": float() | int() | None as reward}:
+            return None if reward is None else float(reward)
+    raise ValueError(f"{content!r} is no answer")

@@ -1,0 +1,164 @@
+"""What one session of an agent asked and the policy answered, as a tree of tokens.
+
+A request whose text goes on from an earlier request and its answer keeps their tokens, as they were read and sampled, and adds
+only what is new. Any other begins a branch: a sub-agent, a retry, a summary, a history that was edited or that the chat template
+rewrites. So every sampled token stands behind exactly what the policy read when it was sampled, and stands there once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from psigrad import seeds
+from psigrad.language.rollout.types import Branch, Completion
+
+Encode = Callable[[str, str], Sequence[int]]
+"""(text before, text) -> the tokens of the text behind the one before."""
+
+
+class Asked(NamedTuple):
+    """A request under way: what the policy reads, the seed of its answer, the request that it goes on from, if any."""
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    seed: int
+    parent: int | None
+
+
+@dataclass(frozen=True)
+class Heard:
+    """How a request and its answer read for whoever goes on from them."""
+
+    prompt: str
+    """All that was asked, as text."""
+    said: str = ""
+    """That and the answer, up to what ends the answer; empty: nobody can go on from it."""
+    end: str = ""
+    """What ends the answer in a longer text; empty: nothing."""
+    ended: bool = False
+    """Whether the policy sampled that end, so that it is among the answer's tokens."""
+
+    def begins(self, text: str) -> bool:
+        """Whether a request goes on from this one: nothing before is said otherwise."""
+        return bool(self.said) and text.startswith(self.prompt) and text.startswith(self.said + self.end)
+
+    def rest(self, text: str) -> str:
+        """What of such a request is not among the tokens yet."""
+        return text[len(self.said) + (len(self.end) if self.ended else 0) :]
+
+
+@dataclass
+class TokenTree:
+    """The requests of one session, in the order in which they came.
+
+    `seed` is the session's and `prompt_ids` its row's own prompt: an agent that asks it, and goes on from it turn by turn, gets
+    the seeds, and so the tokens, of an episode in this process. All other requests are seeded by what they ask. So neither the
+    tokens nor the order of the branches depend on which of several requests at once came first.
+    """
+
+    seed: int
+    prompt_ids: tuple[int, ...]
+    asked: list[Asked] = field(default_factory=list)
+    answers: dict[int, tuple[Heard, Completion]] = field(default_factory=dict)
+    main: list[int] = field(default_factory=list)
+    """The requests that go on from the row's prompt turn by turn."""
+
+    def ask(self, text: str, encode: Encode, fresh: Callable[[], Sequence[int]]) -> Asked:
+        """What the policy reads for a request of this text. `fresh()` gives its tokens where it goes on from nothing."""
+        found = [n for n, (heard, _) in self.answers.items() if heard.begins(text)]
+        parent = max(found, key=lambda n: (len(self.answers[n][0].said), n), default=None)
+        if parent is None:
+            ids = tuple(fresh())
+        else:
+            heard, _ = self.answers[parent]
+            new = heard.rest(text)
+            before = heard.end if heard.ended else heard.said
+            ids = (*self._read(parent), *(encode(before, new) if new else ()))
+        begins = parent is None and not self.main and ids == self.prompt_ids
+        if begins or (parent is not None and self.main[-1:] == [parent]):
+            turn = len(self.main)
+            seed = self.seed if turn == 0 else seeds.derive(self.seed, "turn", turn)
+            self.main.append(len(self.asked))
+        else:
+            seed = seeds.derive(self.seed, *self._key(ids, len(self.asked)))
+        self.asked.append(Asked(len(self.asked), ids, seed, parent))
+        return self.asked[-1]
+
+    def answer(self, number: int, heard: Heard, completion: Completion) -> None:
+        """Enter what the policy said to a request."""
+        self.answers[number] = heard, completion
+
+    def _key(self, ids: tuple[int, ...], before: int) -> tuple[str, int, int]:
+        """What tells a request from the others, whenever it came: what it asks, and how many of the same came before it."""
+        digest = hashlib.sha256(repr(ids).encode()).digest()
+        same = sum(other.prompt_ids == ids and other.number not in self.main for other in self.asked[:before])
+        return "branch", int.from_bytes(digest[:8], "little"), same
+
+    def _read(self, number: int) -> tuple[int, ...]:
+        """A request's tokens with those of its answer."""
+        return (*self.asked[number].prompt_ids, *self.answers[number][1].ids)
+
+    def chains(self) -> list[list[int]]:
+        """The answered requests in runs that read on without a break, each request in one: the row's own first."""
+        depth: dict[int | None, int] = {None: 0}
+        for number in sorted(self.answers):
+            depth[number] = depth[self.asked[number].parent] + 1
+        first = set(self.main)
+        key = {n: (n not in first, self._key(self.asked[n].prompt_ids, n)) for n in self.answers}
+        chains: list[list[int]] = []
+        for number in sorted(self.answers, key=lambda n: (depth[n], key[n])):
+            parent = self.asked[number].parent
+            own = next((chain for chain in chains if chain[-1] == parent), None)
+            chains.append([number]) if own is None else own.append(number)
+        return sorted(chains, key=lambda chain: key[chain[0]])
+
+    def completions(self) -> list[Completion]:
+        """All answers: those of the branches in their order, whichever of several at once came first, and the last one last."""
+        last = next(reversed(self.answers), None)
+        before = [number for chain in self.chains() for number in chain if number != last]
+        return [self.answers[number][1] for number in (*before, last) if number is not None]
+
+    def flat(self) -> Flat | None:
+        """All of it as one completion behind the first chain's prompt; None where nothing was answered."""
+        chains = self.chains()
+        if not chains:
+            return None
+        flat = Flat(self.asked[chains[0][0]].prompt_ids)
+        for chain in chains:
+            known = self.asked[chain[0]].prompt_ids
+            if chain is not chains[0]:
+                flat.branches.append(Branch(len(flat.ids), known))
+            for number in chain:
+                flat.read(self.asked[number].prompt_ids[len(known) :])
+                flat.write(self.answers[number][1])
+                known = self._read(number)
+        return flat
+
+
+@dataclass
+class Flat:
+    """A session as the trainer reads it: tokens with the log-probs they were sampled with, and which of them were sampled."""
+
+    prompt_ids: tuple[int, ...]
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Tokens that the policy did not choose."""
+        self.ids += ids
+        self.mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.sampling_logprobs += [0.0] * len(ids)
+
+    def write(self, completion: Completion) -> None:
+        """Tokens that it chose."""
+        self.ids += completion.ids
+        self.mask += [True] * len(completion.ids)
+        self.logprobs += completion.logprobs
+        self.sampling_logprobs += completion.sampling_logprobs

@@ -1,0 +1,74 @@
+"""Commands that answer with a model: the gateway for programs, the terminal for people."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from functools import partial
+from typing import Any
+
+from psigrad.cli import flags
+from psigrad.errors import UserError
+
+_TEXTS = {"dtype": "float32", "device": "auto", "sampler": "embedded", "chat_template_path": ""}
+_MODEL: dict[str, Any] = {**_TEXTS, "threads": 0, "max_batch": 64, "trust_remote_code": False}
+
+
+def serve(arguments: list[str]) -> int:
+    """Serve a model."""
+    usage = "psigrad serve MODEL_OR_RUN [--name NAME ...] [--port N] [--host ADDRESS] [--token TOKEN] [--max-batch N]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N]")
+        print("       [--chat-template-path FILE] [--trust-remote-code]")
+        print("       psigrad serve MODEL --tinker [--state FOLDER]\n")
+        print("The model behind the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).")
+        print("With --tinker it is the Tinker API: its client trains adapters of the model here, kept in --state.")
+        print("It binds this machine only, and asks for the token that it prints, or that PSIGRAD_SERVE_TOKEN has.")
+        return 0
+    models, listed, rest = flags.parse_lists(arguments, "--name")
+    mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": "runs/tinker"}
+    given = flags.plain("serve", rest, {**_MODEL, **mine})
+    port, host, token, tinker, state = (given.pop(name) for name in mine)
+    path = _only("serve", models, usage)
+    from psigrad_serve import serving
+
+    listening = serving.listen(host, port)
+    names = tuple(listed["--name"]) or (path.rstrip("/"),)
+    say = partial(print, flush=True)
+    if tinker:
+        from psigrad_serve.tinker_api import TinkerServer
+
+        with contextlib.closing(TinkerServer.of(path, names[0], state, given)) as trained:
+            serving.serve(trained, listening, token, say)
+        return 0
+    from psigrad_serve.engine.served_model import opened_engine
+    from psigrad_serve.served import Served
+
+    with opened_engine(path, **given) as engine:
+        serving.serve(Served(engine, names), listening, token, say)
+    return 0
+
+
+def chat(arguments: list[str]) -> int:
+    """Talk to a model."""
+    usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nA conversation with a model on the terminal. An empty line or Ctrl-D ends it; /new begins another.")
+        return 0
+    models, _, rest = flags.parse_lists(arguments)
+    asked = {"system": "", "temperature": 1.0, "max_tokens": 512, "seed": 0}
+    given = flags.plain("chat", rest, {**_MODEL, **asked})
+    how = {name: given.pop(name) for name in asked}
+    path = _only("chat", models, usage)
+    from psigrad_serve import terminal_chat
+    from psigrad_serve.engine.served_model import opened_engine
+
+    with opened_engine(path, **given) as engine:
+        terminal_chat.talk(engine, sys.stdin, lambda text: print(text, end="", flush=True), **how)
+    return 0
+
+
+def _only(command: str, models: list[str], usage: str) -> str:
+    if len(models) != 1:
+        raise UserError(f"{command} got {len(models) or 'no'} models and takes one; the usage is {usage}.")
+    return models[0]

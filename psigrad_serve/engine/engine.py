@@ -1,0 +1,171 @@
+"""One model for whoever asks: requests come at any time and leave at any time, and are decoded together.
+
+A thread of its own decodes. A token depends on its seed, its place and what stands before it, never on who else is in the batch
+(but for the rounding of matrix products of another size): the same seed gives the tokens of `EmbeddedSampler.sample`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, check_room
+from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
+from psigrad.language.rollout.types import Request, Sampler, SamplingParams
+from psigrad_serve.engine.live_batch import Decoding, LiveBatch, SamplerBatch, StepwiseBatch
+from psigrad_serve.engine.streams import Steer, TokenStream
+
+
+class SamplingEngine:
+    """Draws completions for any number of threads and event loops, at most `max_batch` at once; others wait in line.
+
+    `sampler` decodes in place of the embedded one: those that wait when it is free are one call of it, and each completion comes
+    whole. Close the engine after use; the sampler stays its owner's.
+    """
+
+    def __init__(self, model: LanguageModel, max_batch: int = 64, sampler: Sampler | None = None) -> None:
+        self.model, self.max_batch = model, max_batch
+        self._batch: Decoding
+        if sampler is None or isinstance(sampler, EmbeddedSampler):
+            self._batch = LiveBatch(model, max_batch)
+        elif isinstance(sampler, TransformersSampler):
+            self._batch = StepwiseBatch(sampler, max_batch)
+        else:
+            self._batch = SamplerBatch(sampler, max_batch)
+        self.changed = threading.Condition()
+        self._waiting: deque[TokenStream] = deque()
+        self._cancelled: list[TokenStream] = []
+        self._holders, self._stepping, self._closed = 0, False, False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Completions that wait in line."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Completions that are being drawn."""
+        return len(self._batch.rows)
+
+    @property
+    def steers(self) -> bool:
+        """Whether its draws can be steered: the embedded sampler's alone can."""
+        return isinstance(self._batch, LiveBatch)
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, top: int = 0, steer: Steer | None = None
+    ) -> TokenStream:
+        """One completion of a prompt, with the `top` most probable tokens at each place. It is read in the caller's event loop,
+        or, where there is none, in any thread. What `steer` makes of the logits is what a token is drawn from; log-probs stay
+        the policy's. Raises `UserError` where the prompt leaves no room for `max_tokens`.
+        """
+        request = Request(tuple(prompt_ids), (seed,))
+        check_room(self.model, [request], params)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        stream = TokenStream(request.prompt_ids, seed, params, top, self.cancel, self.changed, loop, steer)
+        with self.changed:
+            if self._closed:
+                raise RuntimeError("This engine is closed; make another.")
+            self._waiting.append(stream)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
+            self.changed.notify_all()
+        return stream
+
+    def cancel(self, stream: TokenStream) -> None:
+        """See `TokenStream.cancel`."""
+        with self.changed:
+            self._cancelled.append(stream)
+            self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No step is taken meanwhile, so that the weights may change. What is under way goes on behind the keys and values that
+        it has; who wants no completion of two policies waits for the completions first.
+        """
+        with self.changed:
+            self._holders += 1
+            self.changed.wait_for(lambda: not self._stepping)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._holders -= 1
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        """End what is under way, and the thread."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self._stepping = False
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self._closed or (not self._holders and self._has_work()))
+                self._stepping = True
+                gone = self._take_cancelled()
+            if self._closed:
+                self._fail(RuntimeError("The engine was closed."))
+                return
+            try:
+                self._batch.leave([stream for stream in self._batch.rows if stream in gone])
+                self._tell(self._batch.admit(self._waiting))
+                if self._batch.rows:
+                    self._tell(self._batch.step())
+            except Exception as error:  # the next requests are not to blame
+                self._fail(error)
+            self._tell(gone)
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._cancelled or self._batch.rows)
+
+    def _take_cancelled(self) -> list[TokenStream]:
+        gone, self._cancelled = [stream for stream in self._cancelled if not stream.ended], []
+        for stream in gone:
+            stream.end(None)
+            if stream in self._waiting:
+                self._waiting.remove(stream)
+        return gone
+
+    def _fail(self, error: Exception) -> None:
+        """End all that is under way; when the engine closes also what waits."""
+        failed = [*self._batch.rows, *(self._waiting if self._closed else ())]
+        for stream in failed:
+            stream.end(None, error)
+        self._batch.clear()
+        self._tell(failed)
+
+    def _tell(self, streams: list[TokenStream]) -> None:
+        """Wake who reads these: one call for each event loop."""
+        loops = {stream.loop for stream in streams} - {None}
+        for loop in loops:
+            own = [stream.news for stream in streams if stream.loop is loop]
+            try:
+                assert loop is not None
+                loop.call_soon_threadsafe(_wake, own)
+            except RuntimeError:  # the loop is closed, and nobody reads
+                for stream in streams:
+                    if stream.loop is loop:
+                        stream.cancel()
+        if len(streams) > sum(stream.loop is not None for stream in streams):
+            with self.changed:
+                self.changed.notify_all()
+
+
+def _wake(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -1,0 +1,232 @@
+"""Who decodes for an engine: the embedded sampler's parts, to which completions come and go at every step, or any sampler."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.logprobs import upcast
+from psigrad.language.models.packing import on_device
+from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
+from psigrad.language.rollout.samplers.distribution import Drawn, draw
+from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
+from psigrad.language.rollout.types import DrawnToken, Request, Sampler, SamplingParams
+from psigrad_serve.engine.streams import TokenStream
+
+# Tokens of prompts that are read at once, while others wait for their next token.
+_PREFILL = 8192
+# Tokens of a slot beyond which its memory is given back when nobody is there.
+_KEPT = 1024
+
+
+class Decoding(Protocol):
+    """Who decodes: the streams under way, in steps."""
+
+    rows: list[TokenStream]
+
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
+        """Take as many from the left as there is room for; those that got a token at once."""
+        ...
+
+    def step(self) -> list[TokenStream]:
+        """Go on with all; those that got tokens."""
+        ...
+
+    def leave(self, gone: Iterable[TokenStream]) -> None:
+        """Forget these, that have ended."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all, after a step that failed half-way."""
+        ...
+
+
+class LiveBatch:
+    """A `Decoding` by the model itself, a token of each at a step. Equal prompts that stand together in line are read once."""
+
+    def __init__(self, model: LanguageModel, max_batch: int) -> None:
+        self.model, self.max_batch = model, max_batch
+        self.rows: list[TokenStream] = []
+        self.cache: KVCache | SharedCache | None = None
+
+    @torch.inference_mode()
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
+        """See `Decoding`."""
+        new: list[TokenStream] = []
+        prompts: list[tuple[int, ...]] = []
+        copies: list[int] = []
+        while waiting and len(self.rows) + len(new) < self.max_batch:
+            prompt = waiting[0].prompt_ids
+            if not prompts or prompts[-1] != prompt:
+                if prompts and sum(map(len, prompts)) + len(prompt) > _PREFILL:
+                    break
+                prompts.append(prompt)
+            copies.append(len(prompts) - 1)
+            new.append(waiting.popleft())
+        if not new:
+            return []
+        self.rows += new
+        self.model.switch(training=False)
+        self.cache = self.cache or new_cache(self.model, self.max_batch, self.model.max_length)
+        logits = prefill(self.model, self.cache, prompts, on_device(copies, self.model.device), None)
+        self._draw(logits, new)
+        return new
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenStream]:
+        """See `Decoding`: a token for each."""
+        assert self.cache is not None
+        self.model.switch(training=False)
+        rows, layout = list(self.rows), self.cache.decode()
+        last = on_device([stream.tokens[-1].id for stream in rows], self.model.device)
+        hidden = self.model.forward(last[:, None], layout.positions[:, None], layout, None)
+        self._draw(self.model.head(hidden[:, 0]), rows)
+        return rows
+
+    def clear(self) -> None:
+        """See `Decoding`."""
+        self.rows, self.cache = [], None
+
+    @torch.inference_mode()
+    def leave(self, gone: Iterable[TokenStream]) -> None:
+        """See `Decoding`."""
+        left = set(map(id, gone))
+        away = [id(stream) in left for stream in self.rows]
+        if self.cache is not None and any(away):
+            order = self.cache.remove(torch.tensor(away, device=self.model.device))
+            self.rows = [self.rows[i] for i in order.tolist()]
+            if not self.rows:
+                self._shrink()
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[TokenStream]) -> None:
+        """A token for each of `rows`, whose next logits these are; those that end leave."""
+        by_params: dict[tuple[SamplingParams, bool], list[int]] = {}
+        for i, stream in enumerate(rows):
+            alike = replace(stream.params, max_tokens=1, stop_token_ids=())
+            by_params.setdefault((alike, stream.steer is not None), []).append(i)
+        for (params, _), own in by_params.items():
+            self._draw_alike(logits if len(own) == len(rows) else logits[own], params, [rows[i] for i in own])
+        ended = [stream for stream in rows if stream.ended]
+        if ended:
+            self.leave(ended)
+
+    def _draw_alike(self, logits: torch.Tensor, params: SamplingParams, rows: Sequence[TokenStream]) -> None:
+        seeds = np.array([stream.seed for stream in rows], dtype=np.uint64)
+        counter = np.array([len(stream.tokens) for stream in rows])
+        if rows[0].steer is None:
+            drawn = draw(logits, params, seeds, counter)
+        else:
+            drawn = draw(_steered(logits, rows), params, seeds, counter)
+            drawn = Drawn(drawn.ids, _log_probs(logits, params).gather(-1, drawn.ids[:, None])[:, 0], drawn.sampling_logprobs)
+        columns = (drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
+        most = max(stream.top for stream in rows)
+        values, places = _top(logits, params, most) if most else ([()] * len(rows), [()] * len(rows))
+        stops = self.model.eos_token_ids
+        for stream, token, logp, sampling, best, ids in zip(rows, *columns, values, places, strict=True):
+            if not stream.ended:
+                stream.add(DrawnToken(token, logp, sampling, tuple(zip(ids, best, strict=True))[: stream.top]), stops)
+
+    def _shrink(self) -> None:
+        if isinstance(self.cache, SharedCache) and self.cache.own[0].shape[3] > _KEPT:
+            packed, self.cache = self.cache.packed_weights, new_cache(self.model, self.max_batch, self.model.max_length)
+            if isinstance(self.cache, SharedCache):
+                self.cache.packed_weights = packed
+        elif isinstance(self.cache, KVCache) and any(keys.shape[2] > _KEPT for keys, _ in self.cache.layers.values()):
+            self.cache = None
+
+
+def _top(logits: torch.Tensor, params: SamplingParams, most: int) -> tuple[list[list[float]], list[list[int]]]:
+    """The log-probs of the most probable tokens, as `Drawn.logprobs` are, and their ids."""
+    best = _log_probs(logits, params).topk(min(most, logits.shape[-1]), dim=-1)
+    return best.values.tolist(), best.indices.tolist()
+
+
+def _log_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return torch.log_softmax(upcast(logits) / (params.temperature or 1.0), -1)
+
+
+def _steered(logits: torch.Tensor, rows: Sequence[TokenStream]) -> torch.Tensor:
+    """The logits that these streams draw from. One whose steering fails ends, and none but it."""
+    made = upcast(logits).clone()
+    for i, stream in enumerate(rows):
+        assert stream.steer is not None
+        try:
+            made[i] = stream.steer(made[i], stream.tokens)
+        except Exception as error:
+            stream.end(None, error)
+    return made
+
+
+class SamplerBatch:
+    """A `Decoding` of any sampler's: a call of it is a step."""
+
+    def __init__(self, sampler: Sampler, max_batch: int) -> None:
+        self.sampler, self.max_batch = sampler, max_batch
+        self.rows: list[TokenStream] = []
+
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
+        """See `Decoding`."""
+        while waiting and len(self.rows) < self.max_batch:
+            self.rows.append(waiting.popleft())
+        return []
+
+    def step(self) -> list[TokenStream]:
+        """See `Decoding`: those of the first one's distribution. They have no `top`."""
+        own = [stream for stream in self.rows if stream.params == self.rows[0].params]
+        requests = [Request(stream.prompt_ids, (stream.seed,)) for stream in own]
+        for stream, (made,) in zip(own, self.sampler.sample(requests, own[0].params), strict=True):
+            stream.tokens += map(DrawnToken, made.ids, made.logprobs, made.sampling_logprobs)
+            stream.end(made.finish_reason)
+        self.leave(own)
+        return own
+
+    def leave(self, gone: Iterable[TokenStream]) -> None:
+        """See `Decoding`."""
+        left = set(map(id, gone))
+        self.rows = [stream for stream in self.rows if id(stream) not in left]
+
+    def clear(self) -> None:
+        """See `Decoding`."""
+        self.rows = []
+
+
+class StepwiseBatch:
+    """A `Decoding` by transformers, of models that can't run packed: one completion after the other takes a step. No `top`."""
+
+    def __init__(self, sampler: TransformersSampler, max_batch: int) -> None:
+        self.sampler, self.max_batch = sampler, max_batch
+        self.rows: list[TokenStream] = []
+        self._drawn: dict[int, Iterator[DrawnToken]] = {}
+
+    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
+        """See `Decoding`."""
+        while waiting and len(self.rows) < self.max_batch:
+            stream = waiting.popleft()
+            self.rows.append(stream)
+            self._drawn[id(stream)] = self.sampler.stream(Request(stream.prompt_ids, (stream.seed,)), stream.params)
+        return []
+
+    def step(self) -> list[TokenStream]:
+        """See `Decoding`."""
+        rows = list(self.rows)
+        for stream in rows:
+            token = next(self._drawn[id(stream)])
+            stream.add(token, self.sampler.model.eos_token_ids)
+        self.leave([stream for stream in rows if stream.ended])
+        return rows
+
+    def leave(self, gone: Iterable[TokenStream]) -> None:
+        """See `Decoding`."""
+        for stream in gone:
+            del self._drawn[id(stream)]
+        self.rows = [stream for stream in self.rows if id(stream) in self._drawn]
+
+    def clear(self) -> None:
+        """See `Decoding`."""
+        self.rows, self._drawn = [], {}

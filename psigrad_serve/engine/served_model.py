@@ -1,0 +1,51 @@
+"""A model, or the newest of a run, opened to be asked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from psigrad.config import Model, Run, Sampling
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.model_source import model_inside
+from psigrad.language.rollout.samplers import samplers
+from psigrad.runs import machine
+from psigrad_serve.engine.engine import SamplingEngine
+
+
+@contextlib.contextmanager
+def opened_engine(
+    path: str,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: str = "auto",
+    threads: int = 0,
+    sampler: str = "embedded",
+    max_batch: int = 64,
+    chat_template_path: str = "",
+    trust_remote_code: bool = False,
+) -> Iterator[SamplingEngine]:
+    """The engine of a model: a folder, a hub name, an adapter, which is merged, or a run, whose trained model is meant, or that
+    of its newest checkpoint. Raises `UserError` where it can't be loaded.
+    """
+    run = Run(device=device, threads=threads)
+    machine.prepare_torch(run)
+    inside = model_inside(Path(path).expanduser())
+    settings = Model(
+        path=path if inside is None else str(inside),
+        dtype=dtype,
+        adapter="merge",
+        chat_template_path=chat_template_path,
+        trust_remote_code=trust_remote_code,
+    )
+    sampling = Sampling(sampler=sampler, max_decode_batch=max_batch)
+    model = load_model(settings, run, None)
+    made = samplers.make(sampling, model)
+    engine = SamplingEngine(model, max_batch, made)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        made.close()

@@ -1,0 +1,71 @@
+"""The commands of this package. Each parses, calls one public function and prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from psigrad.cli import flags
+from psigrad.errors import UserError
+
+_JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
+
+
+def judge_report(arguments: list[str]) -> int:
+    """Print how a judge compares with people's votes and with itself."""
+    if flags.asks_for_help(arguments):
+        print(f"{_JUDGE_REPORT}\n\nHow a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself")
+        print("(order, length, its own model's texts). VOTES is a file that the labelling desk exports, or its database with")
+        print("--project NAME. Each pair is shown to the judge in both orders, as by the reward ranking.\n")
+    names, listed, rest = flags.parse_lists(arguments, "--criteria")
+    texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
+    usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
+    given = flags.plain("judge-report VOTES", rest, usual)
+    if len(names) != 1:
+        raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
+    from psigrad.config.nested import read_value
+    from psigrad.language.rewards.group_ranking import GroupRanking
+    from psigrad.records.report import terminal
+    from psigrad_studio import judge_report as command
+
+    criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}
+    where = {name: given[name] for name in ("model", "base_url", "api_key_variable", "cache")}
+    judge = GroupRanking(criteria=criteria, **where)
+    judge.check()
+    votes = command.votes_of(names[0], given["project"])
+    found = command.report(judge, votes, most=given["max_pairs"], own=given["self_model"])
+    terminal.print_summary(found.rows)
+    print("\n".join(command.lines_of(found)))
+    if given["output"]:
+        Path(given["output"]).write_text(json.dumps(asdict(found), indent=1) + "\n")
+    return 0
+
+
+def studio(arguments: list[str]) -> int:
+    """Serve the studio."""
+    usage = (
+        "psigrad studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--model-memory GB] [--database URL] [--allow-host NAME ...]"
+        " [--port N] [--no-open]\n"
+        "psigrad studio [RUNS_FOLDER] [--database FILE] --backup FILE | --restore FILE"
+    )
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nThe web application: grid world, runs, labelling desk, chat. It binds this machine only.")
+        print("--backup copies the labels to a new file, also while a studio runs; --restore puts such a file in their place.")
+        return 0
+    folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
+    given = flags.plain(
+        "studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
+    )
+    if len(folders) > 1:
+        raise UserError(f"studio got {len(folders)} folders and takes one; the usage is {usage}.")
+    from psigrad_studio import serve
+
+    folder = "".join(folders)
+    if given["backup"] or given["restore"]:
+        print(serve.copied(folder, given["database"], given["backup"], given["restore"]))
+        return 0
+    chat = {"checkpoints": listed["--checkpoint"], "model_memory": given["model_memory"]}
+    labels = {"database": given["database"], "allow_host": listed["--allow-host"]}
+    serve.studio(folder, port=given["port"], open_browser=given["open"], **chat, **labels)
+    return 0

@@ -1,0 +1,169 @@
+"""Which worker of a pool gets which job, on a stand-in for Ray that answers when it is told to."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from psigrad.errors import UserError
+from psigrad_extras.cluster import actor_pool
+from psigrad_extras.cluster.actor_pool import ActorPool, Affinity
+
+
+class Lost(Exception):
+    pass
+
+
+class Raised(Exception):
+    def __init__(self, cause, said=""):
+        super().__init__(said)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An answer of an actor."""
+
+    number: int
+    answer: object
+    identity: int = field(default_factory=itertools.count().__next__)
+
+
+class Ray:
+    """Actors are numbered. An answer is there once its actor is not `held`; an actor in `dead` has none."""
+
+    exceptions = SimpleNamespace(RayError=Lost, RayTaskError=Raised)
+
+    def __init__(self):
+        self.held, self.dead, self.made = set(), set(), 0
+
+    def remote(self, **wants):
+        return lambda kind: SimpleNamespace(remote=self._make)
+
+    def _make(self, *arguments):
+        self.made += 1
+        number = self.made
+        return SimpleNamespace(number=number, ready=SimpleNamespace(remote=lambda: Ref(number, True)))
+
+    def wait(self, refs, num_returns, timeout):
+        return [ref for ref in refs if ref.number in self.dead or ref.number not in self.held], []
+
+    def get(self, ref):
+        if ref.number in self.dead:
+            raise Lost
+        if isinstance(ref.answer, Exception):
+            raise ref.answer
+        return ref.answer
+
+    def kill(self, actor):
+        self.dead.add(actor.number)
+
+    def cluster_resources(self):
+        return {"CPU": 4.0, "GPU": 1.0}
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    made = Ray()
+    monkeypatch.setattr(actor_pool, "_connect", lambda address: made)
+    return made
+
+
+def make(count=2, **settings) -> ActorPool:
+    usual = {"name": "worker", "address": "", "cpus": 1, "minutes": 1.0, "tell": lambda *a, **k: None}
+    return ActorPool(object, (), count=count, **{**usual, **settings})
+
+
+def whose(answer, worker):
+    """A job: its answer and the number of the worker that was asked."""
+    return Ref(worker.number, (answer, worker.number))
+
+
+def run(pool, affinities) -> dict[int, int]:
+    """By job, the worker that answered it."""
+    return {place: by for place, (_, by) in pool.run([partial(whose, place) for place in range(len(affinities))], affinities)}
+
+
+def test_a_job_goes_back_to_its_worker_and_elsewhere_only_when_that_is_lost(ray):
+    pool, affinities = make(), [Affinity() for _ in range(8)]
+    first = run(pool, affinities)
+    assert set(first.values()) == {1, 2}
+    for _ in range(3):
+        assert run(pool, affinities) == first
+    backwards = run(pool, affinities[::-1])
+    assert {7 - place: by for place, by in backwards.items()} == first
+    ray.dead.add(1)
+    after = run(pool, affinities)
+    assert all(by == 2 for place, by in after.items() if first[place] == 2), "the others stay where they were"
+    assert {by for place, by in after.items() if first[place] == 1} <= {2, 3}
+    assert pool.entries["lost"] == 1
+
+
+def test_a_worker_that_does_not_answer_is_left(ray, monkeypatch):
+    pool, affinities = make(), [Affinity() for _ in range(8)]
+    first = run(pool, affinities)
+    monkeypatch.setattr(actor_pool, "PATIENCE", 0.0)
+    monkeypatch.setattr(actor_pool, "TIMES", 0.0)
+    ray.held.add(1)
+    after = run(pool, affinities)
+    assert set(first.values()) == {1, 2} and 1 not in after.values()
+    assert pool.entries["again"] >= 1
+
+
+def test_jobs_without_an_affinity_go_to_whoever_is_free(ray):
+    pool = make()
+    assert set(run(pool, [None] * 6).values()) == {1, 2}
+
+
+@pytest.mark.parametrize(("settings", "wanted"), [({}, 4), ({"spare_cpus": 3}, 1), ({"spare_cpus": 9}, 1), ({"gpus": 0.5}, 2)])
+def test_as_many_as_there_is_room_for_leaves_room_for_others(ray, settings, wanted):
+    assert make(0, **settings).wanted == wanted
+
+
+def test_what_a_worker_raises_is_told_with_its_place(ray):
+    told = []
+    pool = make(tell=lambda kind, text, **fields: told.append((kind, fields)))
+
+    def run(raised):
+        with pytest.raises(UserError) as error:
+            list(pool.run([lambda worker: Ref(worker.number, raised)]))
+        return str(error.value)
+
+    assert run(Raised(UserError("no such thing"))) == "no such thing"
+    files = (("/x/psigrad/a.py", 1), ("/home/me/mine.py", 7), ("/y/site-packages/torch/b.py", 9))
+    said = "\n".join(f'File "{file}", line {line}, in f' for file, line in files)
+    assert run(Raised(KeyError("x"), said)) == "A worker failed on the cluster (KeyError: 'x', /home/me/mine.py, line 7)."
+    assert told[-1] == ("worker_failed", {"traceback": said})
+
+
+@pytest.mark.parametrize("address", ["auto", "ray-head"])
+def test_a_cluster_that_wants_a_token_is_no_missing_cluster(monkeypatch, address):
+    """By default Ray makes a token for the first cluster of its own on a machine, and wants it of those started later."""
+
+    def init(**settings):
+        assert settings.get("address"), "no cluster of its own is started beside the one that is there"
+        raise ConnectionError("Failed to connect") from RuntimeError("RPC error: InvalidAuthToken: missing")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    with pytest.raises(UserError, match="set RAY_AUTH_MODE=token"):
+        actor_pool._connect(address)
+
+
+def test_without_a_cluster_auto_starts_one(monkeypatch):
+    begun = []
+
+    def init(**settings):
+        begun.append(settings.get("address"))
+        if settings.get("address"):
+            raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    actor_pool._connect("auto")
+    assert begun == ["auto", None]
+    with pytest.raises(UserError, match="There is no Ray cluster at 'ray-head'"):
+        actor_pool._connect("ray-head")

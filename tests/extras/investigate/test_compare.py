@@ -1,0 +1,145 @@
+"""The lab: equal samples, what is measured, the page, resuming, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from tiny_jobs import online_config
+
+from psigrad import cli
+from psigrad.config import Evaluation
+from psigrad.errors import UserError
+from psigrad.intervals import over_seeds
+from psigrad.records.report import terminal
+from psigrad_extras.investigate import compare as page
+from psigrad_extras.investigate import comparison as compare
+from psigrad_extras.investigate.comparison import Comparison, settings_of, table
+
+
+def config(job, output, **changes):
+    made = online_config(job, output, max_steps=2, save_steps=0)
+    evaluation = Evaluation(eval_prompts=4, eval_steps=1, eval_kl=True, metric="exact")
+    return replace(made, reward=("similarity",), evaluation=evaluation, **changes)
+
+
+@pytest.fixture(scope="module")
+def compared(job, tmp_path_factory):
+    """RLOO, PPO, DPO and KTO on the tiny job, one seed."""
+    folder = tmp_path_factory.mktemp("lab")
+    comparison = Comparison(("rloo", "ppo", "dpo", "kto"), config(job, folder), (0,), str(job / "pairs.jsonl"))
+    return comparison, compare.run(comparison)
+
+
+def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
+    comparison, written = compared
+    found = json.loads((written.parent / "compare.json").read_text())
+    assert [run["method"] for run in found["runs"]] == ["rloo", "ppo", "dpo", "kto"]
+    for run in found["runs"]:
+        assert run["samples"] == 2 * 4 * 4, "two steps of 4 prompts with 4 completions, whatever the method"
+        assert 0 <= run["truth"] <= 1 and math.isfinite(run["proxy"]) and run["kl"] >= -1e-6
+        assert run["seconds"] > 0 and run["peak_mb"] > 100
+        assert run["curve"][-1]["samples"] == 32
+    assert found["runs"][0]["kl"] > 0, "negative control: the trained model is not the one it started from"
+    html = written.read_text()
+    assert "4 methods compared" in html and html.count("<svg") == 3 and "<script" not in html
+    assert len(comparison.methods) == 4
+
+
+@pytest.mark.parametrize("torn", ["", '{"method": "rl', '{"method": "rloo", "seed": 0}'])
+def test_a_result_that_a_kill_has_torn_is_made_again(torn, compared, monkeypatch):
+    class RanError(Exception):
+        pass
+
+    def ran(*given, **also):
+        raise RanError
+
+    comparison, written = compared
+    place = compare._record(written.parent, "rloo", 0)
+    whole = place.read_bytes()
+    monkeypatch.setattr(compare.subprocess, "Popen", ran)
+    try:
+        place.write_text(torn)
+        with pytest.raises(RanError):
+            compare._finish(comparison, written.parent, "rloo", 0)
+    finally:
+        place.write_bytes(whole)
+    compare._finish(comparison, written.parent, "rloo", 0)
+
+
+def test_a_second_call_runs_nothing_again(compared, monkeypatch, capsys):
+    comparison, written = compared
+    before = written.read_text()
+    monkeypatch.setattr(compare.subprocess, "Popen", lambda *a, **k: pytest.fail("it ran again"))
+    shown = replace(comparison.config, run=replace(comparison.config.run, progress=True))
+    assert compare.run(replace(comparison, config=shown)) == written and written.read_text() == before
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[:2] for line in lines] == [
+        [f"compare {i}/4", f"{method} seed 0"] for i, method in enumerate(comparison.methods, 1)
+    ]
+
+
+def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
+    comparison = Comparison(("grpo", "ppo", "dpo", "kto"), config(job, tmp_path), (0,), "pairs.jsonl")
+    made = {m: settings_of(comparison, tmp_path, m, 3) for m in comparison.methods}
+    assert made["grpo"].prompts_per_step * made["grpo"].num_generations == 16
+    assert made["dpo"].batch_size * 2 == made["kto"].batch_size == 16
+    assert made["ppo"].num_iterations == 4 and made["grpo"].num_iterations == 1
+    assert {m.run.seed for m in made.values()} == {3} and len({m.run.output_dir for m in made.values()}) == 4
+
+
+def test_intervals_are_students():
+    assert over_seeds([2.0]) == (2.0, 2.0, 2.0)
+    mean, low, high = over_seeds([1.0, 2.0, 3.0])
+    assert (
+        mean == 2.0 and high - mean == pytest.approx(4.303 / math.sqrt(3), abs=1e-3) and mean - low == pytest.approx(high - mean)
+    )
+    runs = [{"method": m, **dict.fromkeys(compare.FIGURES, v)} for m, v in (("a", 1.0), ("b", 5.0), ("a", 3.0))]
+    assert [(row["method"], row["seeds"], row["truth"][0]) for row in table(runs)] == [("a", 2, 2.0), ("b", 1, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "changes", "said"),
+    [
+        ((), {}, "no method"),
+        (("dpo",), {}, "--pairs"),
+        (("grpoo",), {}, "grpo"),
+        (("grpo",), {"num_generations": 1}, "at least 2"),
+    ],
+)
+def test_mistakes_are_named_before_the_first_run(methods, changes, said, job, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        compare.run(Comparison(methods, config(job, tmp_path, **changes), (0,)))
+    assert not list(tmp_path.rglob("*.result.json"))
+
+
+def test_without_steps_there_are_no_equal_samples(job, tmp_path):
+    made = config(job, tmp_path)
+    with pytest.raises(UserError, match="max-steps"):
+        compare.run(Comparison(("grpo",), replace(made, run=replace(made.run, max_steps=0))))
+
+
+def test_a_run_that_fails_is_named_with_its_reason(job, tmp_path):
+    made = config(job, tmp_path)
+    broken = replace(made, model=replace(made.model, path=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="grpo, seed 0, failed: There is no folder"):
+        compare.run(Comparison(("grpo",), broken, (0,)))
+
+
+def test_the_command_line_takes_methods_seeds_and_every_online_setting(capsys, job, tmp_path):
+    arguments = ["compare", "grpo", "--seeds", "1", "x", "--model", str(job / "base"), "--max-steps", "1"]
+    assert cli.main(arguments) == 2
+    assert "--seeds has 'x'" in capsys.readouterr().err
+    with pytest.raises(UserError, match="psigrad compare"):
+        page.write(tmp_path)
+
+
+def test_compared_methods_are_a_table_with_intervals(tmp_path, capsys):
+    row = {"proxy": [1.25, 1.0, 1.5], "kl": [2.0, 2.0, 2.0], "seconds": [1234.5, 1234.5, 1234.5]}
+    table = [{"method": "reinforce_moving_average", "truth": [0.9, 0.85, 0.95]} | row]
+    (tmp_path / "compare.json").write_text(json.dumps({"table": table}))
+    terminal.print_table(*page.rows(page.read(tmp_path)))
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert lines == [["reinforce_moving_average", "0.9 [0.85, 0.95]", "1.25 [1, 1.5]", "2", "1,234"]]

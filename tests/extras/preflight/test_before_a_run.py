@@ -1,0 +1,65 @@
+"""What is said before a run: what the rewards give to real rows, and how long the run will be."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from tiny_jobs import online_config, sft_config
+
+from psigrad.errors import UserError
+from psigrad_extras.preflight import first_rows
+from psigrad_extras.preflight.plan import plan
+
+
+def wrong(completions, anwser, **columns):
+    return [1.0 for _ in completions]
+
+
+def broken(completions, answer, **columns):
+    return [float(text.nope) for text in completions]
+
+
+def on(job, tmp_path, *rewards):
+    return replace(online_config(job, tmp_path / "run"), reward=rewards, reward_timeout=120.0)
+
+
+def test_the_rewards_are_called_on_real_rows_before_any_model_is_loaded(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("psigrad.language.loading.load_model.load_model", lambda *given: pytest.fail("a model was loaded"))
+    start = time.process_time()
+    lines = [line for line, _ in first_rows.try_rewards(on(job, tmp_path, "exact"))]
+    assert time.process_time() - start < 10
+    # of each of two rows its own answer, and another
+    assert [line.split()[1] for line in lines] == ["1", "0", "1", "0"] and "train.jsonl:1" in lines[0] and "'?'" in lines[1]
+
+
+@pytest.mark.parametrize(("reward", "said"), [(wrong, "needs the column 'anwser'"), (broken, "AttributeError")])
+def test_a_reward_that_cannot_judge_is_a_sentence(reward, said, job, tmp_path):
+    with pytest.raises(UserError, match=said):
+        first_rows.try_rewards(on(job, tmp_path, reward))
+
+
+def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
+    plan.foretell(sft_config(job, tmp_path / "run"))
+    said = capsys.readouterr().err
+    # six steps of four rows of some seven tokens
+    assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " here and evaluations." in said
+
+
+def test_a_long_run_that_nobody_asked_for_is_begun_on_a_yes_alone(job, tmp_path, monkeypatch):
+    unsaid, asked = sft_config(job, tmp_path / "run", max_steps=0), []
+
+    def answer(text):
+        return lambda question: asked.append(question) or text
+
+    plan.foretell(unsaid, answer("n"))
+    assert not asked, "it is short"
+    monkeypatch.setattr(plan, "HOUR", 0)
+    plan.foretell(unsaid, answer("y"))
+    with pytest.raises(UserError, match="Nothing was begun"):
+        plan.foretell(unsaid, answer(""))
+    assert len(asked) == 2
+    plan.foretell(unsaid)  # no terminal, no question
+    plan.foretell(sft_config(job, tmp_path / "run", max_steps=6), answer("n"))
+    assert len(asked) == 2, "who says how long is not asked"

@@ -1,0 +1,141 @@
+"""The benchmark of a user's model: what it reports adds up, and it refuses what it cannot time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from psigrad import cli
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad_extras.preflight.bench import timing, workload
+from psigrad_extras.preflight.bench.inputs import prepare, rows, tokenizer
+from psigrad_extras.preflight.bench.workload import Workload, read
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parents[3]
+SMALL = Workload("small", "", prompts=2, generations=2, prompt_tokens=6, completion_tokens=4, steps=2)
+
+
+@pytest.fixture(scope="module")
+def configuration(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configuration")
+    tiny.model("llama", 80, hidden=32, layers=1, max_length=64).config.save_pretrained(folder)
+    return folder
+
+
+def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration, tmp_path, capsys):
+    sizes = ["--prompts", "2", "--generations", "2", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "2"]
+    file = tmp_path / "lines.jsonl"
+    arguments = ["bench", "--model", str(configuration), *sizes, "--threads", "1", "--json", str(file)]
+    assert cli.main(arguments) == 0
+    line, *table = capsys.readouterr().out.strip().splitlines()
+    found = json.loads(line)
+    assert file.read_text() == line + "\n"
+    assert found["versions"]["torch"] == torch.__version__ and found["cores"] >= 1 and found["when"].endswith("Z")
+    assert found["processor"] and found["vectors"] and "gpu" not in found
+    ours = found["ours"]
+    assert set(ours["phases"]) >= {"sample", "score", "forward-backward", "optimizer", "rest"}
+    assert sum(ours["phases"].values()) == pytest.approx(ours["seconds"], rel=0.3, abs=0.02)  # medians of each
+    assert set(ours["floor"]) == {"sample", "forward-backward"} and 0 < sum(ours["floor"].values()) < ours["seconds"]
+    assert 0 < ours["mfu"] < 1 and "MFU" in table[2]
+    assert 4 <= ours["tokens"] <= 16 and ours["tokens_per_second"] > 0
+    assert 200 < ours["peak_mb"] < 4000
+    assert found["to_first_step"]["ours"] > ours["seconds"]
+    assert "tokens/s" in table[0] and configuration.name[:8] in table[1]
+
+
+def test_a_critic_is_timed_and_counted(configuration, tmp_path, capsys):
+    sizes = ["--prompts", "2", "--generations", "1", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "1"]
+    assert cli.main(["bench", "--model", str(configuration), "--kind", "ppo", *sizes, "--threads", "1"]) == 0
+    ours = json.loads(capsys.readouterr().out.splitlines()[0])["ours"]
+    assert ours["phases"]["log-probs"] > 0 and ours["floor"]["log-probs"] > 0, "its values are computed before the update"
+
+
+def test_a_models_own_weights_and_tokenizer_are_used(tmp_path):
+    words = tiny.tokenizer(["abc abd"], 270)
+    model = tiny.model("qwen3", len(words), hidden=32, layers=1, max_length=64, seed=7)
+    model.save_pretrained(tmp_path / "given")
+    words.save_pretrained(tmp_path / "given")
+    prepare(SMALL, str(tmp_path / "given"), tmp_path / "work")
+    given, used = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("given", "work/model"))
+    assert given == used
+    work, made = read(tmp_path / "work")
+    lengths = [len(words(row["prompt"]).input_ids) for row in made]
+    assert work == SMALL and SMALL.prompt_tokens - 1 <= min(lengths) <= max(lengths) <= SMALL.prompt_tokens + 1
+
+
+def test_negative_control_another_models_weights_are_noticed(configuration, tmp_path):
+    prepare(SMALL, str(configuration), tmp_path / "a")
+    torch.manual_seed(1)
+    prepare(SMALL, str(configuration), tmp_path / "b")
+    first, second = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second, "weights do not depend on what was drawn before"
+    tiny.model("llama", 80, hidden=32, layers=1, max_length=64, seed=3).save_pretrained(tmp_path / "c")
+    assert first != (tmp_path / "c" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "reward", "sft"])
+def test_rows_have_the_lengths_that_were_asked_for(kind):
+    made = tokenizer(64)
+    found = rows(replace(SMALL, kind=kind), made)
+    assert all(len(made(row["prompt"]).input_ids) == SMALL.prompt_tokens for row in found)
+    assert {"grpo": {"prompt"}, "sft": {"prompt", "completion"}}.get(kind, {"prompt", "chosen", "rejected"}) == set(found[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "No model was given"),
+        (["--model", "{none}"], "No model configuration could be read"),
+        (["--model", "{model}", "--completion-tokens", "400"], "exceed the model's 64 positions"),
+        (["--model", "{model}", "--generations", "1"], "GRPO compares completions of one prompt; give at least 2"),
+        (["--model", "{model}", "--kind", "rloo", "--generations", "1"], "RLOO compares completions"),
+        (["--model", "{model}", "--kind", "gpro"], "kind is 'gpro'"),
+        (["--model", "{model}", "--kind", "ppo", "--beside", "trl"], "no trainer for ppo"),
+        (["--model", "{model}", "--beside", "verl"], "beside is 'verl'"),
+        (["--model", "{model}", "--steps", "0"], "steps is 0"),
+        (["--modle", "x"], "did you mean '--model'"),
+    ],
+)
+def test_mistakes_get_a_sentence(arguments, sentence, configuration, tmp_path, capsys):
+    given = [text.format(model=configuration, none=tmp_path / "none") for text in arguments]
+    assert cli.main(["bench", *given]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_without_a_checkout_nothing_is_measured_beside_trl(configuration, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "checkout_folder", lambda name: None)
+    assert cli.main(["bench", "--model", str(configuration), "--beside", "trl"]) == 2
+    assert "beside TRL comes with psigrad's source checkout" in capsys.readouterr().err
+
+
+def test_a_side_that_dies_says_why(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no room left >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(timing.sys, "executable", str(program))
+    with pytest.raises(UserError, match="no room left"):
+        timing.WorkerProcess(tmp_path, "float32", 1)
+
+
+def test_the_figures_of_performance_are_those_of_its_picture():
+    specification = importlib.util.spec_from_file_location("make_performance", ROOT / "docs" / "make" / "performance.py")
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+    found = json.loads((ROOT / "docs" / "images" / "performance.json").read_text())
+    drawn = {(line["axis"], line["value"]) for line in found["lines"]}
+    assert drawn == {(axis, value) for axis, (_, values, _) in script.AXES.items() for value in values}
+    assert all(math.isfinite(line["planned_mb"]) and line["ours"]["seconds"] > 0 for line in found["lines"])
+    assert (ROOT / "docs" / "images" / "performance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rewards_depend_on_the_text_alone():
+    assert workload.reward(["a", "b", "a"])[0] == workload.reward(["a"])[0]
+    assert len(set(workload.reward(["a", "b", "c"]))) == 3

@@ -1,0 +1,114 @@
+"""Plans of several processes: what one of them does and holds, and how devices are divided."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from psigrad import cli
+from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling
+from psigrad_extras.preflight import plan
+from psigrad_extras.preflight.plan.memory import AMONG_OTHERS
+from psigrad_extras.preflight.plan.placements import smallest, splits
+
+MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
+LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)
+
+
+def settings(folder, **given) -> OnlineConfig:
+    sampling = Sampling(max_completion_length=64)
+    return OnlineConfig(model=Model(path=str(folder)), run=Run(max_steps=5, device="cpu"), sampling=sampling, **given)
+
+
+def placed(folder, processes: int, strategy: str, cluster: str = "", **given) -> plan.Plan:
+    config = settings(folder, algorithm="ppo", prompts_per_step=8, **given)
+    return plan.predict(
+        replace(config, placement=Placement(processes=processes, strategy=strategy, cluster=cluster)),
+        LENGTHS,
+        MACHINE,
+        quick=True,
+    )
+
+
+def named(found: plan.Plan) -> dict[str, float]:
+    return {item.name: item.bytes for item in found.memory.items}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_in_shards_each_process_holds_its_share_and_replicated_the_whole(folder, ranks):
+    one, copied, shards = (named(placed(folder, *of)) for of in ((1, "ddp"), (ranks, "ddp"), (ranks, "fsdp")))
+    held = [name for name in one if name.startswith(("policy", "critic", "reference")) and "activations" not in name]
+    assert len(held) == 7
+    for name in held:
+        assert copied[name] == one[name] and shards[name] * ranks == pytest.approx(one[name])
+    assert shards["sampling copy"] == one["policy"] and "sampling copy" not in copied
+    assert "sampling copy" not in named(placed(folder, ranks, "fsdp", "auto")), "others sample"
+    assert (copied["other processes"], shards["other processes"]) == (AMONG_OTHERS["ddp"], AMONG_OTHERS["fsdp"])
+
+
+def test_processes_share_the_work_of_a_step(folder):
+    one, four = placed(folder, 1, "ddp"), placed(folder, 4, "ddp")
+    assert four.work == one.work and (four.share.rows, one.share.rows) == (2, 8)
+    assert four.cost.training < one.cost.training / 3 and four.share.keeps == 0 < one.share.keeps
+    away = placed(folder, 4, "ddp", "auto")
+    assert away.cost.sampling == 0 < four.cost.sampling and "KV cache" not in named(away)
+    assert placed(folder, 16, "ddp").share.rows == 1, "a batch smaller than the world"
+
+
+def test_devices_are_divided_in_every_eighth_and_what_fits_comes_first(folder):
+    config = settings(folder, prompts_per_step=64)
+    found = splits(config, LENGTHS, MACHINE, 16, 1e9)
+    assert {(s.trainers, s.samplers) for s in found} == {(16, 0), *((n, 16 - n) for n in range(2, 16, 2))}
+    assert all(s.fits for s in found)
+    seconds = [s.seconds(0) for s in found]
+    assert seconds == sorted(seconds)
+    small = splits(config, LENGTHS, replace(MACHINE, memory=1 << 20), 16, 1e9)
+    assert not any(s.fits for s in small) and smallest(config, LENGTHS, replace(MACHINE, memory=1 << 20)) == 0
+    assert smallest(config, LENGTHS, MACHINE) == 1
+
+
+def test_one_device_is_the_plan_itself(folder):
+    config = settings(folder)
+    (only,) = splits(config, LENGTHS, MACHINE, 1, 1e9)
+    same = plan.predict(config, LENGTHS, MACHINE, quick=True)
+    assert only.plan.memory == same.memory and only.seconds(0) == pytest.approx(same.seconds)
+
+
+def test_a_lag_hides_the_shorter_of_sampling_and_training_where_others_sample(folder):
+    for split in splits(settings(folder, prompts_per_step=64), LENGTHS, MACHINE, 8, 1e9):
+        if split.samplers:
+            assert split.seconds(1) == max(split.training, split.sampling + split.publishing) < split.seconds(0)
+            assert split.publishing == pytest.approx(4 * split.plan.policy.parameters / 1e9)
+        else:
+            assert split.seconds(1) == split.seconds(0)
+
+
+def test_messages_take_time_by_the_speed_of_the_network(folder):
+    config = settings(folder, prompts_per_step=64)
+
+    def training(network: float, strategy: str) -> float:
+        return next(s.training for s in splits(config, LENGTHS, MACHINE, 4, network) if not s.samplers and s.strategy == strategy)
+
+    parameters = plan.shape_of(str(folder), local=True).parameters
+    fast = training(1e30, "ddp")
+    assert training(1e9, "ddp") - fast == pytest.approx(2 * 3 / 4 * 4 * parameters / 1e9)
+    micro = plan.predict(replace(config, placement=Placement(processes=4)), LENGTHS, MACHINE, quick=True).share.micro_batches
+    each = 3 / 4 * (2 * 4 + 4) * parameters / 1e9 / 2
+    assert training(1e9, "fsdp") - training(1e30, "fsdp") == pytest.approx(micro * each)
+
+
+def test_the_command_shows_divisions_and_says_what_it_assumes(folder, capsys):
+    arguments = ["plan", "grpo", "--model", str(folder), "--device", "cpu", "--devices", "8", "--prompt-length", "12"]
+    assert cli.main([*arguments, "--tflops", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "8 devices of" in out and "Best: placement.processes=" in out and "assumed" in out and "the same" in out
+    assert cli.main([*arguments, "--tflops", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 15 and found[0]["fits"] and found[0]["step_seconds"] > 0
+    assert cli.main([*arguments, "--memory", "1MB"]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing fits" in out and "No number of devices up to 1,024 is enough" in out
+    assert cli.main(["plan", "sft", "--model", str(folder), "--device", "cpu", "--devices", "4", "--prompt-length", "12"]) == 0
+    assert "sampler" in capsys.readouterr().out

@@ -1,0 +1,91 @@
+"""The core reads and runs where no package beside it is installed, and says which one what was asked for needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+from tiny_jobs import online_config, preference_config, run_settings, sft_config
+
+from psigrad import cli, control, extras, tabular
+from psigrad.errors import UserError
+from psigrad.extras import BESIDE
+from psigrad.language.recipes import api
+
+PACKAGES = {"psigrad_extras", "psigrad_serve", "psigrad_studio"}
+
+
+class Missing:
+    """A finder that has none of the packages."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in PACKAGES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
+
+
+def test_negative_control_the_packages_are_hidden(alone):
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("psigrad_extras.commands")
+
+
+def test_language_models_are_trained_by_every_kind_of_recipe(alone, job, tmp_path):
+    makers = {"grpo": online_config, "sft": sft_config, "dpo": preference_config}
+    for name, make in makers.items():
+        folder = tmp_path / name
+        api.run(make(job, folder, **vars(run_settings(folder, max_steps=2, save_steps=0))))
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) >= 2, name
+
+
+def test_the_small_rooms_do_their_work(alone, capsys):
+    assert tabular.solve(tabular.shortest_path_4x4()).value.min() == -3  # the corner farthest from both ends
+    agent = control.PPO("CartPole-v1", n_steps=16, n_envs=1, batch_size=16, n_epochs=1)
+    assert agent.learn(32) is agent
+
+
+def test_a_command_trains_and_the_help_lists_those_that_need_a_package(alone, job, tmp_path, capsys):
+    given = [
+        "sft",
+        "--model",
+        f"{job}/base",
+        "--dataset",
+        f"{job}/train.jsonl",
+        "--max-steps",
+        "1",
+        "--no-progress",
+        "--no-report",
+    ]
+    assert cli.main([*given, "--output-dir", f"{tmp_path}/run", "--threads", "1"]) == 0
+    assert cli.main(["--help"]) == 0
+    assert "replay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["plan", "serve", "studio", "replay"])
+def test_what_needs_a_package_says_which(alone, name, capsys):
+    assert cli.main([name, "x"]) == 2
+    said = capsys.readouterr().err
+    assert any(package in said for package in PACKAGES) and "pip install psigrad" in said
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_every_name_leads_to_a_module(name):
+    extras.load(name)
+
+
+def test_a_package_of_others_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "psigrad_serve.agents.agent_gateway", raising=False)
+    monkeypatch.delitem(sys.modules, "psigrad_serve.serving", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(
+        UserError, match=r"^An agent asks the policy over HTTP and needs uvicorn, .*pip install 'psigrad\[serve\]'\.$"
+    ):
+        extras.load("agents")
