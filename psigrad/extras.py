@@ -28,9 +28,11 @@ BESIDE = {
     "fit": Beside("psigrad_extras.preflight.plan.fit", "run.max_memory"),
     "hub": Beside("psigrad_extras.connect.hub", "The hub"),
     "mcp": Beside("psigrad_extras.connect.mcp_tools", "An MCP server", "mcp"),
+    "openenv": Beside("psigrad_extras.connect.openenv_environment", "An environment of OpenEnv", "openenv"),
     "plan": Beside("psigrad_extras.preflight.plan.plan", "A plan"),
     "server": Beside("psigrad_extras.connect.openai_server", "--server"),
     "trackers": Beside("psigrad_extras.connect.trackers", "report_to"),
+    "verifiers": Beside("psigrad_extras.connect.verifiers_environment", "An environment of verifiers", "verifiers"),
     "vllm": Beside("psigrad_extras.vllm.vllm_backend", "sampler=vllm", "vllm"),
     # the commands of each package, one function each
     "psigrad_extras": Beside("psigrad_extras.commands", "This command"),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.tinker
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tinker")
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    network = tiny.model("qwen3", len(tokenizer), max_length=512)
+    network = tiny.model("qwen3", len(tokenizer), max_length=512, tied=False)
     with torch.no_grad():
         network.get_output_embeddings().weight.mul_(10)  # logits that differ: then the best policy is within reach
     network.save_pretrained(folder / "base")

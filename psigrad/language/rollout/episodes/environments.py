@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
+from psigrad import extras
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.workers.child import reason_for
 
 Message = dict[str, Any]
+# Environments of other libraries, as `psigrad.extras` knows them, by what stands before the colon.
+LIBRARIES = ("openenv", "verifiers")
 # What the policy reads next: text (a user's turn where the prompt is a conversation), or messages with roles of their own.
 Observation = str | list[Message]
 
@@ -237,7 +240,7 @@ def is_ours(environment: str | Factory) -> bool:
 
 
 def resolve(environment: str | Factory) -> Factory:
-    """The environment that is meant: a built-in's name, "module:Class", or the class itself."""
+    """The environment that is meant: a built-in's name, "openenv:ADDRESS", "verifiers:TASKSET", "module:Class", or the class."""
     if not isinstance(environment, str):
         return environment
     from psigrad.language.rollout.episodes import games
@@ -249,6 +252,10 @@ def resolve(environment: str | Factory) -> Factory:
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")
         built_in: Factory = games.GAMES[environment]
         return built_in
+    kind, _, named = environment.partition(":")
+    if kind in LIBRARIES:
+        adapted: Factory = extras.load(kind).adapt_named(named)
+        return adapted
     found = imported_callable(environment, "environment")
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):
