@@ -27,6 +27,7 @@ BESIDE = {
     "comparison page": Beside("psigrad_extras.investigate.compare", "compare"),
     "fit": Beside("psigrad_extras.preflight.plan.fit", "run.max_memory"),
     "hub": Beside("psigrad_extras.connect.hub", "The hub"),
+    "likelihood": Beside("psigrad_extras.connect.likelihood", "likelihood"),
     "mcp": Beside("psigrad_extras.connect.mcp_tools", "An MCP server", "mcp"),
     "openenv": Beside("psigrad_extras.connect.openenv_environment", "An environment of OpenEnv", "openenv"),
     "plan": Beside("psigrad_extras.preflight.plan.plan", "A plan"),

@@ -82,29 +82,20 @@ def expected(model, good) -> float:
 
 
 def paid_tokens(model, seed: int):
-    """Half of the tokens, which the policy says half of the time, and how often the best of all states of this head would."""
+    """Half of the tokens, those on one side of the head, which the policy says half of the time."""
     rows, rng = model.network.get_output_embeddings().weight.detach(), torch.Generator().manual_seed(seed)
     drawn = (rows @ torch.randn(64, generator=rng) > 0 for _ in range(200))
-    good = next(one for one in drawn if 0.4 < expected(model, one) < 0.6)
-    state = torch.zeros(64, requires_grad=True)
-    climber = torch.optim.Adam([state], lr=0.05)
-    for _ in range(300):
-        # behind the last norm every state is of length 8
-        loss = -((rows @ (8 * state / (state.norm() + 1e-6))).softmax(0)[good].sum())
-        climber.zero_grad()
-        loss.backward()
-        climber.step()
-    return good, -float(loss.detach())
+    return next(one for one in drawn if 0.4 < expected(model, one) < 0.6)
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
-def test_rl_goes_towards_the_optimum_and_its_controls_do_not(server, service, seed):
-    """Half of the tokens are paid with 1. Without a learning rate nothing moves; shuffled advantages lead nowhere."""
+def test_rl_goes_to_the_optimum_and_its_controls_do_not(server, service, seed):
+    """Half of the tokens are paid with 1, so the best policy has 1. Without a rate, or shuffled, nothing is learnt."""
 
-    def learn(lr: float, shuffled: bool = False) -> tuple[float, float, float]:
+    def learn(lr: float, shuffled: bool = False) -> tuple[float, float]:
         training = service.create_lora_training_client(base_model="tiny", rank=8, seed=seed).result()
         model, rng = server[0].models[training.model_id].model, torch.Generator().manual_seed(seed)
-        good, best = paid_tokens(model, seed)
+        good = paid_tokens(model, seed)
         begin = expected(model, good)
         for step in range(12):
             sampler = training.save_weights_and_get_sampling_client().result()
@@ -123,13 +114,12 @@ def test_rl_goes_towards_the_optimum_and_its_controls_do_not(server, service, se
             training.optim_step(types.AdamParams(learning_rate=lr)).result()
             own = done.result().loss_fn_outputs[0]["logprobs"].tolist()
             assert own[2:] == pytest.approx(list(found[0].logprobs), abs=1e-4), "on-policy means ratio 1"
-        return begin, expected(model, good), best
+        return begin, expected(model, good)
 
-    begin, end, best = learn(1e-2)
-    print(begin, end, best)
-    assert end > begin + 0.8 * (best - begin)
-    assert learn(0.0)[:2] == (begin, begin)
-    assert abs(learn(1e-2, shuffled=True)[1] - begin) < 0.4 * (best - begin)
+    begin, end = learn(1e-2)
+    assert 0.4 < begin < 0.6 and end > 0.95
+    assert learn(0.0) == (begin, begin)
+    assert learn(1e-2, shuffled=True)[1] < 0.75
 
 
 def serving(folder: Path) -> tuple[subprocess.Popen, str]:
