@@ -23,6 +23,7 @@ sys.path.insert(0, str(DOCS.parent))  # the psigrad beside these pages, whatever
 
 sys.path.append(str(DOCS / "make"))
 import live_grid  # noqa: E402
+import live_grpo  # noqa: E402
 import llms  # noqa: E402
 import typeset  # noqa: E402
 
@@ -72,6 +73,8 @@ html_theme_options = {
 }
 copyright = "the psigrad authors; Apache-2.0"
 
+# Made when the site is built, so no pages that sphinx knows: their sources, and where they stand.
+LIVE = {"live/index.html": "grid", "live/grpo/index.html": "grpo"}
 RAW = "\0html "
 PAGE = (".md", ".ipynb")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
@@ -92,8 +95,9 @@ def inside(text: str, folder: Path) -> str:
 
     def plain(match: re.Match[str]) -> str:
         words, target = match.groups()
-        if target.endswith("live/index.html"):  # made when the site is built, so no page that sphinx knows
-            return f'<a href="{os.path.relpath(DOCS / "grid", folder)}/index.html">{words}</a>'
+        for live, built in LIVE.items():
+            if target.endswith(live):
+                return f'<a href="{os.path.relpath(DOCS / built, folder)}/index.html">{words}</a>'
         if "://" in target or target.startswith("#"):
             return match[0]
         path = Path(os.path.normpath(folder / target.partition("#")[0]))
@@ -208,6 +212,7 @@ def setup(app: Sphinx) -> None:
     def finished(app: Sphinx, error: Exception | None) -> None:
         if error is None and app.builder.format == "html":
             live_grid.build(Path(app.outdir) / "grid")
+            live_grpo.build(Path(app.outdir) / "grpo")
             llms.write(Path(app.outdir))
 
     app.connect("source-read", source_read)

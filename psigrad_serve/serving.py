@@ -7,7 +7,9 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ from psigrad_serve.tinker_api import TinkerServer
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 8500, 20
+PATIENCE = 60
+"""Seconds that a gateway in a thread has to end; it gives its requests two."""
 VARIABLE = "PSIGRAD_SERVE_TOKEN"
 """The environment variable that may have the token; arguments of a program are seen by everybody on the machine."""
 
@@ -95,8 +99,17 @@ def running(served: Served | TinkerServer, token: str | None = None) -> Iterator
         yield Running(f"http://{LOOPBACK}:{listening.getsockname()[1]}", token)
     finally:
         server.should_exit = True
-        thread.join()
+        _await_end(thread)
         listening.close()
+
+
+def _await_end(thread: threading.Thread) -> None:
+    """Raises `RuntimeError` with what the thread is at, where it does not end: a run is not to wait for its gateway for ever."""
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)
+        at = "".join(traceback.format_stack(frame)) if frame else "It cannot be seen.\n"
+        raise RuntimeError(f"The gateway did not end within {PATIENCE} s. It is at\n{at}")
 
 
 def _server(served: Served | TinkerServer, token: str, ready: Callable[[], None]) -> _Server:

@@ -120,6 +120,7 @@ function draw() {
   $("play").setAttribute("aria-label", timer === null ? "Play" : "Pause");
   $("play-shape").setAttribute("d", timer === null ? "M5 3.5v13l11-6.5z" : "M4.500 4h4v12h-4zM11.500 4h4v12h-4z");
   if (timer === null) $("status").textContent = panels.map((panel) => `${panel.title}: ${panel.caption.textContent}`).join(". ");
+  $("agree").textContent = agreement(...frames);
   if (cell === null) return;
   const state = cell[0] * world.columns + cell[1];
   const said = panels.map((panel, i) => {
@@ -127,6 +128,14 @@ function draw() {
     return `${panel.title} ${short(frames[i].value[state], 4)}${actions === 15 ? "" : `, ${moves.join(" or ")}`}`;
   });
   $("cell").textContent = `${spoken(cell)[0].toUpperCase()}${spoken(cell).slice(1)}: ${said.join("; ")}; exact ${short(prepared.get(name).exact[state], 4)}.`;
+}
+
+/** In how many cells two policies have a best move in common. Where one of them has no preference they do not count as agreed. */
+function agreement(one, other) {
+  const asked = [...one.actions.keys()].filter((state) => one.actions[state] && other.actions[state] && one.actions[state] !== 15);
+  const agreed = asked.filter((state) => other.actions[state] !== 15 && one.actions[state] & other.actions[state]);
+  if (!asked.length) return "";
+  return `Of the ${asked.length} cells in which ${panels[0].title} prefers a move, ${panels[1].title} has found a right one in ${agreed.length}.`;
 }
 
 for (const each of Object.keys(plays)) $(each).addEventListener("click", plays[each]);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from psigrad_studio.playback import ALGORITHMS, Frame, PlaybackCache, PlaybackOp
 SOURCES = Path(__file__).parents[1] / "live"
 STATIC = Path(playback.__file__).parent / "static"
 # In the order in which they need one another; what the page has of its own stands in `SOURCES`.
-MODULES = (
-    *("dom.js", "vendor/uplot/uPlot.js", "plot.js"),
-    *("grid/chart.js", "grid/board.js", "grid/world.js", "grid/playback.js", "grid/panel.js", "main.js"),
-)
-OWN = {"grid/playback.js": "playback.js", "main.js": "main.js"}
+PLOTS = ("dom.js", "vendor/uplot/uPlot.js", "plot.js")
+MODULES = {
+    **{name: STATIC / name for name in (*PLOTS, "grid/chart.js", "grid/board.js", "grid/world.js")},
+    "grid/playback.js": SOURCES / "playback.js",
+    "grid/panel.js": STATIC / "grid/panel.js",
+    "main.js": SOURCES / "main.js",
+}
 STYLES = (STATIC / "vendor/uplot/uPlot.min.css", STATIC / "base.css", STATIC / "grid/style.css", SOURCES / "style.css")
 RUN = ("value_iteration", "policy_iteration", "q_learning", "sarsa")
 EPISODES, LEARNED = 10, 120
@@ -111,7 +114,7 @@ def build(folder: Path) -> None:
     (folder / "style.css").write_text("\n".join(path.read_text() for path in STYLES))
     listed = [{"name": w.name, "title": w.title, "says": w.says, "map": compact(w.grid), "episodes": EPISODES} for w in WORLDS]
     told = {"worlds": listed, "algorithms": {name: asdict(ALGORITHMS[name]) for name in RUN}}
-    (folder / "page.js").write_text(f"window.psigradLive = {json.dumps(told)};\n{bundle()}")
+    (folder / "page.js").write_text(f"window.psigradLive = {json.dumps(told)};\n{bundle(MODULES)}")
     for world in WORLDS:
         frames = json.dumps(prepared(world), separators=(",", ":"))
         (folder / "worlds" / f"{world.name}.js").write_text(f"psigradWorld({json.dumps(world.name)}, {frames});\n")
@@ -161,12 +164,11 @@ def compact(grid: GridWorld) -> str:
     return "/".join(re.sub(" +", lambda run: str(len(run[0])), line) for line in rows)
 
 
-def bundle() -> str:
-    """`MODULES` as one script that is no module: each becomes a function that returns what it exports."""
+def bundle(modules: Mapping[str, Path]) -> str:
+    """Modules by name as one script that is no module: each becomes a function that returns what it exports."""
     parts = ['(() => {\n"use strict";\nconst modules = {};']
-    for name in MODULES:
-        source = (SOURCES / OWN[name] if name in OWN else STATIC / name).read_text()
-        code, exported = scoped(source, Path(name).parent)
+    for name, path in modules.items():
+        code, exported = scoped(path.read_text(), Path(name).parent)
         parts.append(f"modules[{json.dumps(name)}] = (() => {{\n{code}\nreturn {{ {', '.join(exported)} }};\n}})();")
     return "\n".join([*parts, "})();\n"])
 

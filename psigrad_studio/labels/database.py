@@ -29,6 +29,8 @@ from psigrad_studio.labels.refusals import Busy, Damaged, Missing
 P = ParamSpec("P")
 T = TypeVar("T")
 ATTEMPTS = 5
+PATIENCE = 5_000
+"""Milliseconds for which a transaction of SQLite waits for another's lock."""
 _TOO_LARGE = "22003"
 
 
@@ -147,7 +149,7 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
         if not ready:
             if before is not None and migrate.is_known(before) and url.get_backend_name() == "sqlite":
                 label_backup.before_migration(Path(str(url.database)), before)
-            with engine.execution_options(psigrad_write=True).begin() as connection:
+            with engine.execution_options(psigrad_write=True, psigrad_patience=60_000).begin() as connection:
                 migrate.upgrade(connection)
     except DBAPIError as error:
         engine.dispose()
@@ -203,9 +205,12 @@ def _sqlite(url: URL) -> Engine:
 
 def _prepare(connection: Any, record: object) -> None:
     connection.isolation_level = None  # _begin starts transactions, not the driver
-    for pragma in ("busy_timeout = 5000", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+    for pragma in (f"busy_timeout = {PATIENCE}", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("psigrad_write") else "BEGIN")
+    options = connection.get_execution_options()
+    # of eight servers that start at the same moment the last waits for seven migrations
+    connection.exec_driver_sql(f"PRAGMA busy_timeout = {options.get('psigrad_patience', PATIENCE)}")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("psigrad_write") else "BEGIN")

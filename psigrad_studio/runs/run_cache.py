@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from psigrad.errors import UserError
 from psigrad.records import run_folder
 from psigrad.records.read import flatten, kind_of
-from psigrad.records.warnings import BY_NAME, Alert
+from psigrad_studio.runs.alert_kinds import by_kind, solved
 from psigrad_studio.runs.files import opened
 from psigrad_studio.runs.history import History
 from psigrad_studio.runs.rollout_index import RolloutIndex
 from psigrad_studio.runs.run_finder import RunFinder, RunPlace
+from psigrad_studio.runs.run_notes import RunNotes
 from psigrad_studio.runs.tokens import config_of
 
 MOST_POINTS, MOST_INDEXES = 20_000_000, 8
@@ -33,7 +34,7 @@ class RunCache:
     """The runs below a folder, by identifier."""
 
     def __init__(self, root: Path) -> None:
-        self.finder = RunFinder(root)
+        self.finder, self.notes = RunFinder(root), RunNotes(root)
         self._lock = threading.Lock()
         self._histories: OrderedDict[str, History] = OrderedDict()
         self._rollouts: OrderedDict[str, RolloutIndex] = OrderedDict()
@@ -77,13 +78,14 @@ class RunCache:
                 known = (_signature(place.path), self._entry(place, known))
                 self._entries[place.id] = known
             assert known is not None
-            found.append(known[1])
+            found.append(known[1] | self.notes.of(place.name))
         self._trim()
         return found, whole
 
     def entry(self, run: str) -> dict[str, Any]:
         """The list entry of one run."""
-        return self._entry(self.place(run), None)
+        place = self.place(run)
+        return self._entry(place, None) | self.notes.of(place.name)
 
     def _entry(self, place: RunPlace, known: tuple[Any, dict[str, Any]] | None) -> dict[str, Any]:
         # an ended run with unchanged files needs no second look
@@ -96,7 +98,7 @@ class RunCache:
     def _read(self, place: RunPlace, history: History) -> dict[str, Any]:
         whole = history.read()
         config, state = config_of(place.path), history.state
-        alerts = history.alerts(state)
+        alerts = by_kind(history.alerts(state), solved(history.series))
         last = next((name for name in _LAST if name in history.series and history.series[name].values), None)
         return {
             "id": place.id,
@@ -107,8 +109,7 @@ class RunCache:
             "last": None if last is None else {"name": last, "value": history.series[last].values[-1]},
             "written": history.written,
             "picture": _begins_as_gif(place.path),
-            "alerts": [alert_of(a) for a in alerts if a.ended is None],
-            "ended_alerts": sum(a.ended is not None for a in alerts),
+            "alerts": alerts,
             "generation": history.generation,
             "version": history.version,
             "whole": whole,
@@ -140,22 +141,6 @@ def _begins_as_gif(run: Path) -> bool:
             return stream.read(6) in GIF
     except OSError:
         return False
-
-
-def alert_of(alert: Alert) -> dict[str, Any]:
-    """An alert with the texts of its rule."""
-    rule = BY_NAME[alert.rule]
-    return {
-        "rule": alert.rule,
-        "title": rule.title,
-        "says": rule.advice,
-        "signal": rule.signal,
-        "grave": rule.grave,
-        "step": alert.step,
-        "ended": alert.ended,
-        "worst_step": alert.worst_step,
-        "value": alert.value,
-    }
 
 
 def described(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,15 +22,18 @@ from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import projects
 from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.runs import replays, rollout_views
+from psigrad_studio.runs.alert_kinds import alert_of
 from psigrad_studio.runs.curves import curves
 from psigrad_studio.runs.rollout_index import RolloutQuery
-from psigrad_studio.runs.run_cache import RunCache, alert_of
+from psigrad_studio.runs.run_cache import RunCache
+from psigrad_studio.runs.run_table import table
 from psigrad_studio.runs.tokens import config_of
 from psigrad_studio.security import Refused
 from psigrad_studio.studio_settings import StudioSettings
 
 FIRST_ROWS = "first_rows"
-MOST_RUNS, MOST_STREAMS = 40, 32
+MOST_RUNS, MOST_TABLE, MOST_STREAMS = 40, 10_000, 32
+"""Runs of one request for curves, of which the page makes as many as it needs, and of a table; pages that follow runs."""
 LOOK_SECONDS, STREAM_SECONDS = 0.5, 600.0
 WAIT_SECONDS = 5.0
 OWN_PROJECT = "Sent from runs"
@@ -59,6 +62,19 @@ class RunForm(RequestForm):
     """One run."""
 
     run: Id
+
+
+class TableForm(RequestForm):
+    """Runs as rows."""
+
+    runs: Annotated[list[Id], Field(max_length=MOST_TABLE)]
+
+
+class NotesForm(RunForm):
+    """What people say of a run."""
+
+    tags: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=20)]
+    note: Annotated[str, Field(max_length=10_000)] = ""
 
 
 class RolloutsForm(RunForm):
@@ -152,8 +168,20 @@ def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
         return Response(found, media_type="image/gif")
 
     _live(routes, cache)
+    _side_by_side(routes, cache, work)
     _completions(routes, cache, settings, labels, work)
     return routes
+
+
+def _side_by_side(routes: APIRouter, cache: RunCache, work: Any) -> None:
+    @routes.post("/table")
+    def tabled(form: TableForm) -> Response:
+        with work():
+            return json_response(table(cache, form.runs))
+
+    @routes.post("/notes")
+    def noted(form: NotesForm) -> Response:
+        return json_response(cache.notes.put(cache.place(form.run).name, form.tags, form.note))
 
 
 def _completions(routes: APIRouter, cache: RunCache, settings: StudioSettings, labels: LabelStore, work: Any) -> None:

@@ -597,3 +597,17 @@ def test_negative_control_axe_notices(opened, studio, places):
     page.evaluate("document.querySelector('.reason').removeAttribute('placeholder')")
     page.evaluate("document.querySelector('.how .soft').style.color = '#cccccc'")
     assert {v["id"] for v in Axe().run(page).response["violations"]} >= {"label", "color-contrast"}
+
+
+def test_instructions_are_rendered_like_prompts_and_the_bar_covers_nothing_on_a_phone(opened, studio):
+    number = project(studio, 2, name="as a prompt is", strengths=3, instructions="Be **kind**:\n\n- first\n- second")
+    page, _ = at_work(opened, studio, number, size="phone")
+    expect(page.locator("#asked strong")).to_have_text("kind")
+    expect(page.locator("#asked li")).to_have_count(2)
+    page.locator(".choices .side").first.click()
+    covered = """() => { const bar = document.querySelector('.dock').getBoundingClientRect();
+        return [...document.querySelectorAll('.words')].filter((e) => { const b = e.getBoundingClientRect();
+            return b.bottom > bar.top && b.top < bar.bottom; }).length; }"""
+    for share in (0, 0.5, 1):
+        page.evaluate("share => scrollTo(0, share * (document.documentElement.scrollHeight - innerHeight))", share)
+        assert page.evaluate(covered) == 0

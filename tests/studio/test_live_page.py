@@ -98,6 +98,22 @@ def test_another_algorithm_can_be_chosen_and_its_frames_are_those_of_the_library
     shows(page, 1, learned.q.max(axis=1), 1e-5)
 
 
+def test_it_says_in_how_many_cells_the_policies_agree(opened):
+    page = opened()
+    expect(page.locator("#agree")).to_have_text(re.compile("Of the 62 cells .* right one in 38[.]"))
+    page.select_option("#world", "cliff")
+    expect(page.locator("#agree")).to_have_text(re.compile("Of the 25 cells .* right one in 25[.]"))
+    page.click("#reset")
+    expect(page.locator("#agree")).to_have_text(re.compile("right one in 0[.]"))
+
+
+def test_a_turned_phone_needs_no_sideways_scrolling(opened):
+    page = opened("phone")
+    for width, height in ((844, 390), (390, 844), (667, 375), (320, 568)):
+        page.set_viewport_size({"width": width, "height": height})
+        until(lambda width=width: page.evaluate("document.documentElement.scrollWidth") <= width)
+
+
 @pytest.mark.parametrize(("size", "scheme"), [("laptop", "light"), ("phone", "dark")])
 def test_axe_finds_nothing_and_nothing_is_too_wide(opened, size, scheme):
     page = opened(size, scheme)

@@ -16,13 +16,18 @@ from live_studio import live_studio
 from run_folders import GIF, TOKENS, append, figures, make_run, rollout
 from timing import PATIENCE, quickest, until
 
+from psigrad.errors import UserError
 from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.labels import people, projects
 from psigrad_studio.runs import run_finder
+from psigrad_studio.runs.run_cache import RunCache
+from psigrad_studio.runs.run_notes import RunNotes
 
 FORMS = {
     "/api/runs/curves": {"runs": []},
     "/api/runs/about": {"run": "0" * 16},
+    "/api/runs/notes": {"run": "0" * 16, "tags": []},
+    "/api/runs/table": {"runs": []},
     "/api/runs/replay": {"run": "0" * 16, "n": 0},
     "/api/runs/rollouts": {"run": "0" * 16},
     "/api/runs/group": {"run": "0" * 16, "n": 0},
@@ -385,3 +390,58 @@ def test_a_replay_is_shown_as_far_as_it_has_its_shape(root, studio):
     assert second["tokens"]["clipped"] == [1.0, None], "a list that is too short is filled up"
     assert studio.post("/api/runs/replay", {"run": ident, "n": 1}).json["methods"] == []
     assert [studio.post("/api/runs/replay", {"run": ident, "n": n}).status for n in (2, 3)] == [404, 404]
+
+
+def test_alerts_come_by_kind_with_their_first_and_last_step(tmp_path):
+    run = make_run(tmp_path / "runs" / "leaps", 0, rollouts=0)
+    leaps = {30: 30.0, 50: 40.0, 70: 30.0}
+    append(run / "metrics.jsonl", *(figures(s, reward=0.5) | {"grad_norm": leaps.get(s, 1.0)} for s in range(1, 91)))
+    append(run / "metrics.jsonl", *(figures(s, reward=0.5) | {"grad_norm": 1.0, "entropy": 0.001} for s in range(91, 96)))
+    (entry,), _ = RunCache(tmp_path / "runs").entries(60)
+    found = [(a["rule"], a["count"], a["step"], a["ended"], a["calm"]) for a in entry["alerts"]]
+    assert found == [("entropy", 1, 91, None, False), ("grad_norm", 3, 30, 71, True)]
+
+
+@pytest.mark.parametrize(("reward", "calm"), [(0.97, True), (0.6, False)])
+def test_alerts_that_a_solved_task_explains_ask_for_nothing(tmp_path, reward, calm):
+    run = make_run(tmp_path / "runs" / "solved", 0, rollouts=0)
+    rows = (
+        figures(s, reward=reward) | {"entropy": 1.0 if s < 50 else 0.001, "frac_reward_zero_std": s / 100} for s in range(1, 101)
+    )
+    append(run / "metrics.jsonl", *({**row, "completions/clipped_ratio": 0.9} for row in rows))
+    (entry,), _ = RunCache(tmp_path / "runs").entries(60)
+    kinds = {a["rule"]: a for a in entry["alerts"]}
+    assert {"entropy", "dead_groups", "truncated"} <= set(kinds) and not kinds["truncated"]["calm"]
+    assert [kinds[name]["calm"] for name in ("entropy", "dead_groups")] == [calm, calm]
+    assert ("Nothing to do: the task is solved (0.97 of 1)" in kinds["entropy"]["says"]) == calm
+
+
+def test_a_table_has_last_figures_and_the_settings_that_differ(studio, ids):
+    runs = [ids["compare/grpo-0"], ids["compare/grpo-2"], ids["rloo"]]
+    found = studio.post("/api/runs/table", {"runs": [*runs, "0" * 16]}).json
+    assert [row["id"] for row in found["rows"]] == runs
+    assert found["rows"][1]["figures"]["reward"] == pytest.approx(0.2 + 20 / 100 + 2 / 10)
+    assert found["settings"] == ["algorithm", "run.seed", "run.max_steps"]
+    assert [row["settings"]["run.seed"] for row in found["rows"]] == ["0", "2", "0"]
+    assert studio.post("/api/runs/table", {"runs": runs[:1]}).json["settings"] == []
+
+
+def test_tags_and_notes_are_kept_beside_the_runs(studio, root, ids):
+    ident, before = ids["rloo"], sorted((root / "rloo").iterdir())
+    kept = studio.post("/api/runs/notes", {"run": ident, "tags": [" paper", "best", "best", ""], "note": " the one\n"})
+    assert kept.json == {"tags": ["best", "paper"], "note": "the one"}
+    entries = {run["name"]: run for run in studio.ask("GET", "/api/runs").json["runs"]}
+    assert entries["rloo"]["tags"] == ["best", "paper"] and entries["compare/grpo-0"]["tags"] == []
+    assert studio.post("/api/runs/about", {"run": ident}).json["note"] == "the one"
+    assert sorted((root / "rloo").iterdir()) == before
+    assert studio.post("/api/runs/notes", {"run": ident, "tags": [], "note": ""}).json == {"tags": [], "note": ""}
+    assert json.loads((root.parent / "run_notes.json").read_text()) == {}
+
+
+def test_a_damaged_file_of_notes_is_not_written_over(tmp_path):
+    (tmp_path / "run_notes.json").write_text("[1, 2")
+    notes = RunNotes(tmp_path / "runs")
+    assert notes.of("a") == {"tags": [], "note": ""}
+    with pytest.raises(UserError, match="is not a file of notes"):
+        notes.put("a", ["x"], "")
+    assert (tmp_path / "run_notes.json").read_text() == "[1, 2"

@@ -471,7 +471,7 @@ def test_the_whole_flow_by_keyboard_alone(opened):
     expect(page.locator(".sending")).to_contain_text("It waits in “Sent from runs”")
 
 
-TABS = {"curves": "#charts canvas", "rollouts": ".member", "about": "#about table"}
+TABS = {"curves": "#charts canvas", "table": ".compare td", "rollouts": ".member", "about": "#about table"}
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", "laptop"), ("dark", "laptop"), ("dark", "phone")])
@@ -527,3 +527,52 @@ def test_a_replayed_step_is_read_token_by_token(opened, ids):
     expect(tokens.nth(1)).to_have_class("token seen")
     page.locator(".replay .tokens").press("End")
     expect(page.locator(".replay [aria-live]")).to_contain_text("weight in the gradient −0.125")
+
+
+# ---- many runs
+
+
+def test_any_number_of_runs_is_drawn(tmp_path, opened):
+    for seed in range(45):
+        make_run(tmp_path / "runs" / f"many-{seed}", 3, seed=seed, rollouts=0)
+    with live_studio(runs=tmp_path / "runs", work_seconds=20.0, requests_per_second=1e6, burst=10**6) as many:
+        found = [run["id"] for run in many.ask("GET", "/api/runs").json["runs"]]
+        page = opened(f"runs={'.'.join(found)}&bands=0", at=many)
+        expect(page.locator("#legend li")).to_have_count(45)
+        until(lambda: page.locator('.chart[data-name="reward"] .u-over').count() == 1)
+        labels = page.locator('.chart[data-name="reward"] .frame').get_attribute("aria-label")
+        assert labels.count(": 0.") + labels.count(": 1") + labels.count(": 2") + labels.count(": 3") + labels.count(": 4") >= 45
+        page.goto("about:blank")
+
+
+def test_a_table_is_sorted_by_a_press_and_leads_to_a_run(opened, ids):
+    page = opened(f"runs={'.'.join(ids[f'compare/grpo-{seed}'] for seed in (1, 0, 2))}&tab=table")
+    names = page.locator(".compare tbody th")
+    page.locator('.compare [data-column="reward"]').click()
+    expect(page.locator('.compare th[aria-sort="ascending"]')).to_contain_text("Reward")
+    expect(names).to_have_text(["compare/grpo-0", "compare/grpo-1", "compare/grpo-2"])
+    page.keyboard.press("Enter")
+    expect(names).to_have_text(["compare/grpo-2", "compare/grpo-1", "compare/grpo-0"])
+    expect(page.locator('.compare [data-column="setting run.seed"]')).to_have_text(re.compile("seed"))
+    assert not Axe().run(page).response["violations"]
+    names.first.get_by_role("button").click()
+    expect(page.locator(".run.chosen .name")).to_have_text("compare/grpo-2")
+
+
+def test_tags_and_notes_are_kept_and_found(opened, ids):
+    page = opened(f"runs={ids['cartpole']}&tab=about")
+    page.get_by_label("Tags").fill("paper, baseline")
+    page.get_by_label("Note").fill("the one with the low pole")
+    page.get_by_role("button", name="Keep").click()
+    expect(page.locator(f'.run[data-id="{ids["cartpole"]}"] .tags')).to_have_text("#baseline #paper")
+    page.fill("#search", "low pole")
+    expect(page.locator(".run")).to_have_count(1)
+
+
+def test_on_a_phone_the_first_chart_is_on_the_first_screen(opened, ids):
+    page = opened(f"runs={ids['rloo']}", "phone")
+    page.wait_for_selector(".chart .u-over")
+    assert page.evaluate("document.querySelector('.chart').getBoundingClientRect().top") < 500
+    expect(page.locator("#alerts")).to_contain_text("Cut completions")
+    page.click("#choose")
+    expect(page.locator("#search")).to_be_focused()

@@ -1,6 +1,7 @@
 // The labelling page: which project and which part of it is open stands in the address.
 import { get, post } from "../api.js";
 import { el, notice } from "../dom.js";
+import { read } from "../reading.js";
 import { account } from "./account.js";
 import { material } from "./material.js";
 import { people } from "./people.js";
@@ -72,7 +73,7 @@ function show(title, project, ...content) {
 function open(project, part) {
   const root = el("div", { class: `part ${part}` });
   show(project.name, project, root);
-  $("asked").textContent = part === "work" ? project.instructions : "";
+  $("asked").replaceChildren(...(part === "work" && project.instructions ? [read(project.instructions)] : []));
   $("asked").hidden = $("asked").textContent === "";
   const back = el("a", { href: "#" }, "All projects");
   $("tabs").replaceChildren(

@@ -36,10 +36,11 @@ const table = (title, rows) =>
   el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": title }, el("table", {}, el("tbody", {}, ...rows)));
 
 export class About {
-  /** `open(run, step, n)` shows completions. */
-  constructor(node, open) {
+  /** `open(run, step, n)` shows completions, `noted(run, {tags, note})` hears of new notes. */
+  constructor(node, open, noted) {
     this.node = node;
     this.open = open;
+    this.noted = noted;
     this.turn = 0;
   }
 
@@ -57,7 +58,26 @@ export class About {
   draw(run, watch) {
     const picture = run.picture ? episodePicture(run.id) : "";
     if (picture && watch) picture.open = true;
-    this.node.replaceChildren(picture, this.alerts(run), replayCard(run), this.rows(run), this.events(run), this.settings(run));
+    this.node.replaceChildren(this.notes(run), picture, this.alerts(run), replayCard(run), this.rows(run), this.events(run), this.settings(run));
+  }
+
+  /** Tags and a note of one's own. */
+  notes(run) {
+    const tags = el("input", { type: "text", value: run.tags.join(", "), maxlength: "400", placeholder: "baseline, paper", autocomplete: "off" });
+    const note = el("textarea", { rows: "2", maxlength: "10000", placeholder: "What you want to remember of this run" }, run.note);
+    const said = el("span", { class: "soft small", role: "status" });
+    const keep = async (event) => {
+      event.preventDefault();
+      try {
+        const kept = await post("/api/runs/notes", { run: run.id, tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value });
+        tags.value = kept.tags.join(", ");
+        said.textContent = "Kept.";
+        this.noted(run.id, kept);
+      } catch (error) {
+        notice(error.message);
+      }
+    };
+    return el("form", { class: "card notes", onsubmit: keep }, el("label", {}, "Tags ", tags), el("label", {}, "Note ", note), el("div", { class: "row" }, el("button", { type: "submit" }, "Keep"), said));
   }
 
   alerts(run) {

@@ -13,15 +13,38 @@ export class Alerts {
 
   draw(runs) {
     this.runs = runs;
-    const rows = runs.flatMap((run) => [...(run.state === "failed" ? [this.failure(run)] : []), ...run.alerts.map((alert) => this.alert(run, alert))]);
-    const text = rows.map((row) => row.textContent).join("\n");
+    const failed = runs.filter((run) => run.state === "failed").map((run) => this.failure(run));
+    const kinds = new Map();
+    for (const run of runs) for (const alert of run.alerts) kinds.set(alert.rule, [...(kinds.get(alert.rule) ?? []), { run, alert }]);
+    const said = [...kinds.values()].map((of) => ({ calm: of.every(({ alert }) => alert.calm), grave: of.some(({ alert }) => alert.grave && !alert.calm), of }));
+    const loud = said.filter(({ calm }) => !calm).sort((one, other) => other.grave - one.grave).map((kind) => this.kind(kind));
+    const calm = said.filter((kind) => kind.calm).map((kind) => this.kind(kind));
+    const text = [...failed, ...loud, ...calm].map((row) => row.textContent).join("\n");
     if (text === this.shown) return;
     this.shown = text;
-    this.node.replaceChildren(...(rows.length ? [el("ul", { class: "card plain", "aria-label": "Alerts" }, ...rows)] : []));
+    const open = this.node.querySelector("details")?.open;
+    const list = (rows, label) => el("ul", { class: "card plain", "aria-label": label }, ...rows);
+    this.node.replaceChildren(
+      ...(failed.length + loud.length ? [list([...failed, ...loud], "Alerts")] : []),
+      ...(calm.length ? [el("details", { class: "calm", open }, el("summary", {}, `Nothing to do about ${calm.length === 1 ? "one alert" : `${calm.length} alerts`}`), list(calm, "Alerts that are over or explained"))] : []),
+    );
   }
 
-  alert(run, alert) {
-    return this.row(run, alert.grave, alert.title, `since step ${whole(alert.step)}. `, alert.says, "Which completions");
+  /** One kind of alert in all the runs that have it: from its first step to its last, and how often. */
+  kind({ calm, grave, of }) {
+    const first = Math.min(...of.map(({ alert }) => alert.step)), stands = of.some(({ alert }) => alert.ended === null);
+    const last = Math.max(...of.map(({ alert }) => alert.ended ?? alert.step)), times = of.reduce((sum, { alert }) => sum + alert.count, 0);
+    const when = stands ? `since step ${whole(first)}` : `from step ${whole(first)} to ${whole(last)}`;
+    const loudest = of.find(({ alert }) => !alert.calm) ?? of[0];
+    return el(
+      "li",
+      { class: `alert${grave ? " grave" : ""}${calm ? " past" : ""}` },
+      el("strong", {}, loudest.alert.title),
+      this.runs.length > 1 ? ` in ${of.length === 1 ? of[0].run.name : `${of.length} runs`} ` : " ",
+      `${when}${times > 1 ? `, ${whole(times)} times` : ""}. `,
+      el("span", { class: "soft" }, loudest.alert.says, " "),
+      ...of.slice(0, 6).map(({ run }) => el("button", { type: "button", class: "link", onclick: () => this.about(run) }, of.length > 1 ? run.name : "Which completions")),
+    );
   }
 
   failure(run) {

@@ -2,6 +2,8 @@
 import { events, get, post } from "../api.js";
 
 const RETRY_MS = 1000;
+/** Runs that one request asks for. */
+const AT_ONCE = 40;
 const EMPTY = { generation: -1, curves: new Map(), keys: [], whole: true };
 
 export class Runs {
@@ -30,12 +32,14 @@ export class Runs {
   }
 
   async refresh() {
-    const answer = await get("/api/runs");
+    const answer = await get("/api/runs"), before = new Map(this.list.map((run) => [run.id, run.version]));
     this.list = answer.runs;
     this.signals = answer.signals;
     this.folder = answer.folder;
     this.more = answer.more;
     this.changed("list");
+    // more runs may be going than a stream of changes tells of
+    if (this.ids.some((id) => before.has(id) && this.run(id)?.version !== before.get(id))) this.update(this.ids, this.axis, this.extra).catch(() => this.live(false));
     return answer.whole;
   }
 
@@ -70,12 +74,14 @@ export class Runs {
     });
     const keys = [...new Set(this.ids.flatMap((id) => this.curves.get(id)?.keys ?? []))];
     const names = this.extra && keys.length ? keys.slice(0, 500) : null;
-    const answer = await post("/api/runs/curves", { runs, names, axis });
-    if (axis !== this.axis) return;
-    for (const one of answer) this.take(one);
-    this.changed("curves");
+    for (let from = 0; from < runs.length; from += AT_ONCE) {
+      const answer = await post("/api/runs/curves", { runs: runs.slice(from, from + AT_ONCE), names, axis });
+      if (axis !== this.axis) return;
+      for (const one of answer) this.take(one);
+      this.changed("curves");
+      if (answer.some((one) => !one.whole)) this.again = true;
+    }
     if (this.extra && names === null) this.again = true;
-    if (answer.some((one) => !one.whole)) this.again = true;
   }
 
   take(one) {
@@ -101,8 +107,9 @@ export class Runs {
 
   /** Hear of changes to these runs as they happen; not while nobody looks, as a browser has few connections. */
   follow(ids) {
-    const wanted = document.hidden ? "" : ids.slice(0, 40).join(",");
     this.watched = ids;
+    const going = ids.filter((id) => this.run(id)?.state === "running"), others = ids.filter((id) => !going.includes(id));
+    const wanted = document.hidden ? "" : [...going, ...others].slice(0, AT_ONCE).join(",");
     if (wanted === this.followed) return;
     this.followed = wanted;
     this.following?.abort();

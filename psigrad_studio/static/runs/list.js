@@ -24,10 +24,13 @@ function common(runs) {
 /** Whether a run is among those searched for. */
 export function matches(run, { search, state, method }) {
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = `${run.name} ${run.method} ${run.model} ${run.kind}`.toLowerCase();
-  const right = !state || (state === "alerts" ? run.alerts.length > 0 : run.state === state);
+  const text = `${run.name} ${run.method} ${run.model} ${run.kind} ${run.tags.join(" ")} ${run.note}`.toLowerCase();
+  const right = !state || (state === "alerts" ? loud(run).length > 0 : run.state === state);
   return right && (!method || run.method === method) && words.every((word) => text.includes(word));
 }
+
+/** Alerts that ask for something; each kind once, the gravest first. */
+const loud = (run) => run.alerts.filter((alert) => !alert.calm);
 
 export class List {
   constructor(node, picked) {
@@ -73,8 +76,8 @@ export class List {
     const id = run.id;
     const box = el("input", { type: "checkbox", onchange: () => this.picked([id], box.checked, false) });
     const name = el("button", { type: "button", class: "name", onclick: () => this.picked([id], true, true) });
-    const parts = Object.fromEntries(["key", "meta", "state", "figure", "alert"].map((k) => [k, el("span", { class: k })]));
-    const node = el("div", { class: "run", "data-id": id }, box, parts.key, name, parts.state, parts.meta, parts.figure, parts.alert);
+    const parts = Object.fromEntries(["key", "meta", "state", "figure", "alert", "tags"].map((k) => [k, el("span", { class: k })]));
+    const node = el("div", { class: "run", "data-id": id }, box, parts.key, name, parts.state, parts.meta, parts.figure, parts.alert, parts.tags);
     return { node, box, name, ...parts };
   }
 
@@ -108,9 +111,10 @@ export class List {
     text(row.state, run.state);
     const last = run.last ? `${run.last.name.replaceAll("_", " ")} ${figure(run.last.value)} · ` : "";
     text(row.figure, `${last}step ${whole(run.step)}${run.total > run.step ? ` of ${whole(run.total)}` : ""}`);
-    const worst = run.alerts[0];
-    row.alert.className = worst ? `alert ${run.alerts.some((a) => a.grave) ? "grave" : ""}` : "alert none";
-    text(row.alert, worst ? `${worst.title}, from step ${whole(worst.step)}${run.alerts.length > 1 ? `, and ${run.alerts.length - 1} more` : ""}` : "");
+    const [worst, ...more] = loud(run);
+    row.alert.className = worst ? `alert ${worst.grave ? "grave" : ""}` : "alert none";
+    text(row.alert, worst ? `${worst.title}, from step ${whole(worst.step)}${more.length ? `, and ${more.length} more` : ""}` : "");
+    text(row.tags, run.tags.map((tag) => `#${tag}`).join(" "));
   }
 }
 

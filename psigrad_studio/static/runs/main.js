@@ -1,5 +1,6 @@
 // The runs page: what is selected, what is seen of it, and the address that says so.
 import { el, notice } from "../dom.js";
+import { DASHES } from "../plot.js";
 import { About } from "./about.js";
 import { Alerts } from "./alerts.js";
 import { Chart, COLOURS } from "./chart.js";
@@ -7,16 +8,20 @@ import { Runs } from "./data.js";
 import { figure, whole } from "./format.js";
 import { grouped, List, matches } from "./list.js";
 import { Rollouts } from "./rollouts.js";
+import { Table } from "./table.js";
 
 const $ = (id) => document.getElementById(id);
-const TABS = ["curves", "rollouts", "about"];
+const TABS = ["curves", "table", "rollouts", "about"];
+/** The tabs about one of the chosen runs. */
+const OF_ONE = ["rollouts", "about"];
 const state = { runs: [], tab: "curves", axis: "step", smooth: 0, log: false, zoom: null, bands: true, which: "", n: null, watch: false, ready: false, waiting: false };
 const NOTHING = "There are no runs here yet. Start one whose output_dir lies in this folder, or start the studio with the folder " +
   "that holds your runs: psigrad studio RUNS_FOLDER.";
 const data = new Runs(changed, (well) => { $("live").textContent = well && data.list.some((r) => state.runs.includes(r.id) && r.state === "running") ? "live" : ""; });
 const list = new List($("runs"), pick);
 const alerts = new Alerts($("alerts"), (run) => { state.which = run.id; state.tab = "about"; showTab(); });
-const about = new About($("about"), (run, step, n) => openRollouts(run, step, n));
+const about = new About($("about"), (run, step, n) => openRollouts(run, step, n), (run, notes) => { Object.assign(data.run(run) ?? {}, notes); drawList(); });
+const table = new Table($("table"), (id) => { pick([id], true, true); });
 const rollouts = new Rollouts($("rollouts"), () => { state.n = rollouts.n; remember(); });
 const charts = new Map();
 let painting = 0;
@@ -32,7 +37,7 @@ function remember() {
   if (state.log) said.set("log", "1");
   if (state.zoom) said.set("zoom", state.zoom.map((x) => Number(x.toPrecision(6))).join("_"));
   if (!state.bands) said.set("bands", "0");
-  if (state.tab !== "curves" && state.runs.length > 1) said.set("of", state.which);
+  if (OF_ONE.includes(state.tab) && state.runs.length > 1) said.set("of", state.which);
   if (state.tab === "rollouts") {
     for (const [name, value] of Object.entries(rollouts.wanted)) if (value && value !== "newest") said.set(name, String(value));
     if (state.n !== null) said.set("n", String(state.n));
@@ -43,7 +48,7 @@ function remember() {
 
 function recall() {
   const said = new URLSearchParams(location.hash.slice(1));
-  state.runs = (said.get("runs") ?? "").split(".").filter((id) => /^[0-9a-f]{16}$/.test(id)).slice(0, 40);
+  state.runs = (said.get("runs") ?? "").split(".").filter((id) => /^[0-9a-f]{16}$/.test(id));
   state.tab = TABS.includes(said.get("tab")) ? said.get("tab") : "curves";
   state.axis = ["time", "tokens"].includes(said.get("axis")) ? said.get("axis") : "step";
   state.smooth = Math.max(0, Math.min(0.99, Number(said.get("smooth")) || 0));
@@ -63,7 +68,7 @@ function recall() {
 function looks() {
   // seeds that are drawn as one band share a colour
   const bands = shownLines(), found = new Map();
-  bands.forEach(({ members }, i) => members.forEach((run, k) => found.set(run.id, { chosen: true, colour: i % COLOURS, dash: Math.floor(i / COLOURS), nth: k })));
+  bands.forEach(({ members }, i) => members.forEach((run, k) => found.set(run.id, { chosen: true, colour: i % COLOURS, dash: Math.floor(i / COLOURS) % DASHES.length, nth: k })));
   return (run) => found.get(run.id) ?? { chosen: false, colour: 0, dash: 0 };
 }
 
@@ -79,9 +84,14 @@ function shownLines() {
   return [...found.values()].map((members) => ({ members, label: members.length > 1 ? `${grouped(members)[0].title}, ${members.length} seeds` : members[0].name }));
 }
 
-function drawList() {
+/** What the filters leave of the runs. */
+function listed() {
   const wanted = { search: $("search").value, state: $("state").value, method: $("method").value };
-  const found = data.list.filter((run) => matches(run, wanted));
+  return data.list.filter((run) => matches(run, wanted));
+}
+
+function drawList() {
+  const found = listed();
   list.draw(grouped(found), looks());
   $("count").textContent = `${found.length === data.list.length ? "" : `${found.length} of `}${whole(data.list.length)}${data.more ? " or more" : ""}`;
   const methods = [...new Set(data.list.map((run) => run.method))].sort();
@@ -95,7 +105,7 @@ function drawList() {
 
 function pick(ids, on, alone) {
   const kept = alone ? [] : state.runs.filter((id) => !ids.includes(id));
-  state.runs = (on ? [...kept, ...ids] : kept).slice(-40);
+  state.runs = on ? [...kept, ...ids] : kept;
   selected();
 }
 
@@ -121,12 +131,13 @@ function showTab(moved = true) {
   document.querySelector(".layout").dataset.tab = state.tab;
   $("empty").hidden = !empty;
   $("empty").textContent = data.list.length ? "Choose a run, or tick several." : NOTHING;
-  $("which-field").hidden = state.tab === "curves" || runs.length < 2;
+  $("which-field").hidden = !OF_ONE.includes(state.tab) || runs.length < 2;
   $("which").replaceChildren(...runs.map((run) => el("option", { value: run.id, selected: run.id === state.which }, run.name)));
   followRuns();
   const one = data.run(state.which);
   if (!empty && state.tab === "curves") ask();
   $("watch").hidden = !watchable() || state.tab === "about";
+  if (!empty && state.tab === "table") table.show(runs.length > 1 ? runs : listed(), data.signals);
   if (one && state.tab === "about") about.show(one, state.watch);
   state.watch = false;
   if (one && state.tab === "rollouts" && (moved || rollouts.run?.id !== one.id)) rollouts.open(one, {});
@@ -201,7 +212,7 @@ export function drawCurves() {
   const extra = ($("more").open ? others : []).map((name) => ({ name, title: name, says: "", unit: "" }));
   swap($("more-charts"), extra.map((signal) => chartOf(signal).node));
   for (const signal of [...wanted, ...extra]) {
-    const marks = bands.flatMap(({ members }) => members.flatMap((run) => run.alerts.filter((a) => a.signal === signal.name).map((a) => placeOf(run, a.step))));
+    const marks = bands.flatMap(({ members }) => members.flatMap((run) => run.alerts.filter((a) => a.signal === signal.name && !a.calm).map((a) => placeOf(run, a.step))));
     chartOf(signal).show(linesOf(signal.name, bands), { smooth: state.smooth, log: state.log, zoom: state.zoom }, marks);
   }
   place($("charts"), [...byGroup(wanted).values()].flat().map(chartOf));
@@ -263,7 +274,7 @@ function drawLegend(bands) {
   $("bands-field").hidden = !chosenRuns().some((run, _, all) => run.group && all.filter((other) => other.group === run.group).length > 1);
   const named = bands.length > 1 || bands[0]?.members.length > 1 ? bands : [];
   $("legend").replaceChildren(...named.map(({ label, members }, i) => {
-    const key = el("span", { class: `key run-${i % COLOURS} dash-${Math.floor(i / COLOURS)}` });
+    const key = el("span", { class: `key run-${i % COLOURS} dash-${Math.floor(i / COLOURS) % DASHES.length}` });
     return el("li", {}, key, label, members.length > 1 ? el("span", { class: "soft" }, " mean and range") : null);
   }));
 }
@@ -291,6 +302,7 @@ $("watch").addEventListener("click", () => {
   showTab();
   $("tab-about").focus();
 });
+$("choose").addEventListener("click", () => { $("list-title").scrollIntoView(); $("search").focus({ preventScroll: true }); });
 $("more").addEventListener("toggle", () => ask());
 for (const name of TABS) {
   $(`tab-${name}`).addEventListener("click", () => { state.tab = name; showTab(); });

@@ -1,0 +1,68 @@
+"""Tags and notes that people put to runs. They stand in one file beside the folder of runs, as the labels do: nothing is written
+where the runs are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from psigrad.errors import UserError
+
+FILE, MOST_BYTES = "run_notes.json", 8 << 20
+EMPTY: dict[str, Any] = {"tags": [], "note": ""}
+
+
+class RunNotes:
+    """The notes below a folder of runs."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder, self.path = root.resolve().name, root.resolve().parent / FILE
+        self._lock = threading.Lock()
+        self._known: tuple[int, dict[str, dict[str, Any]]] = (0, {})
+
+    def of(self, name: str) -> dict[str, Any]:
+        """The tags and the note of the run of this name."""
+        return self._read().get(f"{self.folder}/{name}", EMPTY)
+
+    def put(self, name: str, tags: list[str], note: str) -> dict[str, Any]:
+        """Replace those of a run. Raises `UserError` where the file can't be read or written."""
+        words = sorted({tag.strip() for tag in tags if tag.strip()})
+        with self._lock:
+            found = dict(self._read(strict=True))
+            key = f"{self.folder}/{name}"
+            found[key] = {"tags": words, "note": note.strip()}
+            if found[key] == EMPTY:
+                del found[key]
+            beside = self.path.with_suffix(".tmp")
+            try:
+                beside.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+                os.replace(beside, self.path)
+            except OSError as error:
+                raise UserError(f"{self.path} could not be written ({error.strerror}); the note was not kept.") from error
+        return self.of(name)
+
+    def _read(self, strict: bool = False) -> dict[str, dict[str, Any]]:
+        try:
+            status = self.path.stat(follow_symlinks=False)
+            if status.st_mtime_ns != self._known[0] and status.st_size <= MOST_BYTES:
+                self._known = (status.st_mtime_ns, _checked(json.loads(self.path.read_text())))
+        except FileNotFoundError:
+            self._known = (0, {})
+        except (OSError, ValueError) as error:
+            if strict:  # what cannot be read must not be written over
+                raise UserError(f"{self.path} is not a file of notes ({error}); move it away.") from error
+        return self._known[1]
+
+
+def _checked(found: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(found, dict):
+        raise ValueError("expected an object of runs by name")
+    return {
+        str(name): {"tags": [str(tag) for tag in own.get("tags", [])], "note": str(own.get("note", ""))}
+        for name, own in found.items()
+        if isinstance(own, dict) and isinstance(own.get("tags", []), list)
+    }

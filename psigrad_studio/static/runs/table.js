@@ -1,0 +1,78 @@
+// The chosen runs as a table to be sorted: the last value of each figure, and the settings that differ.
+import { post } from "../api.js";
+import { el, notice, parted } from "../dom.js";
+import { figure, whole } from "./format.js";
+
+const UP = "ascending", DOWN = "descending";
+
+export class Table {
+  /** `open(id)` shows one run alone. */
+  constructor(node, open) {
+    Object.assign(this, { node, open, sorted: { column: null, way: UP }, turn: 0, asked: "" });
+  }
+
+  /** Rows for these runs. */
+  async show(runs, signals) {
+    const turn = ++this.turn;
+    try {
+      const found = await post("/api/runs/table", { runs: runs.map((run) => run.id) });
+      if (turn === this.turn) this.draw(runs, signals, found);
+    } catch (error) {
+      notice(error.message);
+    }
+  }
+
+  draw(runs, signals, { rows, figures, settings }) {
+    const entries = new Map(runs.map((run) => [run.id, run])), title = (name) => signals.find((signal) => signal.name === name)?.title ?? name;
+    this.columns = [
+      { name: "run", title: "Run", value: ({ id }) => entries.get(id).name },
+      { name: "tags", title: "Tags", value: ({ id }) => entries.get(id).tags.join(", ") },
+      { name: "state", title: "State", value: ({ id }) => entries.get(id).state },
+      { name: "step", title: "Steps", value: ({ id }) => entries.get(id).step, said: whole },
+      ...figures.map((name) => ({ name, title: title(name), value: (row) => row.figures[name] ?? null, said: figure })),
+      ...settings.map((name) => ({ name: `setting ${name}`, title: name.replace(/^run\./, ""), value: (row) => number(row.settings[name]) })),
+    ];
+    this.rows = rows.filter(({ id }) => entries.has(id));
+    this.settings = settings.length;
+    this.fill();
+  }
+
+  fill() {
+    const { column, way } = this.sorted, by = this.columns.find(({ name }) => name === column);
+    const rows = by ? [...this.rows].sort((a, b) => compared(by.value(a), by.value(b), way === UP ? 1 : -1)) : this.rows;
+    const head = this.columns.map(({ name, title }) => {
+      const sort = name === column ? way : "none";
+      const turn = () => this.sort(name);
+      return el("th", { scope: "col", "aria-sort": sort }, el("button", { type: "button", "data-column": name, onclick: turn }, ...parted(title), { [UP]: " ↑", [DOWN]: " ↓" }[sort] ?? ""));
+    });
+    const body = rows.map((row) => el("tr", { "data-id": row.id }, ...this.columns.map((one, i) => this.cell(one, row, i))));
+    const differ = this.settings ? "" : this.rows.length > 1 ? "Their settings are the same." : "";
+    this.node.replaceChildren(
+      el("div", { class: "card wide", tabindex: "0", role: "group", "aria-label": "Runs side by side" }, el("table", { class: "compare" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body))),
+      el("p", { class: "soft small" }, `${this.rows.length === 1 ? "One run" : `${whole(this.rows.length)} runs`}; each figure is the last that was written. ${differ}`),
+    );
+  }
+
+  cell({ value, said }, row, place) {
+    const found = value(row);
+    if (place === 0) return el("th", { scope: "row" }, el("button", { type: "button", class: "link", onclick: () => this.open(row.id) }, ...parted(found)));
+    const isNumber = typeof found === "number";
+    return el("td", { class: isNumber ? "number" : null }, isNumber && said ? said(found) : found === null ? "–" : String(found));
+  }
+
+  sort(name) {
+    const again = this.sorted.column === name;
+    this.sorted = { column: name, way: again && this.sorted.way === UP ? DOWN : UP };
+    this.fill();
+    this.node.querySelector(`[data-column="${CSS.escape(name)}"]`).focus();
+  }
+}
+
+/** A setting as a number where it is one. */
+const number = (text) => (text !== "" && Number.isFinite(Number(text)) ? Number(text) : text || null);
+
+/** Numbers by size, words by letters, what is missing last whichever way. */
+function compared(a, b, sign) {
+  if (a === null || b === null) return (a === null) - (b === null);
+  return sign * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+}
