@@ -60,8 +60,8 @@ class Wish:
                 logits[token] -= self.frequency * count + self.presence
             if matcher is None:
                 return logits
-            for token in drawn[-1:]:
-                matcher.consume_token(token.id)
+            for last in drawn[-1:]:
+                matcher.consume_token(last.id)
             allowed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             if matcher.is_error():
                 raise ApiError(f"The form can't be kept: {matcher.get_error()[:200]}", status=500)
@@ -104,7 +104,8 @@ class Forms:
         with self._lock:
             if self._known is None:
                 ends = sorted(self._model.eos_token_ids)
-                self._known = from_tokenizer(self._model.tokenizer, self._model.vocabulary, ends)
+                tokenizer: Any = self._model.tokenizer
+                self._known = from_tokenizer(tokenizer, self._model.vocabulary, ends)
             return self._known
 
 

@@ -38,7 +38,7 @@ class TextCompletions:
         form = self.form
         served.check_model(form.model)
         stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens), form.logprobs or 0
-        more = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
+        more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
         self.calls = [served.call(body, *each, asked, **more) for each in self._prompts(form.prompt)]
         self.stream = form.stream
 

@@ -36,8 +36,9 @@ def adapt(url: str, action: Act | None = None, observation: Show | None = None) 
     Without it an action of one field gets the turn, as text or as the number that it is, and one of several the JSON object that
     the turn is. `observation` makes text of what the server observes; without it that is its one field of text, or all as JSON.
     """
-    given = {"url": url.rstrip("/"), "act": action and staticmethod(action), "show": observation and staticmethod(observation)}
-    return type("OpenEnvEpisode", (OpenEnvEpisode,), given)
+    own: dict[str, Any] = {"act": action, "show": observation}
+    given = {name: staticmethod(function) for name, function in own.items() if function is not None}
+    return type("OpenEnvEpisode", (OpenEnvEpisode,), {"url": url.rstrip("/"), **given})
 
 
 def adapt_named(url: str) -> type:
