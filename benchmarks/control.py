@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,26 +171,62 @@ def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dic
 
 def agree(algorithm: str) -> float:
     """Largest difference between the two libraries' gradients on the same rollout, relative to the gradient's norm."""
-    from stable_baselines3.common.logger import Logger
-
     given = {**ZOO[algorithm], "n_steps": 64, "ent_coef": 0.01, "max_grad_norm": 1e9}
-    method = ours(algorithm, {**given, "n_epochs": 1, "batch_size": 0}, 0)
-    with torch.no_grad():
-        method.network.flat.add_(torch.randn(method.network.flat.shape, generator=torch.Generator().manual_seed(0)), alpha=0.1)
-    named = method.network.towers.named()
+    sb3 = {**given, "n_epochs": 1, "batch_size": 64 * 8} if algorithm == "ppo" else given
+    method, rollout, model, places = _pair(algorithm, {**given, "n_epochs": 1, "batch_size": 0}, {**sb3, "learning_rate": 0.0})
     found: list[torch.Tensor] = []
     method.optimizer.step = lambda gradient, rate: found.append(gradient.clone()) or 0.0
+    method._learn(rollout, False)
+    model.train()
+    method.network.flat.data.copy_(found[0])  # so that the gradient's parts go by the weights' names
+    gradient = method.network.towers.named()
+    pairs = [(model.policy.get_parameter(its).grad, gradient[mine]) for mine, its in places.items()]
+    norm = torch.stack([(b**2).sum() for _, b in pairs]).sum().sqrt()
+    return float(max((a - b).abs().max() for a, b in pairs) / norm)
+
+
+def agree_on_weights(given: dict[str, Any], **psigrad: Any) -> float:
+    """Largest difference between the weights that PPO's passes over the same rollout leave, in the same minibatches, relative to
+    the largest way that a weight went; `psigrad` are settings that it alone gets.
+    """
+    method, rollout, model, places = _pair("ppo", {**given, **psigrad}, given)
+    before = {name: weight.detach().clone() for name, weight in method.network.towers.named().items()}
+    orders = np.random.default_rng(0)
+    method.rng = lambda purpose: orders
+    method._learn(rollout, False)
+    own, orders = np.random.permutation, np.random.default_rng(0)
+    np.random.permutation = orders.permutation
+    try:
+        model.train()
+    finally:
+        np.random.permutation = own
+    after = method.network.towers.named()
+    with torch.no_grad():
+        furthest = max((after[name] - before[name]).abs().max() for name in places)
+        return float(max((model.policy.get_parameter(its) - after[mine]).abs().max() for mine, its in places.items()) / furthest)
+
+
+def _pair(algorithm: str, given: dict[str, Any], sb3: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, str]]:
+    """psigrad's method, a rollout of it, and SB3's model with the same weights and that rollout; psigrad's name of each weight ->
+    SB3's. Of the episodes that ended every other one counts as cut by its limit.
+    """
+    from stable_baselines3.common.logger import Logger
+
     from psigrad.control.environments import vector
     from psigrad.control.environments.collector import Collector
 
+    method = ours(algorithm, given, 0)
+    with torch.no_grad():
+        method.network.flat.add_(torch.randn(method.network.flat.shape, generator=torch.Generator().manual_seed(0)), alpha=0.1)
+    named = method.network.towers.named()
     method.collector = Collector(vector.make("CartPole-v1", 8, "serial"), method.collector.normalizer)
     method.restart()
     rollout = method._collect()
-    method._learn(rollout, False)
-    sb3 = {**given, "n_epochs": 1, "batch_size": 64 * 8} if algorithm == "ppo" else given
-    model = theirs(algorithm, {**sb3, "learning_rate": 0.0}, 0)
+    cut = rollout.terminated & (np.cumsum(rollout.terminated) % 2 == 0)
+    assert cut.any() and (rollout.terminated & ~cut).any()
+    rollout = replace(rollout, terminated=rollout.terminated & ~cut, truncated=cut)
+    model = theirs(algorithm, sb3, 0)
     model.set_logger(Logger(None, []))
-    policy = model.policy
     layers = {0: ("mlp_extractor.policy_net.0", "mlp_extractor.policy_net.2", "action_net")}
     layers[1] = ("mlp_extractor.value_net.0", "mlp_extractor.value_net.2", "value_net")
     places = {
@@ -197,35 +234,34 @@ def agree(algorithm: str) -> float:
     }
     with torch.no_grad():
         for mine, its in places.items():
-            policy.get_parameter(its).copy_(named[mine])
+            model.policy.get_parameter(its).copy_(named[mine])
     _fill(model, rollout)
-    model.train()
-    method.network.flat.data.copy_(found[0])  # so that the gradient's parts go by the weights' names
-    gradient = method.network.towers.named()
-    pairs = [(policy.get_parameter(its).grad, gradient[mine]) for mine, its in places.items()]
-    norm = torch.stack([(b**2).sum() for _, b in pairs]).sum().sqrt()
-    return float(max((a - b).abs().max() for a, b in pairs) / norm)
+    return method, rollout, model, places
 
 
 def _fill(model: Any, rollout: Any) -> None:
-    """SB3's buffer with the same steps [64, 8]."""
+    """SB3's buffer with the same steps [64, 8]; what follows an episode that its limit cut is folded into its last reward, as
+    SB3's `collect_rollouts` does.
+    """
     count, steps = 8, 64
     assert len(rollout.row) == count * steps  # rows come environment by environment, each environment's adding up to 64 steps
     shape = (count, steps)
-    obs = rollout.observation.reshape(*shape, -1)
-    action, reward = rollout.action.reshape(shape), rollout.reward.reshape(shape)
-    starts = (rollout.column == 0).reshape(shape)
     buffer, policy = model.rollout_buffer, model.policy
+    with torch.no_grad():
+        after = policy.predict_values(torch.from_numpy(rollout.after)).flatten()
+    ends = np.cumsum(rollout.lengths) - 1
+    reward = rollout.reward.copy()
+    reward[ends[rollout.truncated]] += model.gamma * after.numpy()[rollout.truncated]
+    obs = rollout.observation.reshape(*shape, -1)
+    action, reward = rollout.action.reshape(shape), reward.reshape(shape)
+    starts = (rollout.column == 0).reshape(shape)
     buffer.reset()
     for t in range(steps):
         with torch.no_grad():
             value, logp, _ = policy.evaluate_actions(torch.from_numpy(obs[:, t]), torch.from_numpy(action[:, t]))
         buffer.add(obs[:, t], action[:, t, None], reward[:, t], starts[:, t], value.flatten(), logp)
     last_rows = np.cumsum(np.bincount(np.flatnonzero(rollout.column == 0) // steps, minlength=count)) - 1
-    with torch.no_grad():
-        after = policy.predict_values(torch.from_numpy(rollout.after[last_rows]))
-    buffer.compute_returns_and_advantage(after, rollout.terminated[last_rows])
-    assert not rollout.truncated.any()  # SB3 folds those into the reward
+    buffer.compute_returns_and_advantage(after[last_rows], (rollout.terminated | rollout.truncated)[last_rows])
 
 
 def main() -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.intervals import over_seeds
-from psigrad.language.recipes import demo, online
+from psigrad.language.recipes import online
 from psigrad.runs.machine import provenance
+from psigrad_extras import demo
 
 RESULTS = Path(__file__).parent / "results" / "lag.json"
 METRIC, WEIGHT = "eval/exact/mean", "sampling/importance_sampling_ratio/mean"

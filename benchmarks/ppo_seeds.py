@@ -2,9 +2,11 @@
 
 python benchmarks/ppo_seeds.py [--seeds 200] [--minutes M]    go on where it stopped, one run after the other, on one thread
 python benchmarks/ppo_seeds.py --report                       what there is so far
+python benchmarks/ppo_seeds.py --kinds psigrad psigrad_minibatch --tasks CartPole-v1        these alone
 
-The three kinds of a seed run in turn, so that what there is after any stop is a fair sample. `sb3_rollout` is SB3 with the one
-difference that reading finds at equal settings taken away: SB3 whitens advantages over each minibatch, psigrad over the rollout.
+The kinds of a seed run in turn, so that what there is after any stop is a fair sample. At equal settings there is one difference:
+SB3 whitens advantages over each minibatch, psigrad over the rollout. Without it the weights that an update leaves are the same
+(`tests/control/test_sb3_agreement.py`). The other two kinds, whose turn comes when these have all seeds, swap it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 
 RESULTS = Path(__file__).parent / "results" / "ppo_seeds.jsonl"
-KINDS = ("psigrad", "sb3", "sb3_rollout")
+KINDS = ("psigrad", "sb3", "psigrad_minibatch", "sb3_rollout")
 SETTINGS: dict[str, Any] = {
     "n_envs": 8, "n_steps": 128, "batch_size": 256, "n_epochs": 10, "learning_rate": 1e-3, "gamma": 0.99, "gae_lambda": 0.95,
     "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5,
@@ -32,12 +34,13 @@ TASKS = {"CartPole-v1": (30_000, 475.0), "Acrobot-v1": (30_000, -100.0)}
 EPISODES = 100
 
 
-def psigrad(env: str, steps: int, seed: int) -> Callable[[Any], Any]:
-    """A policy of psigrad's, trained; it gives likeliest actions."""
+def psigrad(env: str, steps: int, seed: int, minibatch: bool = False) -> Callable[[Any], Any]:
+    """A policy of psigrad's, trained; it gives likeliest actions. With `minibatch` advantages are whitened as SB3 does."""
     from psigrad.control import builder
     from psigrad.runs.machine import prepare_torch
 
     given = {**SETTINGS, "adam_epsilon": 1e-5, "total_timesteps": steps, "tuned": False, "seed": seed, "threads": 1}
+    given |= {"normalize_advantage": "minibatch"} if minibatch else {}
     made = builder.settings("ppo", env, given)
     prepare_torch(made.run)
     method = builder.build(made)
@@ -72,7 +75,8 @@ def measure(kind: str, env: str, seed: int) -> dict[str, Any]:
 
     steps, limit = TASKS[env]
     start = time.perf_counter()
-    act = psigrad(env, steps, seed) if kind == "psigrad" else sb3(env, steps, seed, kind == "sb3_rollout")
+    train = psigrad if kind.startswith("psigrad") else sb3
+    act = train(env, steps, seed, kind == KINDS[2 + (train is sb3)])
     seconds = time.perf_counter() - start
     mean = float(np.mean(play(vector.make(env, EPISODES), act, EPISODES, 1)[0]))
     return {"env": env, "kind": kind, "seed": seed, "return": mean, "solved": mean >= limit, "seconds": round(seconds, 1)}
@@ -113,11 +117,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     end = time.monotonic() + 60 * asked.minutes
     known = {(row["env"], row["kind"], row["seed"]) for row in rows()}
-    wanted = [(env, kind, seed) for seed in range(asked.seeds) for env in TASKS for kind in KINDS]
+    turns = (asked.kinds,) if asked.kinds else (KINDS[:2], KINDS[2:])
+    wanted = [(env, kind, seed) for kinds in turns for seed in range(asked.seeds) for env in asked.tasks for kind in kinds]
     for env, kind, seed in wanted if not asked.report else ():
         if time.monotonic() > end:
             break

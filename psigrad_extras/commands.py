@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from psigrad.cli import flags
 from psigrad.config import LmEvalConfig, OnlineConfig
+from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError
 from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
@@ -236,3 +239,73 @@ def experiment(arguments: list[str]) -> int:
     settings = flags.parse(experiment.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
     experiment.run(arguments[0], settings)
     return 0
+
+
+_FROM_TRL = "psigrad from-trl SCRIPT.py|CONFIG.yaml [--trainer grpo] [--output FILE.yaml]"
+
+
+def from_trl(arguments: list[str]) -> int:
+    """Print the settings that train as a script of TRL does, or a file of its command line, and what differs."""
+    if flags.asks_for_help(arguments):
+        print(
+            f"{_FROM_TRL}\n\nThe equal settings of psigrad, as YAML and as a command, and what differs. "
+            "The script is read, not run."
+        )
+        return 0
+    paths, given, rest = flags.parse_lists(arguments, "--trainer", "--output")
+    if len(paths) != 1 or rest:
+        raise UserError(f"from-trl takes one script or file; the usage is {_FROM_TRL}.")
+    from psigrad_extras.connect.trl_scripts import convert_file
+
+    made = convert_file(paths[0], "".join(given["--trainer"][:1]))
+    kinds = {
+        "differs": made.differs,
+        "no equal here": made.no_equal,
+        "look at": made.look_at,
+        "needless here": made.nothing,
+    }
+    notes = [line for title, lines in kinds.items() if lines for line in ("#", f"# {title}:", *(f"#   {line}" for line in lines))]
+    output = "".join(given["--output"][:1])
+    if output:
+        Path(output).write_text(made.yaml())
+        print(f"# psigrad {made.method} --config {output}")
+    else:
+        print(made.yaml() + f"\n# as a command:\n# {_command(made.method, made.settings)}")
+    print("\n".join(notes))
+    return 0
+
+
+def _command(method: str, settings: dict[str, Any]) -> str:
+    """The command line of these settings."""
+    words = ["psigrad", method]
+    for name, value in settings.items():
+        if name.partition(".")[0] in ("algorithm", "loss"):
+            text = value if isinstance(value, str) else json.dumps(value)
+            words.append(shlex.quote(f"{name}={text}"))
+        elif isinstance(value, bool):
+            words.append(flag_of(name) if value else flag_of(name).replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple) and not value:
+            words.append(shlex.quote(f"{name}=[]"))
+        else:
+            several = value if isinstance(value, list | tuple) else [value]
+            words += [flag_of(name), *(shlex.quote(str(one)) for one in several)]
+    return " ".join(words)
+
+
+def demo(arguments: list[str]) -> int:
+    """Run the demo."""
+    known = {"output_dir": "runs/demo", "seed": 0, "sft_steps": 800, "rl_steps": 500, "progress": True}
+    settings = flags.plain("demo", arguments, known)
+    from psigrad.records.report import terminal
+    from psigrad_extras import demo
+
+    terminal.print_result(demo.run(**settings))
+    return 0
+
+
+def completion(arguments: list[str]) -> int:
+    """Print what makes a shell complete commands and flags."""
+    from psigrad import cli
+    from psigrad_extras import completion
+
+    return completion.completion(arguments, cli.COMMANDS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 KINDS = {
     401: "authentication_error",
@@ -37,6 +38,8 @@ class ApiError(Exception):
 
     def response(self, path: str, request_id: str) -> JSONResponse:
         """The answer of the API that `path` belongs to."""
+        from starlette.responses import JSONResponse  # of the extra serve; a chat on the terminal does without
+
         body = self.anthropic(request_id) if is_anthropic(path) else self.openai()
         headers = {"retry-after": "1"} if self.status in (429, 503) else {}
         return JSONResponse(body, self.status, headers)

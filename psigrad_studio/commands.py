@@ -25,8 +25,8 @@ def judge_report(arguments: list[str]) -> int:
     if len(names) != 1:
         raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
     from psigrad.config.nested import read_value
-    from psigrad.language.rewards.group_ranking import GroupRanking
     from psigrad.records.report import terminal
+    from psigrad_extras.judges.group_ranking import GroupRanking
     from psigrad_studio import judge_report as command
 
     criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from psigrad.endpoint import NoAnswerError
 from psigrad.language.rewards import builtin
 from psigrad.language.rewards.code import same_output
 from psigrad.language.rewards.code_asserts import take_apart
-from psigrad.language.rewards.instructions import KINDS, IFEval
-from psigrad.language.rewards.rubric import score_in
+from psigrad_extras.connect.endpoint import NoAnswerError
+from psigrad_extras.judges.instructions import KINDS, IFEval
+from psigrad_extras.judges.rubric import score_in
 
 PAGE = Path(__file__).parents[1] / "rewards.md"
 MARKS = ("<!-- examples: python docs/make/rewards.py -->\n", "<!-- end of examples -->\n")

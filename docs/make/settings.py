@@ -5,6 +5,7 @@ python docs/make/settings.py
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -209,8 +210,8 @@ def _kind(hint: Any) -> str:
     values = get_args(hint)
     if type(None) in values:
         return f"{_kind(values[0])}, or none"
-    if values and all(isinstance(value, str) for value in values):
-        return " or ".join(f"`{value}`" for value in values)
+    if values and all(isinstance(value, str | bool) for value in values):
+        return " or ".join(f"`{json.dumps(value) if isinstance(value, bool) else value}`" for value in values)
     words = {bool: "yes or no", str: "text", int: "whole number", float: "number"}
     return words.get(hint, "text or more" if str in values else "anything of these" if hint is not Any else "text or mapping")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from psigrad import __version__
 from psigrad.cli import begin
 from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
-from psigrad.cli.completion import completion
 from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
@@ -28,13 +28,16 @@ def _training(settings: type[Any]) -> dict[str, Command]:
 GROUPS = {
     "begin": {
         "init": Command("write a project to start from: verifiable reward, preferences, tools or control", begin.init),
-        "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", language.demo),
+        "demo": Command(
+            "train a small model from nothing by SFT and GRPO, and show what came of it", command("psigrad_extras", "demo")
+        ),
         "doctor": Command("what this machine offers, and what is missing", command("psigrad_extras", "doctor")),
         "completion": Command(
-            "what makes your shell (bash, zsh, fish) complete commands and flags",
-            lambda arguments: completion(arguments, COMMANDS),
+            "what makes your shell (bash, zsh, fish) complete commands and flags", command("psigrad_extras", "completion")
         ),
-        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", begin.from_trl),
+        "from-trl": Command(
+            "settings of TRL, a script or a YAML file, as psigrad's, and what differs", command("psigrad_extras", "from_trl")
+        ),
         "check": Command(
             "whether a model, its data and its settings will train rightly, before they do", command("psigrad_extras", "check")
         ),
@@ -131,9 +134,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
         from psigrad import redaction
+        from psigrad.cli import mistakes
 
-        print(f"psigrad: {redaction.hide(str(error))}", file=sys.stderr)
+        more = f" More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
+        print(f"psigrad: {redaction.hide(str(error))}{more}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
+    except ModuleNotFoundError as error:
+        if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):
+            raise
+        print(f"psigrad: This needs {error.name}, which is not installed; run: pip install 'psigrad[{extra}]'", file=sys.stderr)
+        return 2
+
+
+def _extra_with(package: str) -> str:
+    """The first extra of this installation that brings a package, or an empty string."""
+    from importlib import metadata
+
+    for line in metadata.requires("psigrad") or ():
+        found = re.match(r"""([\w-]+).*extra == ["']([\w-]+)""", line)
+        if found and found[1].lower().replace("-", "_") == package.lower() and found[2] not in ("dev", "docs"):
+            return found[2]
+    return ""
 
 
 def _run(arguments: list[str]) -> int:

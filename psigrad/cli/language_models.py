@@ -65,6 +65,7 @@ def score(arguments: list[str]) -> int:
 
     scores = score_rows.score(rewards, dataset, tokenizer=given["tokenizer"], **how)
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
+    score_rows.check_scored(scores)
     print(score_rows.summary(scores), file=sys.stderr)
     return 0
 
@@ -158,16 +159,6 @@ def evaluate(arguments: list[str]) -> int:
     terminal.print_completions(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
     if done.unscored:
         print(f"psigrad: {done.unscored}", file=sys.stderr)
-    return 0
-
-
-def demo(arguments: list[str]) -> int:
-    """Run the demo."""
-    settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
-    from psigrad.language.recipes import demo
-    from psigrad.records.report import terminal
-
-    terminal.print_result(demo.run(**settings))
     return 0
 
 

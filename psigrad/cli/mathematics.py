@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psigrad.cli import flags
+from psigrad.cli import flags, mistakes
 from psigrad.config.nested import put, read_value
 from psigrad.errors import UserError
 
@@ -12,7 +12,11 @@ def explain(arguments: list[str]) -> int:
     usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
+        print("NAME may also be that of an error, as its message has it: psigrad explain no-reward")
         print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
+        return 0
+    if len(arguments) == 1 and arguments[0] in mistakes.entries():
+        print(mistakes.tell(arguments[0]))
         return 0
     methods: list[dict[str, object]] = []
     for text in arguments:

@@ -121,7 +121,7 @@ class Agent:
         """
         trainer, name = self._trainer, str(foreign.pop("tb_log_name", type(self).__name__))
         again = foreign.get("reset_num_timesteps") is False
-        if not trainer.timesteps and foreign.get("reset_num_timesteps") is True:  # of a new agent there is nothing to reset
+        if foreign.get("reset_num_timesteps") is True:  # Stable-Baselines3's default, and as good as left out here
             del foreign["reset_num_timesteps"]
         policies.refuse(foreign, "learn", ("total_timesteps", "callback", "log_interval", "progress_bar"))
         shown = policies.PrintedLines(log_interval, trainer)

@@ -31,7 +31,10 @@ def policy_name(policy: Any, env: Any) -> str | None:
             )
         return None
     if policy not in SETTINGS:
-        raise UserError(f"There is no policy {policy!r}; expected {' or '.join(SETTINGS)}{nearest(policy, SETTINGS) or '.'}")
+        near = (
+            "; none is recurrent: stack observations (FrameStackObservation)." if "Lstm" in policy else nearest(policy, SETTINGS)
+        )
+        raise UserError(f"There is no policy {policy!r}; expected {' or '.join(SETTINGS)}{near or '.'}")
     if env is None:
         raise UserError(f'No environment was given beside {policy!r}; for example PPO("{policy}", "CartPole-v1").')
     return policy

@@ -20,12 +20,12 @@ from psigrad.importing import imported_callable
 from psigrad.language.models.native.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
+from psigrad.runs.callbacks import RunState
 from psigrad.runs.cycle import cycle
-from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.result import Result
-from psigrad.runs.state import RunState
+from psigrad.runs.session import no_way_out
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
 LESS_MEMORY = "Begin again with fewer n_envs or n_steps, or for DQN a smaller buffer_size."

@@ -111,8 +111,8 @@ class ControlConfig:
     """Discount per step; psi's gamma."""
     gae_lambda: Annotated[Discount | None, _NOT_DQN] = None
     """λ of generalised advantage estimation, psi's lam where it has one; null: the preset's."""
-    normalize_advantage: Annotated[bool | None, _NOT_DQN] = None
-    """Whiten advantages over the rollout; null: as the preset has it."""
+    normalize_advantage: Annotated[Literal[True, False, "minibatch"] | None, _NOT_DQN] = None
+    """Whiten advantages over the rollout, or over each minibatch as Stable-Baselines3 does; null: as the preset has it."""
     clip_range: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
     """PPO's ε; null: the preset's."""
     clip_range_schedule: Annotated[Literal["constant", "linear"], _GRADIENTS] = "constant"

@@ -87,6 +87,7 @@ def check_settings(
                 raise UserError(f"{change}; run.extend goes on beyond the end, so give more than {change.before}.")
         refused = [c for c in refused if not c.is_length]
     if refused:
+        refused.sort(key=lambda change: not change.name.startswith(("model.", "data.")))  # a mistyped one explains the rest
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
         advice = "set them back to go on with it, or choose another output_dir"
         if refused == longer:

@@ -317,9 +317,10 @@ RULES = (
     Rule("cut_and_rewarded", "Cut more, rewarded more", "Completions are cut more often while the reward rises.",
         _cut_while_rewarded, above=0.1, until=0.05, patience=2, worst="longest", signal="truncated",
         remedy="Read the longest: the reward may need no ending. Set missing_eos_penalty."),
-    Rule("mismatch", "Sampler against trainer", "Their log-probs differ by more than 0.01: training is off-policy unawares.",
+    Rule("mismatch", "Sampler against trainer", "Their log-probs differ by more than 0.01: training is off-policy.",
         _of("mismatch"), above=0.01, until=0.005, patience=2, signal="mismatch", grave=True,
-        remedy="`psigrad check` says what samples otherwise than it trains; algorithm.correction corrects for it."),
+        remedy="`psigrad check` says what samples otherwise than it trains. algorithm.correction corrects for it, and "
+        "sampling/correction_weight says by how much."),
     Rule("entropy", "Entropy is gone", "Less than a tenth of the entropy at the start is left; the policy no longer explores.",
         _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy",
         remedy="Nothing, where the task is solved. Else lower the learning rate or raise the upper clip, as DAPO does."),

@@ -12,10 +12,9 @@ import torch
 
 from psigrad.config import Run
 from psigrad.errors import UserError
-from psigrad.runs.callbacks import CallbackError
+from psigrad.runs.callbacks import CallbackError, RunState
 from psigrad.runs.journal import Journal
 from psigrad.runs.progress import bar
-from psigrad.runs.state import RunState
 
 S = TypeVar("S", bound=RunState)
 

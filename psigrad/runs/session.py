@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,6 +17,7 @@ from psigrad import extras
 from psigrad.config import Run
 from psigrad.config.fields import LENGTH, idle, marked
 from psigrad.config.load import to_dict
+from psigrad.errors import UserError
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, join_world
 from psigrad.records import checkpoint, pins
@@ -25,7 +27,6 @@ from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.exits import no_way_out
 from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
 from psigrad.runs.machine import device, prepared_torch
 from psigrad.runs.result import Result
@@ -187,3 +188,44 @@ def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             rows.setdefault(row["step"], {}).update(row)
     ordered = [rows[step] for step in sorted(rows) if step <= kept]
     return (ordered[0], ordered[-1]) if ordered else ({}, {})
+
+
+_WAYS = ("_exit", "execv", "execve")
+
+
+@contextlib.contextmanager
+def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[None]:
+    """For the length of the block nothing written in Python ends this process with status 0.
+
+    SystemExit becomes a `UserError`. `os._exit`, and `os.exec…`, which would put another program in the run's place, end the
+    process with status 1 or the one asked for; `tell` is given the reason first. Forked children end as they like.
+    """
+    own, before = os.getpid(), {name: getattr(os, name) for name in _WAYS}
+
+    def guarded(name: str) -> Callable[..., NoReturn]:
+        def leave(*given: Any, **named: Any) -> NoReturn:
+            if os.getpid() != own:
+                before[name](*given, **named)
+            reason = f"os.{name} was called before the run was finished: an environment or a callback of yours ends the process."
+            with contextlib.suppress(Exception):  # a full disk must not keep the process
+                print(f"psigrad: {reason}", file=sys.stderr, flush=True)
+                tell(reason)
+            status = [*given, *named.values()][0] if name == "_exit" else 1
+            before["_exit"](status or 1)
+            raise AssertionError
+
+        return leave
+
+    for name in _WAYS:
+        setattr(os, name, guarded(name))
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else error.code
+        raise UserError(
+            f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. "
+            "Let it return, or raise an exception that says why."
+        ) from error
+    finally:
+        for name in _WAYS:
+            setattr(os, name, before[name])

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from psigrad.endpoint import NoAnswerError, ask, pause
 from psigrad.errors import UserError, nearest
 from psigrad.language.data.chat.dialect import Dialect, speak
 from psigrad.language.data.chat.rendering import tools_of
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.rollout.types import Completion, FinishReason, SamplingParams
+from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 
 UNKNOWN = -1
 """Stands for each token of a completion: a server tells how many there were, and not which."""

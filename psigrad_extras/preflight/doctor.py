@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 import psigrad
-from psigrad.language.models.native.build import compiler
+from psigrad.language.models.native.build import compiler, prebuilt
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.processor import fast_bfloat16
 from psigrad.processes.sandbox import tier_of_this_machine
@@ -79,6 +79,11 @@ def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = che
     found = list(looked())
     if as_json:
         return json.dumps({check.name: {k: v for k, v in check._asdict().items() if k != "name"} for check in found}, indent=1)
+    absent = [check for check in found if check.name.startswith("extra ") and check.state == "missing"]
+    if absent:  # in one line: a new user has none of eighteen, and misses none
+        names = ", ".join(check.name.removeprefix("extra ") for check in absent)
+        found = [check for check in found if check not in absent]
+        found.append(Check("extras", "missing", names, 'where you need one: pip install "psigrad[NAME]"'))
     width, lines = max(len(check.name) for check in found), []
     for check in found:
         lines.append(f"{check.state:<8}{check.name:<{width}}  {check.detail}")
@@ -122,6 +127,8 @@ def _gpu() -> Check:
 def _compiler() -> Check:
     advice = "apt install g++, or xcode-select --install on macOS; the kernels for a CPU are compiled on first use"
     name = compiler()
+    if name is None and prebuilt() is not None:
+        return Check("C++ compiler", "ok", "none, and none is needed: this package has kernels for this processor")
     if name is None:
         return Check("C++ compiler", "missing", "neither g++ nor clang++ was found", advice)
     try:
@@ -140,7 +147,9 @@ def _kernels() -> Check:
     difference = float((found.rms_norm(x, weight, 1e-6) - torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)).abs().max())
     if difference > 1e-4:
         return Check("CPU kernels", "broken", f"a result differs from PyTorch's by {difference:.1e}", "set PSIGRAD_NATIVE=0")
-    return Check("CPU kernels", "ok", "compiled and loaded; a result agrees with PyTorch's")
+    ready = prebuilt()
+    made = "compiled here" if ready is None else f"the package's for {ready.stem}"
+    return Check("CPU kernels", "ok", f"{made}; a result agrees with PyTorch's")
 
 
 def _size(count: int) -> str:

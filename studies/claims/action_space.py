@@ -22,8 +22,9 @@ from psigrad.config import Data, EvalConfig, Evaluation, Model, Run
 from psigrad.errors import UserError
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.loading.model_source import plain_folder
-from psigrad.language.recipes import demo, evaluate
+from psigrad.language.recipes import evaluate
 from psigrad.records.report.plots import COLOURS
+from psigrad_extras import demo
 from psigrad_extras.experiments import drawing
 from studies import trials
 from studies.settings import SpaceSettings

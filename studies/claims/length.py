@@ -22,7 +22,8 @@ from psigrad import seeds
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.intervals import Interval
-from psigrad.language.recipes import demo, sft
+from psigrad.language.recipes import sft
+from psigrad_extras import demo
 from psigrad_extras.experiments import drawing
 from studies import groups, trials
 from studies.settings import LengthSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import operator
 import re
@@ -122,6 +123,11 @@ MISTAKES = {
         ["grpo", "optim.learningrate=1"],
         "there is no setting 'learningrate' in optim; did you mean 'learning_rate'",
     ),
+    "another's name in a section": (["grpo", "optim.lr=3"], "there is no setting 'lr' in optim; did you mean 'learning_rate'"),
+    "nothing scored": (
+        ["score", "--dataset", "{tmp}/unanswered.jsonl", "--reward", "exact", "--output", "{tmp}/scores.jsonl"],
+        "2 of 2 completions stayed unscored.*Fix the reward function or the dataset",
+    ),
     "bad value": (["grpo", "--max-steps", "ten"], "run.max_steps is 'ten'; expected a whole number"),
     "bad choice": (["sft", "--dtype", "float16"], "model.dtype is 'float16'"),
     "stray word": (["sft", "hello"], "'hello' is neither a flag nor an override"),
@@ -190,6 +196,7 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(mistake, job, tmp_path, cap
     (tmp_path / "bad.yaml").write_text("optim: {learning_rate: [\n")
     (tmp_path / "tab.yaml").write_text("model: m\n\tx: 1\n")
     (tmp_path / "number.yaml").write_text("data: {dataset: 3}\n")
+    (tmp_path / "unanswered.jsonl").write_text('{"prompt": "a", "completion": "b", "answer": null}\n' * 2)
     (tmp_path / "list.yaml").write_text("- optim\n")
     (tmp_path / "key.yaml").write_text("optim: {learning_rat: 1}\n")
     arguments, expected = MISTAKES[mistake]
@@ -218,6 +225,18 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
 
     monkeypatch.setitem(cli.COMMANDS, "tasks", cli.Command("", broken))
     with pytest.raises(ValueError, match="deep in a library"):
+        cli.main(["tasks"])
+
+
+def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(monkeypatch, capsys):
+    for name, extra in (("uvicorn", "studio"), ("py3langid", "ifeval")):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(cli.COMMANDS, "tasks", flags.Command("", lambda given, name=name: importlib.import_module(name)))
+        assert cli.main(["tasks"]) == 2
+        assert f"needs {name}, which is not installed; run: pip install 'psigrad[{extra}]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "not_there", None)
+    monkeypatch.setitem(cli.COMMANDS, "tasks", flags.Command("", lambda given: importlib.import_module("not_there")))
+    with pytest.raises(ModuleNotFoundError):
         cli.main(["tasks"])
 
 

@@ -99,10 +99,11 @@ def command(name, job, folder, *more):
     if "--reward" in more:  # in place of the usual one: several add up
         at = given.index("--reward")
         given = [*given[:at], *given[at + 2 :]]
-    words = [name, "--model", str(job / "base"), "--dataset", str(job / f"{rows}.jsonl"), *given, *more]
-    if name == "sample":
-        return [*words, "--output", str(folder / "rows.jsonl")]
-    return words if name == "eval" else [*words, *TRAINS, "--output-dir", str(folder / "run")]
+    own = {"sample": ["--output", str(folder / "rows.jsonl")], "eval": []}.get(
+        name, [*TRAINS, "--output-dir", str(folder / "run")]
+    )
+    # the last word is the one that holds
+    return [name, "--model", str(job / "base"), "--dataset", str(job / f"{rows}.jsonl"), *given, *own, *more]
 
 
 def listed(name, capsys):
@@ -166,14 +167,19 @@ OTHER = {
     "reference_dtype": "bfloat16", "model.dtype": "bfloat16", "loss": "ipo", "algorithm": "rloo", "teacher_prompt": "answer",
     "data.eval_dataset": "{rows}", "fewshot_dataset": "{rows}", "model.lora_target_modules": "q_proj",
     "model.lora_modules_to_save": "lm_head", "record_tokens": 1, "run.save_steps": 1, "run.save_total_limit": 1,
-    "server": "http://127.0.0.1:9", "prompts_per_step": 3,
+    "server": "http://127.0.0.1:9", "prompts_per_step": 3, "optim.lr_scheduler_kwargs": '{"power":3}',
+    "evaluation.metric_for_best_model": "loss", "evaluation.greater_is_better": "false",
 }  # fmt: skip
-OTHER_OF = {("kto", "evaluation.eval_prompts"): 9,
+OTHER_OF = {("grpo", "evaluation.metric_for_best_model"): "completions/mean_length",
+            ("kto", "evaluation.eval_prompts"): 9,
             ("kto", "loss"): '{"preset":"kto","desirable_weight":3}',
             ("sample", "data.max_rows"): 3, ("eval", "data.max_rows"): 3}  # fmt: skip
 # What a run needs besides, so that the setting can have an effect.
 LORA = "--lora-rank 2"
 CRITIC = "algorithm.psi=gae algorithm.critic=value_loss"
+BEST = "--eval-steps 1 --load-best-model-at-end"
+# by which the best weights are not the last ones
+WORST = "--eval-steps 1 --metric-for-best-model {} --greater-is-better {}"
 NO_SERVER = "--server http://127.0.0.1:9 --server-attempts 1 --server-timeout 0.2"
 TALK = f"--environment {tiny_rewards.__file__}:Talker --max-turns 2 --stop-token-ids {ENDS}"
 BESIDES = {
@@ -184,7 +190,15 @@ BESIDES = {
     **dict.fromkeys(("critic_shared", "critic_learning_rate", "critic_warmup_steps"), CRITIC),
     **{f"model.lora_{leaf}": LORA for leaf in ("alpha", "dropout", "target_modules", "modules_to_save", "save")},
     "model.use_rslora": f"{LORA} --lora-alpha 8", "model.use_dora": LORA, "ref_model_mixup_alpha": "--ref-model-sync-steps 1",
-    "server_attempts": NO_SERVER,
+    "server_attempts": NO_SERVER, "optim.lr_scheduler_kwargs": "--lr-scheduler-type polynomial",
+    "evaluation.metric_for_best_model": BEST, "evaluation.greater_is_better": BEST,
+    "evaluation.load_best_model_at_end": WORST.format("loss", "true"),
+    ("grpo", "evaluation.load_best_model_at_end"): WORST.format("of_text", "false"),
+    # the second evaluation is no better, or better by less than the threshold
+    "evaluation.early_stopping_patience": WORST.format("of_text", "false"),
+    ("reward", "evaluation.early_stopping_patience"): WORST.format("loss", "false"),
+    "evaluation.early_stopping_threshold": "--eval-steps 1 --early-stopping-patience 1",
+    ("reward", "evaluation.early_stopping_threshold"): WORST.format("loss", "true") + " --early-stopping-patience 1",
     **dict.fromkeys(("max_turns", "max_turn_length", "max_observation_length"), TALK),
     "bradley_terry": "--keep pairs",
     # so many draws that rounding decides one of them
@@ -223,7 +237,7 @@ ELSEWHERE = {
     "test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too",
     "agent": "serve/agents/test_agents.py::test_one_question_has_the_tokens_of_this_process_and_its_gradient",
     "agent_command": "serve/agents/test_agents.py::test_a_program_is_asked_as_a_function_is",
-    "benchmark": "language/data/test_benchmarks.py::test_prompts_by_hand",
+    "benchmark": "language/rewards/test_benchmarks.py::test_prompts_by_hand",
     "server_key_variable": "extras/connect/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
     **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
     "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
@@ -249,6 +263,11 @@ def another(command_name, name, setting):
     return [flag_of(name), str(setting.default + 1 if setting.type is int else setting.default / 2 or 0.5)]
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_each_setting_has_another_value_to_be_tried_with(name):
+    assert all(another(name, setting, about) for setting, about in judged(RUNS[name][0]))
+
+
 UNREPEATABLE = ("config.json", "timings.jsonl", "events.jsonl", "manifest.json", "README.md", "training_args.bin", ".lock")
 
 
@@ -262,7 +281,8 @@ def seen(name, job, folder, capsys, *more):
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in UNREPEATABLE
     }
-    return status, *(text.replace(str(folder), "") for text in said), files
+    # how long it may take here is what the machine was busy with
+    return status, *(re.sub(r"about \d.*? here and", "about … here and", text.replace(str(folder), "")) for text in said), files
 
 
 def judged(cls):
@@ -468,7 +488,7 @@ PLAIN = {
     "doctor": ["--json"],
     "push": ["somewhere", "ada/small", "--private", "--revision", "second"],
     "studio": ["--port", "1", "--no-open", "--model-memory", "2", "--database", "x"],
-    "demo": ["--output-dir", "x", "--seed", "3", "--no-progress"],
+    "demo": ["--output-dir", "x", "--seed", "3", "--sft-steps", "2", "--rl-steps", "1", "--no-progress"],
 }
 
 
@@ -477,7 +497,7 @@ def test_every_flag_of_a_plain_command_is_read(name, job, alone, monkeypatch):
     plain, made = flags.plain, []
     monkeypatch.setattr(Given, "read", set(), raising=False)
     monkeypatch.setattr(flags, "plain", lambda *given: made.append(Given(plain(*given))) or made[-1])
-    for place in ("psigrad_extras.connect.hub.push", "psigrad_studio.serve.studio", "psigrad.language.recipes.demo.run",
+    for place in ("psigrad_extras.connect.hub.push", "psigrad_studio.serve.studio", "psigrad_extras.demo.run",
                   "psigrad.records.report.terminal.print_result"):  # fmt: skip
         monkeypatch.setattr(place, lambda *given, **named: "done")
     ranked = {"prompt": "a", "completions": ["b", "c"], "ranking": [2, 1]}

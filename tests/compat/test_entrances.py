@@ -14,7 +14,6 @@ import yaml
 
 from psigrad.cli import flags
 from psigrad.compat.conversion import convert_object
-from psigrad.compat.scripts import convert_file
 from psigrad.compat.table import TABLE, Entry
 from psigrad.compat.translate import our_name
 from psigrad.compat.trl import DEFAULTS, FIXED, METHODS
@@ -31,6 +30,7 @@ from psigrad.objective.parts.advantage import group_mean, leave_one_out, whitene
 from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
 from psigrad.objective.parts.correction import masked_importance, truncated_importance
 from psigrad.objective.parts.surrogate import clip, dual_clip, off_policy_mask, soft_clip, truncated_weight
+from psigrad_extras.connect.trl_scripts import convert_file
 
 EXPERIMENTAL = {"OnlineDPOConfig": "online_dpo", "ORPOConfig": "orpo", "CPOConfig": "cpo"}
 CONFIGS = {

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from psigrad.cli import flags
-from psigrad.compat.scripts import convert_file
 from psigrad.config import OnlineConfig
 from psigrad.config.load import load
 from psigrad.config.methods import declaration
 from psigrad.language.models import tiny
+from psigrad_extras.connect.trl_scripts import convert_file
 
 PAGE = (Path(__file__).parents[2] / "docs" / "porting.md").read_text()
 

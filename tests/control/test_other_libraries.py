@@ -136,8 +136,10 @@ def test_their_first_examples_of_dqn_and_of_evaluations_run_as_they_stand(tmp_pa
     assert printed > 0 and "ep_rew_mean" not in capsys.readouterr().out
     assert evaluate_policy(model, env, 2, True, render=False, callback=None, warn=False)[0] > 0
     assert model.get_env().render()[0].ndim == 3
+    before = model.num_timesteps
+    assert model.learn(100, reset_num_timesteps=True).num_timesteps == before + 100  # their default is as good as left out
     with pytest.raises(UserError, match="counted on"):
-        model.learn(100, reset_num_timesteps=True)
+        model.learn(100, reset_num_timesteps="yes")
 
 
 def test_figures_go_to_tensorboards_folders_as_stable_baselines3_numbers_them(tmp_path):
@@ -355,3 +357,8 @@ def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
     (found,) = seen
     assert (found.algorithm, found.total_timesteps, found.eval_episodes) == ("dqn", 99, 7)
     assert found.dqn.double_q and found.network.net_arch == (512,) and found.env_kwargs == {"sutton_barto_reward": True}
+
+
+def test_a_recurrent_policy_is_refused_with_what_does_its_work():
+    with pytest.raises(UserError, match=r"'MlpLstmPolicy'.*none is recurrent: stack observations"):
+        DQN("MlpLstmPolicy", "CartPole-v1")

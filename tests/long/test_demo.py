@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from psigrad.language.recipes import demo
+from psigrad_extras import demo
 
 
 @pytest.mark.long

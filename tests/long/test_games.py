@@ -7,7 +7,7 @@ import pytest
 import psigrad
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
-from psigrad.language.rollout.episodes.games import GAMES
+from psigrad_extras.games import GAMES
 
 pytestmark = pytest.mark.long
 TURNS = {"guess": 8, "calculator": 3, "grid": 12}

@@ -11,7 +11,7 @@ import pytest
 
 from psigrad.control import builder, run
 from psigrad.errors import UserError
-from psigrad.runs.exits import no_way_out
+from psigrad.runs.session import no_way_out
 
 
 class Leaving(gym.Env):

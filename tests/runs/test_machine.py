@@ -10,6 +10,7 @@ from transformers.utils import logging
 from psigrad import control
 from psigrad.config import Model, Run
 from psigrad.language.loading.load_model import load_model
+from psigrad.language.models.backbone import write
 from psigrad.language.recipes import online
 from psigrad.runs import machine
 
@@ -49,12 +50,13 @@ def test_a_run_leaves_the_threads_as_they_were(two_threads, job, tmp_path, asked
     assert torch.get_num_threads() == 2 and asked[-1] == machine._USUAL
 
 
-def test_bars_are_shown_again_after_a_model_was_loaded(job):
+def test_a_model_is_saved_and_loaded_without_bars_that_are_shown_again_behind_it(job, tmp_path, capsys):
     was = logging.is_progress_bar_enabled()
     try:
         for shown in (True, False):
             (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
-            load_model(Model(path=str(job / "base")), Run(), None)
-            assert logging.is_progress_bar_enabled() is shown
+            model = load_model(Model(path=str(job / "base")), Run(), None)
+            write(model.as_transformers(), model.tokenizer, tmp_path / str(shown))
+            assert logging.is_progress_bar_enabled() is shown and capsys.readouterr().err == ""
     finally:
         (logging.enable_progress_bar if was else logging.disable_progress_bar)()

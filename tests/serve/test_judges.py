@@ -10,7 +10,7 @@ from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.rewards.outcomes import Unscored
-from psigrad.language.rewards.rubric import Rubric
+from psigrad_extras.judges.rubric import Rubric
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 from psigrad_serve.serving import running

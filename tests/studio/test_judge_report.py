@@ -11,7 +11,7 @@ from stand_in_server import chat, standing_in
 
 from psigrad.cli import main
 from psigrad.errors import UserError
-from psigrad.language.rewards.group_ranking import GroupRanking
+from psigrad_extras.judges.group_ranking import GroupRanking
 from psigrad_studio.judge_report import read_votes, report, votes_of
 
 

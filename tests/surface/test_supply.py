@@ -67,32 +67,51 @@ def test_what_is_vendored_is_named_with_its_licence():
     assert all((f / "LICENSE").exists() for f in folders)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def packed(folder: Path, **environment: str) -> Path:
     """The wheel as it would be published, made from the files that git knows."""
-    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source, made = folder / "source", folder / "wheel"
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, names):
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_file():
             target.write_bytes((ROOT / name).read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(made),
-        str(source),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", made, source]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     (found,) = made.glob("psigrad-*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return packed(tmp_path_factory.mktemp("pure"))
+
+
+@pytest.fixture
+def empty_machine(tmp_path):
+    """An environment of its own, with the means to install a wheel and to run commands there. It has no compiler, no git and no
+    library of an extra. What psigrad needs is that of this environment: large, and not what is tested.
+    """
+    home = tmp_path / "environment"
+    venv.create(home, with_pip=True)
+    (site,) = (home / "lib").glob("python*/site-packages")
+    # the project's own folder comes by another .pth, which a path file does not read
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    for name in ("reasoning_gym", "starlette", "uvicorn", "fastapi", "optuna"):
+        (site / f"{name}.py").write_text(f"raise ModuleNotFoundError('none here', name={name!r})\n")
+    given = {"PATH": str(home / "bin"), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+
+    def run(*command, said=0, typed=""):
+        done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, input=typed, timeout=600)
+        assert done.returncode == said, done.stderr
+        return done.stdout + done.stderr
+
+    def install(wheel):
+        run(home / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+        return home
+
+    return install, run
 
 
 @pytest.mark.needs("git")
@@ -107,30 +126,39 @@ def test_the_wheel_holds_all_that_is_read_at_run_time(wheel):
     assert not [name for name in names if name.startswith(("tests/", "docs/", "tools/", "benchmarks/", "studies/"))]
 
 
+KERNELS = "from psigrad.language.models.native import build, kernels; print(build.prebuilt(), kernels.kernels())"
+
+
 @pytest.mark.slow
-@pytest.mark.needs("git", "compiler")
-def test_the_wheel_works_outside_of_the_repository(wheel, tmp_path):
-    """In an environment of its own. The other packages are those of this one: they are large, and not what is tested."""
-    home = tmp_path / "environment"
-    venv.create(home, with_pip=True)
-    python = home / "bin" / "python"
-    (site,) = (home / "lib").glob("python*/site-packages")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
-    # the project's own folder comes by another .pth, which a path file does not read
-    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    given = {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-
-    def run(*command):
-        done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    where = run(python, "-c", "import psigrad, psigrad_studio; print(psigrad.__file__, psigrad_studio.__file__)")
+@pytest.mark.needs("git")
+def test_a_new_user_with_the_wheel_alone_trains_and_talks(wheel, empty_machine):
+    """Its shorter sibling is tests/language/data/test_spelling.py."""
+    install, run = empty_machine
+    home = install(wheel)
+    where = run("python", "-c", "import psigrad, psigrad_studio; print(psigrad.__file__, psigrad_studio.__file__)")
     assert all(path.startswith(str(home)) for path in where.split()), where
     assert run("psigrad", "--version").strip() == f"psigrad {PROJECT['version']}"
+    assert "psigrad demo" in run("psigrad", "--help") or "demo " in run("psigrad", "--help")
     assert "advantage" in run("psigrad", "explain", "grpo").lower()
-    assert (
-        run(python, "-c", "from psigrad.language.models.native.kernels import kernels; print(isinstance(kernels(), str))").strip()
-        == "False"
-    )
-    assert "--port" in run("psigrad", "studio", "--help")
+    said = run("psigrad", "demo", "--sft-steps", "2", "--rl-steps", "1", "--no-progress")
+    assert "no C++ compiler was found" in said and "report  runs/demo/grpo/report.html" in said
+    rows = ("--dataset", "runs/demo/data/prompts.jsonl", "--max-completion-length", "12")
+    assert "failed" not in run("psigrad", "check", "--model", "runs/demo/grpo/model", *rows)
+    assert run("psigrad", "chat", "runs/demo/grpo", "--max-tokens", "3", typed="hello\n\n").startswith("> ")
+    for command, extra in ((["serve", "runs/demo/grpo"], "studio"), (["studio", "runs"], "studio"), (["tasks"], "tasks")):
+        said = run("psigrad", *command, said=2)
+        assert f"psigrad[{extra}]" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.needs("git", "compiler")
+def test_a_wheel_with_kernels_has_them_where_no_compiler_is(empty_machine, tmp_path):
+    """Its shorter sibling is in tests/language/models/test_native_cache.py."""
+    install, run = empty_machine
+    made = packed(tmp_path, PSIGRAD_PREBUILD="1")
+    assert re.fullmatch(rf"psigrad-{PROJECT['version']}-py3-none-linux_\w+\.whl", made.name)
+    assert not [name for name in zipfile.ZipFile(made).namelist() if "purelib" in name], "auditwheel refuses those"
+    install(made)
+    found, kernels = run("python", "-c", KERNELS).split(" ", 1)
+    assert found.endswith(".so") and "Kernels object" in kernels
+    assert "a result agrees with PyTorch's" in run("psigrad", "doctor")

@@ -22,7 +22,7 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.objective.parts import ratio
-from psigrad.objective.parts.advantage import needs_of
+from psigrad.objective.parts.advantage import needs_of, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
 from psigrad.objective.parts.surrogate import clip, kl_penalty
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
@@ -80,6 +80,10 @@ class ActionEvaluation:
     """[C, m] each critic's V(s_t), or Q(s_t, a_t)."""
 
 
+def _whiten(part: Prepared) -> Prepared:
+    return replace(part, advantage=whitened(lambda batch: part.advantage)(part.batch))
+
+
 @dataclass(frozen=True, eq=False)
 class Minibatch:
     """Steps that are trained on, with what the network sees; `seen` where the loss needs them as whole rows."""
@@ -89,13 +93,16 @@ class Minibatch:
     action: Tensor
     seen: RolloutTensors | None
 
-    def shuffle(self, rng: np.random.Generator, count: int) -> list[Minibatch]:
-        """All steps in `count` nearly equal shares, each once."""
+    def shuffle(self, rng: np.random.Generator, count: int, whiten: bool = False) -> list[Minibatch]:
+        """All steps in `count` nearly equal shares, each once; with `whiten` their advantages are whitened over each share."""
         order = torch.from_numpy(rng.permutation(len(self.action)))
         mixed = Minibatch(self.prepared.select(order), self.observation[order], self.action[order], None)
         bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        return [Minibatch(mixed.prepared.select(c), mixed.observation[c], mixed.action[c], None) for c in cuts]
+        parts = [mixed.prepared.select(c) for c in cuts]
+        if whiten:
+            parts = list(map(_whiten, parts))
+        return [Minibatch(part, mixed.observation[c], mixed.action[c], None) for part, c in zip(parts, cuts, strict=True)]
 
 
 class OnPolicyTrainer(Trainer):
@@ -239,7 +246,8 @@ class OnPolicyTrainer(Trainer):
         known: Slopes | None = None
         rng = self.rng("minibatch")
         for epoch in range(config.n_epochs):
-            parts = [whole] if minibatches == 1 else whole.shuffle(rng, minibatches)
+            whiten = config.normalize_advantage == "minibatch"
+            parts = [whole] if minibatches == 1 else whole.shuffle(rng, minibatches, whiten)
             for i, part in enumerate(parts):
                 if minibatches > 1:
                     totals = Totals(len(part.action), len(part.action), len(part.action))

@@ -78,7 +78,7 @@ def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
     normalize, clip_range = config.normalize_advantage, config.clip_range
     ent_coef, vf_coef = config.ent_coef, config.vf_coef
     inner = algorithm.psi.psi if isinstance(algorithm.psi, whitened) else algorithm.psi
-    whitens = isinstance(algorithm.psi, whitened) if normalize is None else normalize
+    whitens = isinstance(algorithm.psi, whitened) if normalize is None else bool(normalize)
     if config.gae_lambda is not None and not (hasattr(inner, "lam") or "action_value" in needs_of(inner)):
         raise UserError(f"gae_lambda is {config.gae_lambda} and {algorithm.name} has no λ; leave it out, or choose a2c or ppo.")
     inner = _with(inner, gamma=config.gamma, lam=config.gae_lambda)

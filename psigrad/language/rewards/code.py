@@ -62,7 +62,7 @@ class Code:
     packages: bool = False
     """Whether programs may import the packages of your own environment, such as numpy."""
     service: str = ""
-    """URL of a sandbox service to ask instead of this machine; see `psigrad.processes.sandbox.remote`."""
+    """URL of a sandbox service to ask instead of this machine; see `psigrad_extras.connect.remote_sandbox`."""
     service_token_variable: str = ""
     """Environment variable with the service's token, which `worker_env` must name too."""
     allow_unsafe_code: bool = False

@@ -65,6 +65,16 @@ def pick(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str
     return {name: [values[i] for i in indices] for name, values in shown.items()}
 
 
+class Preparable:
+    """A reward function that is looked at before a run, and made ready in its worker before the first completion's clock runs."""
+
+    def check(self) -> None:
+        """Raises `UserError` where its parameters are no use."""
+
+    def prepare(self) -> None:
+        """Load what it asks."""
+
+
 @dataclass(frozen=True)
 class Scored:
     """A reward: `value` is the weighted sum, `parts` what each function gave (None: not applicable).

@@ -10,10 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, pick
+from psigrad.language.rewards.outcomes import (
+    Failed,
+    Failure,
+    Preparable,
+    Result,
+    RewardError,
+    Samples,
+    Scored,
+    Scoring,
+    Unscored,
+    pick,
+)
 from psigrad.language.rewards.resolve import RewardSpec
 from psigrad.language.rewards.reward_worker import Part, decode
-from psigrad.language.rewards.rubric import Rubric
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
 
 
@@ -53,7 +63,7 @@ class RewardPool:
             if not value > 0:
                 raise UserError(f"{name} is {value}; it must be above 0.")
         for spec in self.specs:
-            if isinstance(spec.function, Rubric):
+            if isinstance(spec.function, Preparable):
                 spec.function.check()
         self.failure_value = failure_value
         try:

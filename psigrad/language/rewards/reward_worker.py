@@ -12,8 +12,7 @@ from typing import Any
 
 from psigrad.errors import kind_of
 from psigrad.language.rewards.code import Code, Wrong
-from psigrad.language.rewards.outcomes import Failure, Unscored, transcript_of, turns_of
-from psigrad.language.rewards.rubric import Rubric
+from psigrad.language.rewards.outcomes import Failure, Preparable, Unscored, transcript_of, turns_of
 from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import message_of, reason_for
 from psigrad.processes.workers.shipping import Packed
@@ -34,7 +33,7 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
     """
     functions = [(name, unpack(packed)) for name, packed in payload]
     for _, function in functions:
-        if isinstance(function, Rubric):
+        if isinstance(function, Preparable):
             function.prepare()
 
     def answer(message: Any) -> Iterator[Any]:

@@ -20,9 +20,8 @@ from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
-from psigrad.runs.callbacks import PARTS
+from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
 from psigrad.runs.journal import Journal
-from psigrad.runs.state import NonFiniteError, RunState
 
 R = TypeVar("R")
 # What to do about a step that ran out of memory.

@@ -17,7 +17,7 @@ from psigrad.language.models.gradients import Sums, in_place
 from psigrad.language.training.optimizers import AdamW, make_rule, steps_natively
 from psigrad.processes.parallel.shards import held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
-from psigrad.runs.state import MAX_NONFINITE, NonFiniteError
+from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
 
 
 def learning_rate(optim: Optim, step: int, total: int) -> float:

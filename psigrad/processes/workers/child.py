@@ -12,17 +12,40 @@ import importlib
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import struct
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from psigrad.processes.workers.keeper import keep
-from psigrad.processes.workers.lifetime import limit_shared_memory
 from psigrad.processes.workers.shipping import load_homes
+
+# Seconds between two looks.
+_OFTEN = 0.1
+_STATUS = Path("/proc/self/status")
+
+
+def limit_shared_memory(most: int) -> None:
+    """Kill this process once it holds more than `most` bytes with what it shares: RLIMIT_DATA counts private mappings alone."""
+    if _STATUS.exists():
+        threading.Thread(target=_watch, args=(most,), name="shared memory", daemon=True).start()
+
+
+def _watch(most: int) -> None:
+    while True:
+        held = 1024 * sum(map(int, re.findall(r"^(?:RssAnon|RssShmem):\s+(\d+)", _STATUS.read_text(), re.MULTILINE)))
+        if held > most:
+            os.write(2, f"psigrad: a worker holds {held / 1e9:.1f} GB, more than worker_memory_gb, and is killed\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(_OFTEN)
+
 
 HEADER = struct.Struct("<8sQQ")
 MARK = b"psigrad\x01"

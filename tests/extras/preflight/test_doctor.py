@@ -26,6 +26,21 @@ def test_lines_are_aligned_and_advice_follows_what_is_not_well():
     assert text[2] == "ok      a longer name  fine" and len(text) == 3
 
 
+def test_extras_that_are_missing_take_one_line():
+    extras = [Check(f"extra {name}", "missing", "is not installed", "pip") for name in ("serve", "wandb")]
+    text = doctor.report(looked=lambda: iter([*extras, Check("extra mcp", "ok", "mcp 2")])).splitlines()
+    assert text[0] == "ok      extra mcp  mcp 2"
+    assert text[1].split() == ["missing", "extras", "serve,", "wandb"] and "psigrad[NAME]" in text[2] and len(text) == 3
+
+
+def test_with_kernels_in_the_package_no_compiler_is_asked_for(monkeypatch):
+    monkeypatch.setattr(doctor, "compiler", lambda: None)
+    monkeypatch.setattr(doctor, "prebuilt", lambda: None)
+    assert doctor._compiler().state == "missing"
+    monkeypatch.setattr(doctor, "prebuilt", lambda: Path("x86-64-v3.so"))
+    assert doctor._compiler().state == "ok" and "none is needed" in doctor._compiler().detail
+
+
 def test_json_holds_the_same():
     found = json.loads(doctor.report(as_json=True, looked=looked))
     assert found["GPU"] == {"state": "missing", "detail": "no CUDA device", "advice": "take another build"}

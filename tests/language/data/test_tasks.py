@@ -11,7 +11,7 @@ from reasoning_gym import create_dataset
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data import tasks
-from psigrad.language.recipes import demo
+from psigrad_extras import demo
 
 # Pairs of numbers to 60: 3,540 prompts, of which 3,000 are nearly all there are.
 GCD = {"max_numbers": 2, "max_value": 60}

@@ -151,3 +151,44 @@ def test_leftovers_of_a_killed_compile_go_and_two_processes_compile_once(cache):
     running = [subprocess.Popen([sys.executable, "-c", code], env=given) for _ in range(4)]
     assert [process.wait() for process in running] == [0] * 4
     assert (cache / "asked").read_text() == "asked\n" and not (folder / "tmpabc").exists()
+
+
+def test_a_wheels_own_kernels_are_taken_for_the_best_level_of_this_processor(tmp_path, monkeypatch):
+    monkeypatch.setattr(build.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(build, "levels", lambda: ["x86-64-v4", "x86-64-v3"])
+    assert build.prebuilt() is None, "a checkout has none"
+    (tmp_path / "prebuilt").mkdir()
+    (tmp_path / "three.c").write_text("int three(void) { return 3; }")
+    for level, text in (("x86-64-v4-bf16", "not for this processor"), ("x86-64-v3", "")):
+        (tmp_path / "prebuilt" / f"{level}.so").write_text(text)
+    command = [build.compiler(), "-shared", "-fPIC", "-x", "c", tmp_path / "three.c", "-o", tmp_path / "prebuilt/x86-64-v3.so"]
+    subprocess.run(command, check=True)
+    assert build.prebuilt().name == "x86-64-v3.so"
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    build.library.cache_clear()
+    try:
+        assert build.library().three() == 3
+    finally:
+        build.library.cache_clear()
+    (tmp_path / "prebuilt" / "x86-64-v4.so").write_text("damaged")
+    assert build.prebuilt().name == "x86-64-v4.so"
+    assert "no C++ compiler" in build.library(), "what cannot be loaded is left out, and said to be"
+    build.library.cache_clear()
+
+
+def test_a_level_is_for_processors_that_have_all_of_it(monkeypatch):
+    from psigrad.language.models.native import processor
+
+    avx512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
+    older = "avx2 bmi1 bmi2 f16c fma movbe"
+    for machine, flags, found in (
+        ("x86_64", f"{older} {avx512} avx512_bf16", ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]),
+        ("x86_64", f"{older} {avx512}", ["x86-64-v4", "x86-64-v3"]),
+        ("x86_64", f"{older} avx512f", ["x86-64-v3"]),
+        ("x86_64", "avx2", []),
+        ("aarch64", "fp asimd", ["armv8-a"]),
+        ("riscv64", older, []),
+    ):
+        monkeypatch.setattr(processor.platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(processor, "_described", lambda flags=flags: (f"flags : {flags}",))
+        assert processor.levels() == found

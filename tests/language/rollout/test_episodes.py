@@ -16,15 +16,15 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import resolve as reward
-from psigrad.language.rollout.episodes import games
 from psigrad.language.rollout.episodes.environments import InProcess, Playing, resolve
 from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
-from psigrad.language.rollout.episodes.games import GuessNumber, TextGrid, calculate
 from psigrad.language.rollout.episodes.tools import ToolBox, schemas
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.language.training.online.collect import score
 from psigrad.language.training.online.forward import to_batch
+from psigrad_extras import games
+from psigrad_extras.games import GuessNumber, TextGrid, calculate
 
 
 def judged(trajectories, row):

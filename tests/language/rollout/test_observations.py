@@ -15,8 +15,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.scorers import completion_room
 from psigrad.language.rollout.episodes import episodes as played_episodes
 from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes, play
-from psigrad.language.rollout.episodes.observations import CHARACTERS, cut, fit
+from psigrad.language.rollout.episodes.episodes import CHARACTERS, Episodes, cut, fit, play
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Collected, Cut, SamplingParams
 from psigrad.language.training.online.collect import score

@@ -14,10 +14,10 @@ from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rewards.code import Code
 from psigrad.processes.sandbox import Limits, Program, SandboxError, Tier, choice, executor_for
 from psigrad.processes.sandbox.bubblewrap import Bubblewrap
-from psigrad.processes.sandbox.remote import RemoteExecutor
-from psigrad.processes.sandbox.unsafe import Unsafe
+from psigrad.processes.sandbox.choice import Unsafe
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.journal import Journal
+from psigrad_extras.connect.remote_sandbox import RemoteExecutor
 
 NONE = Tier("none", why_not="bwrap not found; install bubblewrap.")
 

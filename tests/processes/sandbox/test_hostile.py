@@ -176,7 +176,7 @@ def test_under_load_nothing_gets_out_either(host, sandbox):
 
 
 def test_negative_control_without_a_sandbox_the_secret_comes_out(host):
-    from psigrad.processes.sandbox.unsafe import Unsafe
+    from psigrad.processes.sandbox.choice import Unsafe
 
     (outcome,) = Unsafe().run([Program(f"print(open({str(host / 'secret')!r}).read())")], Limits())
     assert SECRET in outcome.stdout

@@ -1,4 +1,4 @@
-"""Compiles the kernels for this very processor on first use, tests them, and keeps the result.
+"""The kernels: a wheel's own for this kind of processor, or compiled for this very processor on first use, tested and kept.
 
 A kept library is loaded only if its folder and its file are ours alone and its SHA-256 is the one noted when it was compiled. One
 that is damaged is compiled again.
@@ -24,12 +24,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from psigrad.errors import NO_LOCKS
-from psigrad.language.models.native.processor import identity
+from psigrad.language.models.native.processor import identity, levels
 
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
 HEADERS = ("common.h",)
 # without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
 FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+PORTABLE = tuple(flag for flag in FLAGS if flag not in ("-march=native", "-shared"))  # for objects of one of `LEVELS`
 if platform.machine() == "x86_64":
     FLAGS += ("-mprefer-vector-width=512",)  # GCC's choice on recent Intel is 256
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -46,6 +47,9 @@ def library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
+    with contextlib.suppress(OSError):  # a C library older than the wheel's
+        if (ready := prebuilt()) is not None:
+            return _load_prebuilt(ready)
     if (found := compiler()) is None:
         return "no C++ compiler was found (g++ or clang++)"
     try:
@@ -59,6 +63,21 @@ def library() -> ctypes.CDLL | str:
         return f"{error.cmd[0]} failed: {lines[0] if lines else error}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the kernels could not be compiled or loaded: {error}"
+
+
+def prebuilt() -> Path | None:
+    """The wheel's library for this processor; a checkout has none, nor has a wheel for any machine."""
+    folder = Path(str(resources.files("psigrad.language.models.native"))) / "prebuilt"
+    return next((path for level in levels() if (path := folder / f"{level}.so").is_file()), None)
+
+
+def _load_prebuilt(path: Path) -> ctypes.CDLL:
+    """It is linked to no OpenMP of its own: the process has one already, torch's, under a name that depends on torch's build."""
+    import torch
+
+    for threads in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
+        ctypes.CDLL(str(threads), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path))
 
 
 def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:

@@ -6,6 +6,17 @@ import functools
 import platform
 from pathlib import Path
 
+_AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
+LEVELS = {
+    "x86_64": {
+        "x86-64-v4-bf16": ("-march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512", f"{_AVX512} avx512_bf16"),
+        "x86-64-v4": ("-march=x86-64-v4 -mprefer-vector-width=512", _AVX512),
+        "x86-64-v3": ("-march=x86-64-v3", "avx2 bmi1 bmi2 f16c fma movbe"),
+    },
+    "aarch64": {"armv8-a": ("-march=armv8-a", "asimd")},
+}
+"""For which processors a wheel has compiled kernels, best first: how they are compiled, and what the processor must have."""
+
 
 @functools.cache
 def _described() -> tuple[str, ...]:
@@ -25,6 +36,12 @@ def identity() -> str:
 
 def _has(word: str) -> bool:
     return any(word in line.split() for line in _described())
+
+
+def levels() -> list[str]:
+    """The names of `LEVELS` whose code this processor runs, best first."""
+    known = LEVELS.get(platform.machine(), {}).items()
+    return [name for name, (_, needed) in known if all(map(_has, needed.split()))]
 
 
 def fast_bfloat16() -> bool:

@@ -243,15 +243,12 @@ def resolve(environment: str | Factory) -> Factory:
     """The environment that is meant: a built-in's name, "openenv:ADDRESS", "verifiers:TASKSET", "module:Class", or the class."""
     if not isinstance(environment, str):
         return environment
-    from psigrad.language.rollout.episodes import games
-
-    if ":" not in environment:
-        if environment not in games.GAMES:
-            known = ", ".join(games.GAMES)
-            hint = nearest(environment, games.GAMES) or "."
+    if is_ours(environment):
+        games: Mapping[str, Factory] = extras.load("games").GAMES
+        if environment not in games:
+            known, hint = ", ".join(games), nearest(environment, games) or "."
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")
-        built_in: Factory = games.GAMES[environment]
-        return built_in
+        return games[environment]
     kind, _, named = environment.partition(":")
     if kind in LIBRARIES:
         adapted: Factory = extras.load(kind).adapt_named(named)

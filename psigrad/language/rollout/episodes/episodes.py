@@ -1,4 +1,7 @@
-"""Episodes of several turns: the policy's tokens as they were sampled, the environment's between them, and who wrote which."""
+"""Episodes of several turns: the policy's tokens as they were sampled, the environment's between them, and who wrote which.
+
+What an environment says is cut to the tokens that there is room for, before all of it is tokenised.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode, observation_ids, prompt_for_reward, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
-from psigrad.language.rollout.episodes.observations import fit, length
 from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sampler, SamplingParams, Stretch, Trajectory
 
 # Share of the time that a round of turns took, and seconds at least, for which the next round waits for further answers.
@@ -312,3 +314,49 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
 def returns(trajectory: Trajectory) -> float:
     """The sum of the environment's rewards."""
     return math.fsum(reward for _, reward in trajectory.step_rewards)
+
+
+# Characters for each token that there is room for, of which an answer is read at most: text has four or so, code two or three.
+CHARACTERS = 16
+# Stands where the rest was.
+MARK = "…"
+
+
+def fit(
+    render: Callable[[Observation], Sequence[int]], said: Observation, limit: int
+) -> tuple[Sequence[int], Observation] | None:
+    """(tokens, what they say) of the observation, or of a beginning of it with at most `limit` tokens; None where there is no
+    room for any of it. `render` gives its tokens, with what the chat template writes around it.
+    """
+    size = length(said)
+    kept = min(size, CHARACTERS * limit)
+    while limit > 0 and (kept > 0 or kept == size):
+        shown = said if kept == size else cut(said, kept)
+        ids = render(shown)
+        if len(ids) <= limit:
+            return ids, shown
+        kept = min(kept - 1, kept * limit // len(ids))
+    return None
+
+
+def length(said: Observation) -> int:
+    """Characters of an observation, of all its messages together."""
+    return len(said) if isinstance(said, str) else sum(len(_text(message)) for message in said)
+
+
+def cut(said: Observation, kept: int) -> Observation:
+    """The first `kept` characters. All messages stay, since each tool call wants its answer; those behind the cut are empty."""
+    if isinstance(said, str):
+        return said[:kept] + MARK
+    shown: list[Message] = []
+    for message in said:
+        text = _text(message)
+        whole = len(text) <= kept
+        shown.append(message if whole else {**message, "content": text[:kept] + MARK})
+        kept = max(0, kept - len(text))
+    return shown
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""

@@ -12,7 +12,7 @@ from stand_in_server import chat, standing_in
 
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardPool, Samples, Scored, Unscored, resolve
-from psigrad.language.rewards.group_ranking import GroupRanking
+from psigrad_extras.judges.group_ranking import GroupRanking
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ import pytest
 
 from psigrad.cli import main
 from psigrad.errors import UserError
-from psigrad.language.rewards import instructions, resolve
-from psigrad.language.rewards.instructions import KINDS, IFEval, loosened, sentences
+from psigrad.language.rewards import resolve
+from psigrad_extras.judges import instructions
+from psigrad_extras.judges.instructions import KINDS, IFEval, loosened, sentences
 
 SURE = "Sure, here it is:\n"
 # kind: parameters, follows, does not, follows when read loosely alone

@@ -12,14 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from psigrad.endpoint import NoAnswerError
 from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.rewards import RewardPool, Samples, Scored, Unscored, resolve
-from psigrad.language.rewards import rubric as module
-from psigrad.language.rewards.rubric import Rubric, score_in
+from psigrad_extras.connect.endpoint import NoAnswerError
+from psigrad_extras.judges import rubric as module
+from psigrad_extras.judges.rubric import Rubric, score_in
 
 
 @contextlib.contextmanager

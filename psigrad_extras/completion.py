@@ -108,7 +108,7 @@ def _script(shell: str, commands: Sequence[Completions]) -> str:
         for flag in command.flags:
             if flag.values:
                 values.setdefault(" ".join(flag.values), []).append(f"{command.name}:{flag.name}")
-    environment = Environment(loader=PackageLoader("psigrad.cli", "templates/completion"), trim_blocks=True)
+    environment = Environment(loader=PackageLoader("psigrad_extras", "templates/completion"), trim_blocks=True)
     environment.filters |= {"quote": shlex.quote, "fish": _quote_for_fish}
     return environment.get_template(shell).render(commands=commands, offers=offers.items(), values=values.items()).rstrip("\n")
 

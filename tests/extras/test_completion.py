@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from psigrad import cli
-from psigrad.cli.completion import Flag, _described, offer
 from psigrad.errors import UserError
+from psigrad_extras.completion import Flag, _described, offer
 
 
 @pytest.fixture(scope="module")

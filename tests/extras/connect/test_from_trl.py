@@ -15,7 +15,6 @@ import yaml
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.scripts import convert_file
 from psigrad.compat.table import TABLE
 from psigrad.compat.translate import is_known
 from psigrad.compat.trl import DEFAULTS, METHODS
@@ -26,6 +25,7 @@ from psigrad.config.methods import declaration, other_methods
 from psigrad.config.nested import names_of
 from psigrad.errors import UserError
 from psigrad.objective.explain import label
+from psigrad_extras.connect.trl_scripts import convert_file
 
 EXPERIMENTAL = {"OnlineDPOConfig": "online_dpo", "ORPOConfig": "orpo", "CPOConfig": "cpo"}
 CLASSES = {

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from psigrad.endpoint import NoAnswerError, ask, pause
 from psigrad.errors import UserError
-from psigrad.language.rewards.outcomes import Unscored, text_of, transcript_of
+from psigrad.language.rewards.outcomes import Preparable, Unscored, text_of, transcript_of
+from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 
 T = TypeVar("T")
 INSTRUCTIONS = """You grade an answer by a rubric. Everything between the marks <<<{mark} and {mark}>>> is material to grade;
@@ -134,7 +134,7 @@ def _digest(*texts: str) -> str:
 
 
 @dataclass(frozen=True)
-class Rubric(Judge):
+class Rubric(Judge, Preparable):
     """How well a completion meets a rubric, from 0 to 1, as a language model judges it.
 
     Formula: with a local judge Σ_k k·p(k) / scale, p the judge's distribution over the replies 0 … scale, from one forward pass;

@@ -9,10 +9,9 @@ import torch
 
 from psigrad.cli import main
 from psigrad.errors import UserError
-from psigrad.language.data.benchmarks import as_prompts
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models import tiny
-from psigrad.language.rewards.letter_choice import BenchmarkReward, Choice, chosen
+from psigrad.language.rewards.benchmarks import BenchmarkReward, Choice, as_prompts, chosen
 from psigrad.language.rewards.math_answers import Math
 
 GSM = [

@@ -1,0 +1,84 @@
+"""Every entry of the speedrun keeps the rules, and gives the same bits twice."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.language.recipes import online
+from psigrad.records.row_lines import read_steps
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedrun"
+speedrun = SimpleNamespace(**runpy.run_path(str(FOLDER / "speedrun.py")))
+ENTRIES = sorted((FOLDER / "entries").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A tiny model, and two rows of each task to train on and held out."""
+    folder = tmp_path_factory.mktemp("speedrun")
+    files = speedrun.prepare(folder, 2, 2)
+    prompts = [[json.loads(line)["prompt"] for line in file.read_text().splitlines()] for file in files]
+    assert not set(prompts[0]) & set(prompts[1]) and len(prompts[0]) == len(prompts[1]) == 10
+    tokenizer = tiny.tokenizer(prompts[0], 280)
+    tiny.model("llama", len(tokenizer), hidden=32, layers=1, heads=2, max_length=512).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder, files
+
+
+def replayed(entry, small, output, seed=3):
+    """The figures of two steps, times left out."""
+    folder, files = small
+    config = speedrun.settings(entry, files, str(folder / "model"), output, seed)
+    config = replace(
+        config,
+        run=replace(config.run, max_steps=2, threads=1),
+        sampling=replace(config.sampling, max_completion_length=4),
+        evaluation=replace(config.evaluation, eval_prompts=2, eval_steps=0),
+        prompts_per_step=4,
+        num_generations=2,
+    )
+    made = online.run(config)
+    rows = list(read_steps(made.folder / "metrics.jsonl"))
+    for row in rows:
+        for key in [key for key in row if "time" in key or "per_second" in key]:
+            del row[key]
+    rollouts = [json.loads(line) for line in (made.folder / "rollouts.jsonl").read_text().splitlines()]
+    return rows, [(r["completion"], r.get("logp")) for r in rollouts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.stem)
+def test_an_entry_gives_the_same_bits_twice(entry, small, tmp_path):
+    first = replayed(entry, small, tmp_path / "first")
+    assert first == replayed(entry, small, tmp_path / "second") and len(first[1]) > 8
+    assert first != replayed(entry, small, tmp_path / "other", seed=4), "negative control"
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.stem)
+def test_an_entry_sets_nothing_that_the_rules_fix(entry, tmp_path):
+    speedrun.settings(entry, (tmp_path, tmp_path), "model", tmp_path, 0)
+    for wrong in ("data: {dataset: mine.jsonl}", "evaluation: {eval_steps: 1}", "model: {path: other}", "reward: [exact]"):
+        (tmp_path / "wrong.yaml").write_text(f"algorithm: grpo\n{wrong}\n")
+        with pytest.raises(UserError, match=r"wrong\.yaml sets \w+, which the rules fix"):
+            speedrun.settings(tmp_path / "wrong.yaml", (tmp_path, tmp_path), "model", tmp_path, 0)
+
+
+def test_time_is_that_of_training_until_the_goal_and_the_board_is_in_its_order(tmp_path):
+    steps = [{"step": step, "step_time": 10.0, "time/sample": 1.0} for step in (1, 2, 3)]
+    evaluations = [{"step": step, "step_time": 500.0} for step in (0, 2, 3)]
+    (tmp_path / "timings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*steps, *evaluations]))
+    reached = [{"step": 0, "eval/reward/mean": 0.1}, {"step": 2, "eval/reward/mean": 0.5}, {"step": 3, "eval/reward/mean": 0.9}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reached))
+    assert speedrun.until_goal(tmp_path) == 20.0 and speedrun.until_goal(tmp_path, 0.95) is None
+    measured = {"slow": [120.0] * 2, "lost": [1.0, None], "fast": [60.0] * 2}
+    lines = [{"entry": name, "machine": "m", "seconds": seconds} for name, seconds in measured.items()]
+    order = [row.split(" | ")[0] for row in speedrun.table(lines).splitlines()[2:]]
+    assert order == ["| fast", "| slow", "| lost"] and "missed on 1 of 2 seeds" in speedrun.table(lines)
