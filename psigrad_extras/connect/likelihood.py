@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 
 from psigrad.language import data
-from psigrad.language.data.benchmarks import letters_of
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import encode_after, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids
+from psigrad.language.rewards.benchmarks import letters_of
 from psigrad.language.rollout.types import Completion
 
 EVERYDAY = Path(data.__file__).parent / "everyday.jsonl"
