@@ -92,7 +92,8 @@ class Writer:
         calls = [call for call in read if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(read):
             return self.text[self.sent :], []
-        begun = self._first_mark(behind_thought=True)
+        assert self.offered is not None
+        begun = self.offered.form.begin(self.text)
         if begun < self.sent:  # a call without a mark
             begun = self.sent if self.sent else len(self.text) - len(self.text.lstrip())
         return self.text[self.sent : begun].rstrip(), calls
@@ -125,11 +126,9 @@ class Writer:
         # white space before a call is not said
         return len(self.text[:safe].rstrip()) if marks else safe
 
-    def _first_mark(self, behind_thought: bool = False) -> int:
+    def _first_mark(self) -> int:
         assert self.offered is not None
-        thoughts = {family.thought for family in FAMILIES if self.offered.form.family in ("", family.name)}
-        start = max((self.text.rfind(thought) for thought in thoughts), default=0) if behind_thought else 0
-        places = [at for mark in self.offered.marks if (at := self.text.find(mark, max(start, 0))) >= 0]
+        places = [at for mark in self.offered.marks if (at := self.text.find(mark)) >= 0]
         return min(places, default=len(self.text))
 
 

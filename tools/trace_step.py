@@ -34,11 +34,13 @@ def trace() -> dict[str, set[str]]:
     from psigrad.language.training.online import online_rl
 
     entered: dict[str, set[str]] = defaultdict(set)
-    inside = f"{PACKAGE}{os.sep}"
+    # those of the packages beside psigrad too, by their names: a step enters none of them
+    inside = (f"{PACKAGE}{os.sep}", f"{PACKAGE}_")
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(inside):
-            entered[frame.f_code.co_filename.removeprefix(inside)].add(frame.f_code.co_qualname)
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(inside):
+            entered[file.removeprefix(inside[0]).removeprefix(f"{ROOT}{os.sep}")].add(frame.f_code.co_qualname)
 
     plain = online_rl.step
 

@@ -5,6 +5,7 @@ python docs/make/chat_templates.py
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from datetime import date
@@ -20,6 +21,9 @@ from psigrad.language.data.chat import rendering
 from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.models import tiny
 from psigrad.language.rollout.episodes import tools
+from psigrad.language.rollout.episodes.environments import InProcess
+from psigrad.language.rollout.episodes.episodes import Episodes, play
+from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 
 PAGE = Path(__file__).parents[1] / "chat_templates.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
@@ -32,7 +36,7 @@ SPECIAL = re.compile(
 # Words of the test conversations; none is part of another, and no template has them.
 SAID, MORE, THOUGHT, RULE, ANSWER, LAST = "Ngorongoro", "Kilimanjaro", "Tanganyika", "Serengeti", "Usambara", "Ruwenzori"
 CITY, PLACE = "get_weather", "Dodoma"
-EMPTY = re.compile(r"\s*(<think>)?\s*</think>\s*")
+EMPTY = re.compile(r"\s*(<think>)?\s*</think>\s*|\s*<channel\|>")
 
 
 def user(content: str) -> dict[str, Any]:
@@ -95,20 +99,24 @@ class Case:
         """Ids as text, special tokens shown."""
         return str(self.tokenizer.decode(list(ids)))
 
-    def turns(self, **columns: Any) -> list[tuple[str, str]]:
-        """(all before, what is trained) for every trained run of tokens, as text."""
+    def spans(self, **columns: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(all before, what is trained) for every trained run of tokens."""
         found = []
         for made in templates.examples(self.tokenizer, self.row(**columns)):
             edges = [i for i in range(1, len(made.ids)) if made.mask[i] != made.mask[i - 1]]
             edges += [len(made.ids)] if len(edges) % 2 else []
             pairs = zip(edges[::2], edges[1::2], strict=True)
-            found += [(self.text(made.ids[:start]), self.text(made.ids[start:end])) for start, end in pairs]
+            found += [(tuple(made.ids[:start]), tuple(made.ids[start:end])) for start, end in pairs]
         return found
+
+    def turns(self, **columns: Any) -> list[tuple[str, str]]:
+        """The same as text."""
+        return [(self.text(before), self.text(trained)) for before, trained in self.spans(**columns)]
 
 
 def _same_context(context: str, sampled: str) -> None:
     """A turn's context is what is sampled from, up to an empty thought."""
-    opened = re.sub(r"<think>\s*$", "", sampled)
+    opened = re.sub(r"(<think>|<\|channel>thought)\s*$", lambda found: "" if found[1] == "<think>" else found[0], sampled)
     rest = context.removeprefix(opened)
     assert context == sampled or (context.startswith(opened) and EMPTY.fullmatch(rest)), (context[-90:], sampled[-90:])
 
@@ -180,6 +188,90 @@ def environment(case: Case) -> None:
     assert len(ends) == len(wanted) > 0 and before.endswith(ends[-1]), before[-40:]
 
 
+class Reciting(Sampler):
+    """Says one turn after the other, and keeps what it reads before each."""
+
+    def __init__(self, turns: list[tuple[int, ...]]) -> None:
+        self.turns, self.read = iter(turns), list[tuple[int, ...]]()
+
+    def steps(self, requests: Any, params: Any, cache: Any = None) -> Any:
+        """See `Sampler`."""
+        for place, request in enumerate(requests):
+            self.read.append(request.prompt_ids)
+            ids = next(self.turns)
+            yield [(place, [Completion(ids, (0.0,) * len(ids), (0.0,) * len(ids), "stop", 0)])]
+
+
+class Scripted:
+    """An environment that says what stands between the turns of a conversation."""
+
+    def __init__(self, answers: list[list[dict[str, Any]]]) -> None:
+        self.answers = iter(answers)
+
+    def reset(self, row: Any) -> None:
+        """Nothing to say."""
+
+    def step(self, text: str) -> tuple[Any, float, bool]:
+        """What was said to this turn."""
+        said = next(self.answers, None)
+        return said or "", 0.0, said is None
+
+
+def _talks() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    called, answer = bot("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "name": CITY, "content": RULE}
+    thought = {"reasoning_content": THOUGHT}
+    return [
+        ([user(SAID), bot(ANSWER), user(MORE), bot(LAST), user("go on"), bot("the mat")], {}),
+        ([user(SAID), bot(ANSWER, **thought), user(MORE), bot(LAST, **thought), user("go on"), bot("the mat", **thought)], {}),
+        ([user(SAID), called, answer, called, answer, bot(LAST), user(MORE), bot("the mat")], {"tools": [TOOL]}),
+        ([user(SAID), {**called, **thought}, answer, bot(LAST, **thought), user(MORE), bot(ANSWER)], {"tools": [TOOL]}),
+    ]
+
+
+def _recited(case: Case, messages: list[dict[str, Any]], **columns: Any) -> list[tuple[tuple[int, ...], ...]]:
+    """Of every assistant's turn what it is trained behind, what an episode reads that says it, and what a server reads."""
+    trained = case.spans(messages=messages, **columns)
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    row = case.row("prompt-only", prompt=messages[: places[0]], **columns)
+    answers = [messages[one + 1 : other] for one, other in itertools.pairwise(places)]
+    sampler = Reciting([turn for _, turn in trained])
+    form = tools.call_form_of(case.tokenizer, **columns.get("chat_template_kwargs", {}))
+    play(
+        Episodes(InProcess(lambda: Scripted(answers)), form=form),
+        sampler,
+        [(0, tuple(templates.prompt_ids(case.tokenizer, row)), row)],
+        SamplingParams(64, stop_token_ids=templates.stop_token_ids(case.tokenizer, row)),
+        num_generations=1,
+        seed_of=lambda i, k: 0,
+        tokenizer=case.tokenizer,
+        version=0,
+        max_length=4096,
+    )
+    served = [case.row("prompt-only", prompt=messages[:place], **columns) for place in places]
+    asked = [tuple(templates.prompt_ids(case.tokenizer, one)) for one in served]
+    return list(zip([context for context, _ in trained], sampler.read, asked, strict=True))
+
+
+def episode(case: Case) -> None:
+    """An episode that says what a demonstration says reads, before every turn, what a server would, token for token: the context
+    in which the turn is trained; with thinking on and off, over turns, with thoughts and with tools.
+    """
+    text, told = str(case.tokenizer.chat_template), 0
+    ways = [{}, {"enable_thinking": True}, {"enable_thinking": False}] if "enable_thinking" in text else [{}]
+    for (talk, columns), kwargs in itertools.product(_talks(), ways):
+        try:
+            found = _recited(case, talk, **columns, **({"chat_template_kwargs": kwargs} if kwargs else {}))
+        except UserError:
+            continue
+        told += 1
+        for trained, read, served in found:
+            assert read == served, (case.text(read)[-90:], case.text(served)[-90:])
+            if trained != read:  # an empty thought is context
+                _same_context(case.text(trained), case.text(read))
+    if not told:
+        raise UserError("Nothing can be said.")
+
+
 def parsed(case: Case) -> None:
     """The call that a row teaches is read as that call."""
     ((_, trained),) = case.turns(messages=[user(SAID), bot("", tool_calls=[CALL])], tools=[TOOL])
@@ -229,6 +321,7 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
     "tools": offered,
     "tool answers": answers,
     "environment turn": environment,
+    "episode": episode,
     "call parsed": parsed,
     "stop token": stop,
     "generation prompt": generation_prompt,

@@ -98,7 +98,9 @@ class RolloutRow(TypedDict):
     cuts: NotRequired[list[dict[str, Any]]]
     """Answers of the environment that were cut, or dropped, which ends the episode: {"turn", "kind", "reason"}."""
     contexts: NotRequired[list[tuple[int, list[int]]]]
-    """In sessions of agents: (place, prompt): from this token on the policy read this prompt, in place of what stood before."""
+    """(place, prompt): from this token on the policy read this prompt, in place of what stood before. Of agents, and of episodes
+    whose chat template rewrites the past.
+    """
     step_rewards: NotRequired[list[list[float]]]
     """(place, reward) of rewards before the end."""
     logprobs: NotRequired[list[float]]
@@ -145,7 +147,7 @@ def rollout_row(
     }
     if trajectory.mask:
         row |= {"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]}
-    if trajectory.answer is not None:
+    if trajectory.answer is not None or trajectory.branches:
         row["contexts"] = [(context.start, list(context.prompt_ids)) for context in trajectory.contexts]
     if trajectory.cuts:
         row["cuts"] = [cut._asdict() for cut in trajectory.cuts]

@@ -91,7 +91,7 @@ def _version(library: str) -> str | None:
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or default_threads())
-    keep_freed_memory(up_to=_PIECE if recompute else _ALL)
+    keep_freed_memory(up_to=_PIECE if recompute or run.max_memory else _ALL)
     if run.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
             f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."

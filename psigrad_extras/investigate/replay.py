@@ -164,7 +164,9 @@ class _Recorded:
             at = next((i for i, (a, b) in enumerate(zip(ids, now, strict=False)) if a != b), min(len(ids), len(now)))
             recorded, again = (str(x[at]) if at < len(x) else "no more" for x in (ids, now))
             said.append(f"{_name(row)}: token {at} is {recorded} in its row, and {again} as the weights and the seed draw it")
-            drawn = replace(drawn, completion=replace(drawn.completion, ids=ids, **self._log_probs(drawn.prompt_ids, ids)))
+            branches = tuple(Branch(start, tuple(prompt)) for start, prompt in row.get("contexts", ())[1:])
+            mask, held = tuple(map(bool, row.get("mask", ()))), replace(drawn.completion, ids=ids)
+            drawn = self._with_log_probs(replace(drawn, completion=held, branches=branches, mask=mask))
         steps = tuple((int(place), float(reward)) for place, reward in row.get("step_rewards", ()))
         parts, reward = row.get("parts") or {}, row["reward"]
         own = {name: part for name, part in parts.items() if part is not None and name not in ("environment", "agent")}
@@ -175,9 +177,11 @@ class _Recorded:
         return replace(drawn, reward=reward, status=row["status"], reason=row["reason"], parts=parts, step_rewards=steps)
 
     @torch.no_grad()
-    def _log_probs(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> Row:
-        found = self.model.evaluate(Groups([prompt], [[ids]]), temperature=self.temperature).logp[0].tolist() if ids else ()
-        return {"logprobs": tuple(found), "sampling_logprobs": tuple(found)}
+    def _with_log_probs(self, drawn: Trajectory) -> Trajectory:
+        pieces = [piece for piece in drawn.contexts if piece.ids]
+        found = [self.model.evaluate(Groups([p.prompt_ids], [[p.ids]]), temperature=self.temperature).logp[0] for p in pieces]
+        logps = tuple(logp for piece in found for logp in piece.tolist())
+        return replace(drawn, completion=replace(drawn.completion, logprobs=logps, sampling_logprobs=logps))
 
 
 def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 4) -> Replay:

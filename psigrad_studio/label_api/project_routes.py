@@ -15,7 +15,7 @@ from psigrad.errors import UserError
 from psigrad_studio.json_api import RequestForm, json_response
 from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.label_api.task_routes import ProjectForm
-from psigrad_studio.labels import intake, people, projects
+from psigrad_studio.labels import doubt, intake, people, projects
 from psigrad_studio.labels.completion_groups import ROLLOUTS
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.intake import TaskOptions
@@ -146,6 +146,14 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
                     name=form.run,  # the relative path: two folders may both have a run seed-0
                 )
             )
+
+    _add_pairs(routes, store)
+
+
+def _add_pairs(routes: APIRouter, store: LabelStore) -> None:
+    @routes.post("/order")
+    def order(form: ProjectForm, request: Request) -> Response:
+        return json_response({"pairs": doubt.order_by_doubt(store.db, store.asking(request), form.project)})
 
     @routes.post("/pair")
     def pair(form: PairForm, request: Request) -> Response:

@@ -20,7 +20,8 @@ def table(cache: RunCache, ids: Sequence[str]) -> dict[str, Any]:
     known = [places[run] for run in ids if run in places]
     settings = [flatten(config_of(place.path)) for place in known]
     columns = differing(settings)
-    rows, present = [], set()
+    rows: list[dict[str, Any]] = []
+    present: set[str] = set()
     for place, own in zip(known, settings, strict=True):
         history = cache.history(place.id)
         last = {

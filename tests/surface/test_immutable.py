@@ -25,6 +25,7 @@ CHANGING = {
         "Control",
         "Conversion",
         "Engine",
+        "EpisodeHistory",
         "GivenModel",
         "Affinity",
         "InFile",

@@ -26,7 +26,7 @@ for kind, (old, new) in json.loads(sys.argv[1]).items():
     assert old in source
     mutants.changed = lambda *_: (source, source.replace(old, new))
     mutant = mutants.Mutant(file, 1, "none", 0, old, new)
-    found[kind] = mutants.killed(mutant, sys.argv[2:], float(120 if kind != "endless" else 5)).killed
+    found[kind] = mutants.killed(mutant, sys.argv[2:], float(120 if kind != "endless" else 5))
 print(json.dumps(found))
 """
 
@@ -48,7 +48,8 @@ def test_a_planted_fault_is_noticed_and_none_is_not():
         cwd=ROOT, env=mutants._environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"none": False, "wrong": True, "endless": True}
+    wrong = [True, tests[1]]  # by the test that noticed
+    assert json.loads(done.stdout) == {"none": [False, ""], "wrong": wrong, "endless": [True, "its processor time ended"]}
     assert (ROOT / "psigrad/objective/parts/advantage.py").read_bytes() == before
 
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -62,6 +63,18 @@ class Row:
     labels: tuple[float, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
+    places: dict[str, list[Any]] = field(default_factory=dict, compare=False)
+    """Of columns that the file has otherwise: its column there, how many turns further on, and what the content is called."""
+
+    def place_of(self, what: str) -> str:
+        """A place in the row, as messages[0].content, as the file has it: conversations[0].value."""
+        name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", what, re.DOTALL).groups()  # type: ignore[union-attr]
+        if name not in self.places:
+            return "chosen" + what.removeprefix(name) if name == "completion" and self.rejected is not None else what
+        own, further, content = self.places[name]
+        if not index or int(index) + further < 0:
+            return str(own) if not index else what
+        return f"{own}[{int(index) + further}]{f'.{content}' if rest == '.content' else rest}"
 
 
 @dataclass(frozen=True)

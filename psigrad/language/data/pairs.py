@@ -90,18 +90,25 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
     `whole` asks for every turn of an answer, of which a template that rewrites earlier turns makes several texts; else the last
     text alone is read.
     """
-    sides = [examples(tokenizer, side)[0 if whole else -1 :] for side in (row, replace(row, completion=row.rejected))]
-    shared = _shared([text for side in sides for text in side])
-    if not shared:
+    own = {**row.places, "completion": row.places.get("rejected", ["rejected", 0, "content"])}
+    other = replace(row, completion=row.rejected, places=own)
+    sides = [examples(tokenizer, side)[0 if whole else -1 :] for side in (row, other)]
+    pair = pair_of(*sides)
+    if not pair.prompt:
         raise UserError(
             f"{row.source}: the tokens of chosen and rejected do not begin with the same prompt; give the prompt in a column of "
             "its own, or use another tokenizer."
         )
-    chosen, rejected = (_behind(shared, side) for side in sides)
     margin = row.columns.get("margin")
     if margin is not None and not isinstance(margin, int | float):
         raise UserError(f"{row.source}: column 'margin' is {margin!r}; expected a number, or no such column.")
-    return Pair(sides[0][0].ids[:shared], chosen, rejected, None if margin is None else float(margin))
+    return pair if margin is None else replace(pair, margin=float(margin))
+
+
+def pair_of(chosen: Sequence[Example], rejected: Sequence[Example]) -> Pair:
+    """The texts of two answers, behind what all of them begin with."""
+    shared = _shared([*chosen, *rejected])
+    return Pair(chosen[0].ids[:shared], _behind(shared, chosen), _behind(shared, rejected))
 
 
 def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:

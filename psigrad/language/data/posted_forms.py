@@ -98,6 +98,22 @@ def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str
     return at + rest
 
 
+def places_of(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """`Row.places` of a translated row."""
+    found: dict[str, list[Any]] = {}
+    split = row.get("prompt") is None and isinstance(row.get("chosen"), list)  # the prompt is what both answers begin with
+    shared = alike(row["chosen"], row["rejected"]) if split else 0
+    for name, read in (("messages", "messages"), ("prompt", "prompt"), ("completion", "completion"), *_PAIR):
+        last = len(row[name]) - 1 - shared if isinstance(row.get(name), list) else -1
+        own = re.fullmatch(r"(.*)\[(\d+)\]\.(\w+)", place_in(raw, row, f"{name}[{last}].content")) if last >= 0 else None
+        if own is not None and own[0] != f"{read}[{last}].content":
+            found[read] = [own[1], int(own[2]) - last, own[3]]
+    return found
+
+
+_PAIR = (("chosen", "completion"), ("rejected", "rejected"))
+
+
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
     """ShareGPT: `conversations` of from and value. The messages themselves are read by `dataset_rows`."""
     for name in ("conversations", "conversation"):

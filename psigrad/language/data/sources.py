@@ -127,7 +127,10 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
             if isinstance(value, Mapping):
                 value = posted_forms.map_columns(value, columns, record.source) if columns else value
                 value, found = posted_forms.translate(value, form, record.source)
-            rows += rows_of(value, form, record.source)
+            made = rows_of(value, form, record.source)
+            if isinstance(record.value, Mapping) and isinstance(value, Mapping) and (found or columns or "chosen" in value):
+                made = [replace(row, places=posted_forms.places_of(record.value, value)) for row in made]
+            rows += made
             recognised.update(found)
         except RowError as error:
             found_at = error.bad

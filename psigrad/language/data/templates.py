@@ -148,6 +148,34 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
     return encode_after(tokenizer, end, text)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the policy reads before a turn: its `text`, and the `ids` behind what it has read, or, `anew`, all of them."""
+
+    text: str
+    ids: list[int]
+    anew: bool
+
+
+def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:
+    """What the policy reads when it goes on with a conversation of which it has `known`.
+
+    It is what the chat template renders for sampling, as a server would of the messages. Where that goes on from what is known,
+    tokens stay as they were sampled; a template that rewrites the past (Qwen3 drops what was thought) is read anew. Raises
+    `UserError` where the template cannot say them.
+    """
+    text = Talk(tokenizer, row).prompt(messages)
+    if text.startswith(known):
+        return Reading(text, encode_after(tokenizer, known, text[len(known) :]), False)
+    return Reading(text, _encode(tokenizer, text), True)
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
+    """The text of tokens behind the token `before`, special tokens included."""
+    kept, whole = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in ([before], [before, *ids]))
+    return str(whole)[len(kept) :]
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     """Text for people, rewards and tools. It is never encoded again.
 
@@ -169,7 +197,9 @@ def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) 
     """`template` and `named` are the tokenizer's own; a cache that did not know them would outlive a change of theirs."""
     ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
     with contextlib.suppress(UserError):  # no template, or one that does not end turns
-        ids |= set(stop_token_ids(tokenizer))
+        talk = Talk(tokenizer, Row("a test conversation"))
+        ends = talk.special.findall(talk.dialect.turn_end)  # Cohere ends the answer, and then the turn
+        ids |= {*_stops_of(talk), *(tokenizer.convert_tokens_to_ids(end) for end in ends)}
     return frozenset(i for i in ids if isinstance(i, int))
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from psigrad.config import Model
 from psigrad.errors import UserError, kind_of, nearest, reason_of
+from psigrad.language.data.chat.arguments import check_arguments, templates_of
 from psigrad.language.data.chat.rendering import settle
 from psigrad.records.checkpoint import MANIFEST
 
@@ -35,7 +33,7 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
     rows = int(network.config.get_text_config().vocab_size) if network is not None else 0
     today = date.fromisoformat(began) if began else date.today()
     kwargs = template_kwargs(settings.chat_template_kwargs)
-    _check_template(tokenizer, kwargs)
+    check_arguments(templates_of(tokenizer), kwargs)
     settle(tokenizer, kwargs, today, rows)
 
 
@@ -44,22 +42,6 @@ def _first_day(checkpoint: Path) -> str | None:
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day
-
-
-def _check_template(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a template that is no Jinja, and arguments that no template of the tokenizer reads: they would change nothing."""
-    given = tokenizer.chat_template or {}
-    reads = {"chat_template"}
-    for text in given.values() if isinstance(given, dict) else [given]:
-        try:
-            _compile_jinja_template(text)
-            reads |= set(re.findall(r"\w+", text))
-        except TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {error.message}"
-            raise UserError(f"The chat template is no Jinja ({where}); mend it, or set chat_template_path to another.") from None
-    if unread := next((name for name in kwargs if name not in reads), ""):
-        near = nearest(unread, sorted(reads)) or "."
-        raise UserError(f"chat_template_kwargs has {unread!r}, which the chat template does not read; leave it out{near}")
 
 
 def template_kwargs(given: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -54,15 +54,20 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield _episodes(config, stack.enter_context(_playing(config, form)))
+            yield _episodes(config, stack.enter_context(_playing(config, form)), form)
             return
         actors = extras.load("cluster").open_environments(placement, partial(_playing, config, form), journal)
-        yield _episodes(config, stack.enter_context(actors))
+        yield _episodes(config, stack.enter_context(actors), form)
 
 
-def _episodes(config: Played, playing: Playing) -> Episodes:
+def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes:
     return Episodes(
-        playing, config.max_turns, config.max_turn_length, config.max_observation_length, together=config.turns_together
+        playing,
+        config.max_turns,
+        config.max_turn_length,
+        config.max_observation_length,
+        together=config.turns_together,
+        form=form,
     )
 
 

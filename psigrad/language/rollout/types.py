@@ -161,14 +161,20 @@ class Sampler(ABC):
         return self
 
 
+class NextTurn(NamedTuple):
+    """What a turn is sampled from: the tokens that were heard since the last one, or, `anew`, all that the policy reads."""
+
+    ids: Sequence[int]
+    seed: int
+    anew: bool = False
+
+
 class Dialogue(ABC):
     """Episodes under way, by their place among the prompts."""
 
     @abstractmethod
-    def turns(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> Iterator[tuple[int, Completion]]:
-        """The next turn of the policy in these episodes, each as it ends: to the tokens that each has heard since its last turn,
-        and the seed of the new one. Others may be over, or still be waiting for an answer.
-        """
+    def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
+        """The next turn of the policy in these episodes, each as it ends. Others may be over, or be waiting for an answer."""
 
 
 class RestartedDialogue(Dialogue):
@@ -178,13 +184,13 @@ class RestartedDialogue(Dialogue):
         self.sampler, self.params = sampler, params
         self.contexts = [tuple(prompt) for prompt in prompts]
 
-    def turns(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> Iterator[tuple[int, Completion]]:
+    def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
         """See `Dialogue`. On the first turn a group shares its prompt, and ends together."""
         requests: list[Request] = []
         owners: list[list[int]] = []
-        for i in sorted(heard):
-            ids, seed = heard[i]
-            self.contexts[i] += tuple(ids)
+        for i in sorted(wanted):
+            ids, seed, anew = wanted[i]
+            self.contexts[i] = (*(() if anew else self.contexts[i]), *ids)
             if requests and requests[-1].prompt_ids == self.contexts[i]:
                 requests[-1] = Request(self.contexts[i], (*requests[-1].seeds, seed))
                 owners[-1].append(i)
@@ -283,7 +289,9 @@ class Trajectory:
     teacher_prompt_ids: tuple[int, ...] = ()
     """What the reference reads in place of the prompt; empty: the prompt."""
     branches: tuple[Branch, ...] = ()
-    """Where a session of an agent left what it had asked before; empty: everything stands behind the prompt."""
+    """Where the policy read another past than what stands before: an agent asked so, or the chat template rewrote it. Empty:
+    everything stands behind the prompt.
+    """
     answer: str | None = None
     """The last answer of such a session, which is what rewards are shown behind a prompt that is text; None: `text`."""
 

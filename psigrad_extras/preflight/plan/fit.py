@@ -13,9 +13,11 @@ from psigrad.runs.machine import device
 from psigrad_extras.preflight.plan.arithmetic import Config
 from psigrad_extras.preflight.plan.hardware import machine
 from psigrad_extras.preflight.plan.plan import size
-from psigrad_extras.preflight.plan.predict import MARGIN, Plan, lengths_of, predict
+from psigrad_extras.preflight.plan.predict import Plan, lengths_of, predict
 
 C = TypeVar("C", bound=Config)
+# What is left free of the limit, as a share of the plan: the largest peak that was measured was 1.24 times its plan.
+FREE = 0.25
 
 
 def fit(config: C) -> C:
@@ -31,13 +33,13 @@ def fit(config: C) -> C:
     plans: list[Plan] = []
     for tried in _smaller(config, lengths.longest_prompt + lengths.longest_completion):
         plans.append(predict(tried, lengths, here, dataset=rows))
-        if plans[-1].fits:
+        if plans[-1].memory.peak * (1 + FREE) <= here.memory:
             _say(tried, plans[-1])
             return tried
     least = min(plans, key=lambda plan: plan.memory.peak)
     way = next((name for name, other in least.ways if other.fits), "a smaller model")
     raise UserError(
-        f"max_memory is {config.run.max_memory} and the run needs about {size(least.memory.peak * (1 + MARGIN))} with the "
+        f"max_memory is {config.run.max_memory} and the run needs about {size(least.memory.peak * (1 + FREE))} with the "
         f"smallest micro-batches; give that much, or try {way}."
     )
 

@@ -9,13 +9,27 @@ const number = (min, placeholder) => el("input", { type: "number", min, step: 1,
 export function material(root, project, me) {
   const said = el("p", { class: "said", role: "status" });
   const file = fromFile(project, said);
-  root.replaceChildren(said, el("div", { class: "columns" }, file));
+  root.replaceChildren(said, el("div", { class: "columns" }, ...[file, project.kind === "pair" ? byDoubt(project, said) : null].filter(Boolean)));
   if (!me.admin) return;
   fromRun(project, said)
     .then((made) => root.lastElementChild.append(made))
     .then(() => fromModel(project, said))
     .then((made) => root.lastElementChild.append(made));
 }
+
+/** The pairs that a reward model is least sure of come first. */
+const byDoubt = (project, said) => form(
+  "Ask these first",
+  [
+    el("h2", {}, "The doubtful first"),
+    el("p", { class: "soft" }, "Pairs whose two rewards are nearest to each other tell a reward model most. One in ten stays at a random place. After the next training bring the rows scored anew (psigrad score), and press again."),
+  ],
+  async () => {
+    const { pairs } = await post("/api/label/order", { project: project.id });
+    said.textContent = `${many(pairs, "pair")} in order of doubt; those that somebody has begun stay where they are.`;
+  },
+  { class: "card lines last" },
+);
 
 /** How tasks are made, as fields and as what is sent. */
 function making(project) {

@@ -273,6 +273,37 @@ def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_pat
             settle_chat(tokenizer, wrong)
 
 
+THINKS = "{% if enable_thinking is defined and enable_thinking is false %}{{ 'no' }}{% endif %}" + PLAIN
+MOODS = "{{ mood | default('calm') }}{% if loud %}!{% endif %}{{ extra }}" + PLAIN
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "said"),
+    [
+        (THINKS, {"enable_thinking": "fals"}, "enable_thinking = 'fals', and the chat template takes true or false"),
+        (THINKS, {"enable_thinking": 0}, "enable_thinking = 0, and the chat template takes true or false"),
+        (MOODS, {"mood": True}, "mood = True, and the chat template takes a string"),
+        (MOODS, {"loud": "false"}, "loud = 'false', and the chat template takes true or false"),
+        (MOODS, {"lout": True}, "'lout', which the chat template does not read.*did you mean 'loud'"),
+        (MOODS, {"m": "a"}, "'m', which the chat template does not read"),  # a name that the template sets itself
+        (THINKS, {"enable_thinking": False}, ""),
+        (MOODS, {"mood": "gay", "loud": True, "extra": [1]}, ""),
+    ],
+)
+def test_an_argument_that_the_template_does_not_take_is_refused(template: str, kwargs: Any, said: str, build: Build) -> None:
+    """In the settings and, by file and line, in a row."""
+    tokenizer = build(template)
+    row = Row("my.jsonl:7", prompt=[USER], columns={"chat_template_kwargs": kwargs})
+    if not said:
+        settle_chat(tokenizer, Model(chat_template_kwargs=json.dumps(kwargs)))
+        assert prompt_ids(tokenizer, row)
+        return
+    with pytest.raises(UserError, match=f"^chat_template_kwargs has {said}"):
+        settle_chat(tokenizer, Model(chat_template_kwargs=json.dumps(kwargs)))
+    with pytest.raises(RowError, match=f"^my.jsonl:7: chat_template_kwargs has {said}"):
+        prompt_ids(tokenizer, row)
+
+
 def test_a_token_without_an_embedding_is_refused_by_name(plain_chatml: PreTrainedTokenizerFast, build: Build) -> None:
     tokenizer = build(PLAIN)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})

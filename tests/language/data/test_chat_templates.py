@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -14,6 +15,7 @@ import pytest
 
 from psigrad.language.data import dataset_rows, templates
 from psigrad.language.data.chat import dialect, rendering, turns
+from psigrad.language.rollout.episodes import episode_history
 from psigrad.language.training.offline.sft_task import SFTTask
 
 MAKER = Path(__file__).parents[3] / "docs" / "make" / "chat_templates.py"
@@ -87,6 +89,13 @@ def _without(field: str) -> Callable[..., Any]:
     return lambda messages, tools, way: real([strip(m) for m in messages], tools, way)
 
 
+def _kept(tokenizer: Any, row: Any, messages: Any, known: str) -> Any:
+    """The past as it was sampled, whatever the template makes of it."""
+    heard = list(itertools.takewhile(lambda message: message["role"] != "assistant", reversed(messages)))[::-1]
+    ids = templates.observation_ids(tokenizer, row, heard)
+    return templates.Reading(known + tokenizer.decode(ids), ids, False)
+
+
 def _end_twice(talk: Any, said: Any) -> tuple[str, str]:
     end, text = turns.between(talk, said)
     return end, end + text
@@ -102,6 +111,7 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "tools": ("llama3", turns, "dialect_of", _deaf("tools", True)),
     "tool answers": ("gemma", turns, "dialect_of", _deaf("calls", "object")),
     "environment turn": ("qwen3", templates, "between", _end_twice),
+    "episode": ("qwen3", episode_history, "read_on", _kept),
     "call parsed": ("qwen2_5", maker.tools, "read_calls", lambda *given: []),
     "stop token": ("llama3", templates, "stop_token_ids", lambda tokenizer, row=None: (tokenizer.eos_token_id,)),
     "generation prompt": ("qwen2_5", turns.Talk, "render", None),
@@ -137,3 +147,50 @@ def test_what_turns_in_contexts_of_their_own_cost(name: str, thought: int, answe
     once = len(texts[-1].ids) - sum(again) + sum(sum(text.mask) for text in texts[:-1])
     computed, apart = SFTTask(None, [texts]).tokens([0]), sum(len(text.ids) for text in texts)  # type: ignore[arg-type]
     assert once < computed < most * once and apart > (1.5 if thought else 3) * once
+
+
+@pytest.mark.parametrize(
+    ("name", "thought", "least"),
+    [
+        ("qwen3", 0, 1.0),
+        ("qwen3", 20, 1.0),
+        ("deepseek_r1_distill", 20, 1.0),
+        ("phi3", 0, 1.0),
+        ("gptoss", 20, 1.01),
+        ("gptoss", 0, 1.34),
+    ],
+)
+def test_nothing_exact_computes_less(name: str, thought: int, least: float) -> None:
+    """A token behind two different beginnings is two computations: their number is the fewest tokens there can be."""
+    tokenizer, talk = maker.tokenizer_of(name), []
+    for turn in range(5):
+        more = {"reasoning_content": f"the cat {turn} " * thought} if thought else {}
+        talk += [maker.user(f"sat {turn} on " * 9), maker.bot(f"the {turn} mat " * 9, **more)]
+    texts = templates.examples(tokenizer, dataset_rows.validate({"messages": talk}, "sft", "x"))
+    assert len(texts) == (1 if name == "phi3" else 5)
+    beginnings = {tuple(text.ids[: end + 1]) for text in texts for end in range(len(text.ids))}
+    assert len(beginnings) <= SFTTask(None, [texts]).tokens([0]) <= least * len(beginnings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1_distill", "llama3_1", "phi3", "gptoss"])
+def test_what_a_turn_is_trained_behind_is_what_transformers_renders_to_sample_it(name: str) -> None:
+    """With thinking on and off; the oracle shares no code with the column: it is apply_chat_template of the messages."""
+    talk = [
+        maker.user("sat on"),
+        maker.bot("the mat"),
+        maker.user("the cat"),
+        maker.bot("on"),
+        maker.user("mat"),
+        maker.bot("cat"),
+    ]
+    for kwargs in ({}, {"enable_thinking": False}) if name == "qwen3" else ({},):
+        tokenizer = maker.tokenizer_of(name)
+        rendering.settle(tokenizer, kwargs, date.today())
+        found = maker._recited(maker.Case(tokenizer), talk)
+        for place, (trained, read, _) in zip((1, 3, 5), found, strict=True):
+            text = tokenizer.apply_chat_template(talk[:place], add_generation_prompt=True, tokenize=False, **kwargs)
+            assert tokenizer.decode(read) == text
+            thinks = name == "qwen3" and not kwargs  # an empty thought is context
+            assert (
+                tokenizer.decode(trained) == text + ("<think>\n\n</think>\n\n" if thinks else "") or name == "deepseek_r1_distill"
+            )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from psigrad.cli import flags
 from psigrad.config import Data, OnlineConfig
@@ -16,10 +18,12 @@ from psigrad.config.load import load as settings
 from psigrad.config.load import to_dict
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, RowError
+from psigrad.language.data.kept_rows import pack_row, unpack_row
+from psigrad.language.data.pairs import encode_pair
 from psigrad.language.data.posted_forms import as_turns, for_model, map_columns
 from psigrad.language.data.sources import from_rows, read_dataset
-from psigrad.language.data.templates import example, prompt_for_reward, prompt_ids
+from psigrad.language.data.templates import example, examples, prompt_for_reward, prompt_ids
 
 
 def user(text: str) -> dict[str, str]:
@@ -327,3 +331,45 @@ def test_one_column_is_made_in_one_way(given: Any, said: str) -> None:
 
 def test_a_template_may_change_a_column_in_place() -> None:
     assert map_columns({"prompt": "1?"}, columns_of("prompt={prompt} Think."), "rows:1") == {"prompt": "1? Think."}
+
+
+MOODY = {"from": "gpt", "value": "two", "mood": "gay"}
+
+
+@pytest.mark.parametrize(
+    ("form", "raw", "at"),
+    [
+        ("sft", {"conversations": [*TALK, TALK[0], MOODY]}, "conversations[5].mood"),
+        ("sft", {"system": "Be brief.", "conversations": [*TALK, TALK[0], MOODY]}, "conversations[5].mood"),
+        ("prompt-completion", {"conversations": [*TALK, TALK[0], MOODY]}, "conversations[5].mood"),
+        ("prompt-completion", {"conversations": [{**TALK[0], "mood": "gay"}, TALK[1]]}, "conversations[0].mood"),
+        (
+            "preference",
+            {"chosen": [user("a"), bot("b")], "rejected": [user("a"), {**bot("c"), "mood": "gay"}]},
+            "rejected[1].mood",
+        ),
+        (
+            "preference",
+            {"prompt": [user("a")], "chosen": [{**bot("c"), "mood": "gay"}], "rejected": [bot("b")]},
+            "chosen[0].mood",
+        ),
+        ("sft", {"messages": [user("a"), {**bot("b"), "mood": "gay"}]}, "messages[1].mood"),
+    ],
+)
+def test_so_is_what_the_chat_template_refuses_later(
+    form: str, raw: dict[str, Any], at: str, plain_chatml: PreTrainedTokenizerFast
+) -> None:
+    (row,) = from_rows([raw], form).rows
+    assert unpack_row(pack_row(row)[0], []).places == row.places, "rows that are kept know it too"
+    with pytest.raises(RowError, match=re.escape(f"rows:1: column '{at}' is left out by the chat template")):
+        encode_pair(plain_chatml, row) if form == "preference" else examples(plain_chatml, row)
+
+
+def test_a_value_that_vanishes_is_called_what_the_file_calls_it(build: Callable[..., PreTrainedTokenizerFast]) -> None:
+    deaf = (
+        "{% for m in messages %}{{ '<|im_start|>' + ('' if 'cat' in m['content'] else m['content']) + '<|im_end|>' }}{% endfor %}"
+    )
+    deaf += "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    (row,) = from_rows([{"conversations": [TALK[0], gpt("the cat")]}], "sft").rows
+    with pytest.raises(RowError, match=re.escape("rows:1: column 'conversations[1].value' is left out")):
+        examples(build(deaf), row)

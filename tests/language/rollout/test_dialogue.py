@@ -12,7 +12,7 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.episodes.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import RestartedDialogue, Sampler, SamplingParams
+from psigrad.language.rollout.types import NextTurn, RestartedDialogue, Sampler, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(200, 264)))
 PROMPTS = [(5, 6, 7), (5, 6, 7), (5, 6, 7), (9, 8), (9, 8), tuple(range(20, 44))]
@@ -40,7 +40,7 @@ def observations(turns: int, longest: int, seed: int = 0) -> list[dict[int, tupl
 
 
 def played(dialogue, heard):
-    return [dict(dialogue.turns({i: (ids, 1000 * turn + i) for i, ids in now.items()})) for turn, now in enumerate(heard)]
+    return [dict(dialogue.turns({i: NextTurn(ids, 1000 * turn + i) for i, ids in now.items()})) for turn, now in enumerate(heard)]
 
 
 @pytest.mark.parametrize("longest", [1, 4, 9])
@@ -74,7 +74,7 @@ def test_where_there_is_much_to_read_the_episodes_begin_anew(model):
     assert dialogue.prefilled > 6 * 60, "60 tokens each at once are no 60 steps"
     assert [{i: c.ids for i, c in turn.items()} for turn in found] == [{i: c.ids for i, c in turn.items()} for turn in expected]
     before = dialogue.prefilled
-    dict(dialogue.turns({0: ((9,), 5)}))
+    dict(dialogue.turns({0: NextTurn((9,), 5)}))
     assert dialogue.prefilled == before
 
 
@@ -88,9 +88,14 @@ def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
         longest = 40 if turn % 4 == 3 else 5
         some = [i for i in range(len(PROMPTS)) if (turn == 0 and seed % 2) or rng.random() < 0.5] or [0]
         heard = {
-            i: (tuple(rng.randrange(5, 190) for _ in range(rng.randint(1, longest))) if i in begun else (), 1000 * turn + i)
+            i: NextTurn(
+                tuple(rng.randrange(5, 190) for _ in range(rng.randint(1, longest))) if i in begun else (), 1000 * turn + i
+            )
             for i in some
         }
+        if turn % 3 == 2:  # a template rewrote what one of them had said
+            one = rng.choice(some)
+            heard[one] = NextTurn((5, 6, *heard[one].ids), heard[one].seed, anew=True)
         begun.update(some)
         mine, theirs = dict(cached.turns(heard)), dict(restarted.turns(heard))
         assert {i: c.ids for i, c in mine.items()} == {i: c.ids for i, c in theirs.items()}
@@ -102,8 +107,8 @@ def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
 def test_a_turn_is_told_as_it_ends(model):
     sampler = EmbeddedSampler(model)
     for dialogue in (sampler.dialogue(PROMPTS, PARAMS), RestartedDialogue(sampler, PROMPTS, PARAMS)):
-        dict(dialogue.turns({i: ((), i) for i in range(len(PROMPTS))}))
-        ended = dialogue.turns({i: ((9,), 100 + i) for i in range(len(PROMPTS))})
+        dict(dialogue.turns({i: NextTurn((), i) for i in range(len(PROMPTS))}))
+        ended = dialogue.turns({i: NextTurn((9,), 100 + i) for i in range(len(PROMPTS))})
         lengths = [len(completion.ids) for _, completion in ended]
         assert lengths == sorted(lengths) and len(set(lengths)) > 1
 

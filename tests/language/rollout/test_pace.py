@@ -23,7 +23,7 @@ from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import NextTurn, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(140, 280)))
 ROWS = [
@@ -109,7 +109,7 @@ def test_the_same_seeds_give_the_same_episodes_whatever_the_pace(name, sampler, 
 def test_control_seeds_that_count_who_came_before_give_other_episodes(models, monkeypatch):
     drawn = iter(range(10**6))
     monkeypatch.setattr(
-        played_episodes._Episode, "next_turn", property(lambda self: (self.answered, seeds.derive(1, next(drawn) % 64)))
+        played_episodes._Episode, "next_turn", property(lambda self: NextTurn(self.heard, seeds.derive(1, next(drawn) % 64)))
     )
     found = [[t.completion.ids for t in go(models["qwen3"], Paced(Counted, seed))] for seed in range(2)]
     assert found[0] != found[1]

@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -70,6 +70,8 @@ class Dialect:
     """The same behind a turn that calls a tool, before the tool's answer."""
     header: str = ""
     """What opens the assistant's turn, where the template cannot be asked to: add_generation_prompt changes nothing."""
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What else was asked of the template."""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
 
 def refuse(row: Row, what: str, why: str) -> RowError:
     """A row that the template cannot say: it alone is refused, by file, line and place."""
-    return RowError(BadRow(row.source, what, why))
+    return RowError(BadRow(row.source, row.place_of(what), why))
 
 
 def refusal(row: Row, error: Exception) -> RowError:

@@ -9,10 +9,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from psigrad.errors import UserError
-from psigrad.language.data.chat.dialect import CHANNEL, SENTINEL, THINK, USER, call_of, dialect_of, speak, specials_of
+from psigrad.language.data.chat.arguments import check_arguments, templates_of
+from psigrad.language.data.chat.dialect import (
+    CHANNEL,
+    OTHER,
+    SENTINEL,
+    THINK,
+    THIRD,
+    USER,
+    call_of,
+    dialect_of,
+    speak,
+    specials_of,
+)
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
 from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
-from psigrad.language.data.dataset_rows import Row, show
+from psigrad.language.data.dataset_rows import Row, alike, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +35,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
 # behind it line breaks alone: a space belongs to the answer
 _EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\n*")
+_CLOSES = {"<think>": "</think>\n\n", "<|channel>thought": "<channel|>", "[THINK]": "[/THINK]"}
 _CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\n*")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
@@ -41,6 +54,11 @@ class Talk:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> None:
         self.tokenizer, self.row, self.arguments = tokenizer, row, arguments_of(tokenizer, row)
         self.template = template_of(tokenizer, row, self.arguments)
+        if own := row.columns.get("chat_template_kwargs"):
+            try:
+                check_arguments([self.template, *templates_of(tokenizer)], own)
+            except UserError as error:
+                raise refuse(row, "", str(error)) from None
         self.special = specials_of(tokenizer).pattern
         self.dialect = dialect_of(tokenizer, self.arguments)
         self._made: dict[Any, Any] = {}
@@ -108,6 +126,7 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
     messages = row.messages or [*prompt[:first], *answer]
     made: list[Context] = []
     texts: dict[int, str] = {}
+    known = ""  # of the last one, up to the end of its turn: what is written behind that, as Phi-3's EOS, nobody samples
     for i in range(first, len(messages)):
         if not is_trained(messages[i]):
             continue
@@ -117,11 +136,13 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
             spans = [(max(start, begun), end) for start, end in spans if end > begun]
         if not spans:
             continue
-        if made and before.startswith(made[-1].text.rstrip()):
-            made[-1] = Context(text, [*made[-1].spans, *spans])
+        if made and before.startswith(known):
+            made[-1] = Context(text, [*((start, min(end, len(known))) for start, end in made[-1].spans), *spans])
         else:
             made.append(Context(text, spans))
-        texts[i] = text
+        closing = talk.closing(messages[i])
+        ended, closed, _ = text.rpartition(closing) if closing and closing in text[spans[-1][0] :] else (text, "", "")
+        texts[i], known = text, (ended + closed).rstrip()
     if not made:
         raise refuse(row, "messages", "has no assistant turn that is trained; check weights and the template's generation blocks")
     whole = talk.render(messages)
@@ -139,10 +160,10 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     if own == []:
         return before, text, []
     as_rendered = text
-    thought = _thought_of(said) if talk.dialect.reasoning == "hidden" else ""
+    thought = _thought_of(said)
     if not text.startswith(before):
         before, text = _behind_open_thought(talk, said, before, text, len(messages))
-    elif thought and thought not in text[len(before) :]:
+    elif talk.dialect.reasoning == "hidden" and thought and thought not in text[len(before) :]:
         form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
         text = before + form.format(thought) + text[len(before) :]
     closing = talk.closing(said)
@@ -150,6 +171,8 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
         text = text.rstrip() + closing
     start = len(before)
+    if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
+        raise refuse(talk.row, "", "is a thought that the chat template writes behind the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if _OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
@@ -159,21 +182,22 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
 
 def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
     """Context and text of a turn whose generation prompt opens a thought, which the template leaves out or writes otherwise."""
-    opened = _OPEN.search(before)
-    if opened is None or not text.startswith(before[: opened.start()]):
+    opened, thought = _OPEN.search(before), _thought_of(said)
+    tail = "" if opened is None else text[opened.start() :]
+    begins = opened is not None and tail.startswith(opened.group(1))
+    if opened is None or not text.startswith(before[: opened.start()]) or (thought and thought in tail and not begins):
         why = (
             f"the chat template renders the generation prompt of message {place} (assistant) differently when it is there, "
             "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
             "(chat_template_kwargs, as enable_thinking), or use another"
         )
         raise refuse(talk.row, "", why)
-    tail = text[opened.start() :]
     if (empty := _EMPTY.match(tail)) is not None:
         stem = before[: opened.start()] + empty.group()
         return stem, stem + tail[empty.end() :]
-    if tail.startswith(opened.group(1)):
+    if begins:
         return before, before + tail[len(opened.group(1)) :].lstrip("\n")
-    return before, f"{before}{_thought_of(said)}\n</think>\n\n{tail}"
+    return before, f"{before}{thought}\n{_CLOSES[opened.group(1)]}{tail}"
 
 
 def _thought_of(said: Message) -> str:
@@ -237,6 +261,61 @@ def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
         "template that shows it"
     )
     return refuse(row, f"{column}[{at}].{name}", reason)
+
+
+@dataclass(frozen=True)
+class TurnForm:
+    """How a turn of the assistant reads behind the prompt that it is sampled from."""
+
+    lead: str = ""
+    """What stands before an answer."""
+    opens: str = ""
+    closes: str = ""
+    """What stands before a thought, and between it and an answer; empty where no thoughts are said."""
+    ends: str = ""
+    """What of that stands behind a thought with no answer, too: before a call."""
+
+    def read_back(self, text: str) -> Message:
+        """What the assistant wrote, without its calls, as the message that is rendered so."""
+        said: Message = {"role": "assistant"}
+        opens, end = self.opens.rstrip(), self.ends.strip()
+        if end and text.startswith(opens) and end in text:
+            thought, _, text = text[len(opens) :].partition(end)
+            said["reasoning_content"] = thought.strip("\n")
+            rest = self.closes.partition(end)[2]
+            text = text.removeprefix(rest) if text.startswith(rest) else text.lstrip("\n")
+        else:
+            text = text.removeprefix(self.lead)
+        return {**said, "content": text}
+
+
+def turn_form(talk: Talk, role: str) -> TurnForm:
+    """That of the template behind a message of this role, found by asking it."""
+    kept = talk.dialect.kept
+    if role not in kept:
+        kept[role] = _ask_turn(
+            talk, [USER, call_of(), {"role": "tool", "name": OTHER, "content": "b"}] if role == "tool" else [USER]
+        )
+    found: TurnForm = kept[role]
+    return found
+
+
+def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
+    def around(answer: Message, *words: str) -> list[str]:
+        try:
+            _, text, spans = _turn(talk, [*before, answer], False)
+        except UserError:
+            return [""] * len(words)
+        rest, found = text[spans[0][0] :], []
+        for word in words:
+            between, _, rest = rest.partition(word)
+            found.append(between)
+        return found
+
+    (lead,) = around({"role": "assistant", "content": SENTINEL}, SENTINEL)
+    opens, closes = around({"role": "assistant", "content": SENTINEL, "reasoning_content": THIRD}, THIRD, SENTINEL)
+    _, called = around({**call_of(), "reasoning_content": THIRD}, THIRD, OTHER)
+    return TurnForm(lead, opens, closes, closes[: alike(closes, called)] if called else closes)
 
 
 def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:

@@ -9,10 +9,10 @@ import torch
 
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Ids, on_device
+from psigrad.language.models.packing import on_device
 from psigrad.language.rollout.samplers.cache import SharedCache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.types import Completion, Dialogue, SamplingParams
+from psigrad.language.rollout.types import Completion, Dialogue, NextTurn, SamplingParams
 
 # A decoding step costs as much as the prefill of so many tokens, however few sequences take part.
 STEP = 8
@@ -41,21 +41,22 @@ class CachedDialogue(Dialogue):
         """Tokens that were computed by prefills so far."""
 
     @torch.inference_mode()
-    def turns(self, heard: Mapping[int, tuple[Ids, int]]) -> Iterator[tuple[int, Completion]]:
+    def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
         """See `Dialogue`."""
         self.model.switch(training=False)
         unread = {}
-        for i, (ids, _) in heard.items():
+        for i, (ids, _, anew) in wanted.items():
             # the last token of the turn before was drawn and never read
             unread[i] = [*self.contexts[i][-1:], *ids]
-            self.contexts[i] += ids
-        live = sorted(heard)
+            self.contexts[i] = [*([] if anew else self.contexts[i]), *ids]
+            self.held[i] &= not anew
+        live = sorted(wanted)
         longest, total = max(map(len, unread.values())), sum(len(self.contexts[i]) for i in live)
         anew = not self.held[live].all() or longest * max(STEP, len(live)) > total
         if not anew:
             live = sorted(live, key=lambda i: self.prompt[i])
             self.cache.seat(self.prompt[live], self.lengths[live], self.slots[live])
-        turn = _Turn(self, live, {i: seed for i, (_, seed) in heard.items()})
+        turn = _Turn(self, live, {i: one.seed for i, one in wanted.items()})
         if anew:
             turn.write(self._prefill(live), np.arange(len(live)))
         yield from turn.decode(self.cache, {} if anew else unread)

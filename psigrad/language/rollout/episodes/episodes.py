@@ -16,10 +16,22 @@ from typing import Any, Protocol
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import decode, observation_ids, prompt_for_reward, prompt_ids
+from psigrad.language.data.templates import Reading, decode, prompt_for_reward, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
-from psigrad.language.rollout.types import Completion, Cut, FinishReason, Sampler, SamplingParams, Stretch, Trajectory
+from psigrad.language.rollout.episodes.episode_history import EpisodeHistory, as_messages
+from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad.language.rollout.types import (
+    Branch,
+    Completion,
+    Cut,
+    FinishReason,
+    NextTurn,
+    Sampler,
+    SamplingParams,
+    Stretch,
+    Trajectory,
+)
 
 # Share of the time that a round of turns took, and seconds at least, for which the next round waits for further answers.
 LINGER = (0.1, 0.02)
@@ -62,6 +74,8 @@ class Episodes:
     """The most tokens of an answer; 0: as many as there is room for."""
     together: bool = False
     """Whether every turn waits for the answers of all episodes."""
+    form: CallForm = field(default_factory=CallForm)
+    """How the policy writes calls of tools."""
 
     def play(
         self,
@@ -86,6 +100,7 @@ class _Episode:
     row: Row
     prompt: tuple[int, ...]
     seed: int
+    history: EpisodeHistory
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -97,17 +112,26 @@ class _Episode:
     finish_reason: FinishReason = "length"
     over: bool = False
     reason: str = ""
-    answered: tuple[int, ...] = ()
-    """What the environment said since the policy's last turn."""
+    branches: list[Branch] = field(default_factory=list)
+    heard: tuple[int, ...] = ()
+    """What the policy reads before its next turn: behind all that it has, or `anew`."""
+    anew: bool = False
 
     @property
-    def next_turn(self) -> tuple[tuple[int, ...], int]:
-        """What the policy reads before its next turn, and the turn's seed."""
+    def next_turn(self) -> NextTurn:
+        """What the policy's next turn is sampled from."""
         turn = len(self.policy_turns)
-        return self.answered, self.seed if turn == 0 else seeds.derive(self.seed, "turn", turn)
+        return NextTurn(self.heard, self.seed if turn == 0 else seeds.derive(self.seed, "turn", turn), self.anew)
+
+    @property
+    def used(self) -> int:
+        """Tokens that the policy has before it."""
+        start, prompt = self.branches[-1] if self.branches else (0, self.prompt)
+        return len(prompt) + len(self.ids) - start
 
     def say(self, completion: Completion, text: str) -> None:
         """A turn of the policy."""
+        self.history.say((self.heard or self.prompt)[-1], completion.ids, text)
         self.ids += completion.ids
         self.mask += [True] * len(completion.ids)
         self.logprobs += completion.logprobs
@@ -116,30 +140,37 @@ class _Episode:
         self.policy_turns.append(text)
         self.messages.append({"role": "assistant", "content": text})
 
-    def hear(self, answer: Step | Fault, limits: _Limits, tokenizer: Any) -> None:
+    def hear(self, answer: Step | Fault, limits: _Limits) -> None:
         """What the environment answers to the turn; a turn that was cut, or for which nothing is left, is the last."""
-        cut, self.finish_reason = self.finish_reason == "length", "length"
+        was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Fault):
             self.over, self.reason = True, answer.reason
             return
         self.rewards.append((len(self.ids) - 1, answer.reward))
-        if answer.done or cut:
+        if answer.done or was_cut:
             self.over, self.finish_reason = True, "stop" if answer.done else "length"
             return
-        render = partial(observation_ids, tokenizer, self.row)
-        heard = limits.fit(render, answer.observation, len(self.prompt) + len(self.ids), len(self.policy_turns), self.cuts)
-        if heard is None:
+        bare = self.history.read(cut(answer.observation, 0))
+        used, past = (0, len(bare.ids)) if bare.anew else (self.used, 0)
+        turn = len(self.policy_turns)
+        fitted = limits.fit(lambda said: self.history.read(said).ids, answer.observation, used, turn, self.cuts, past)
+        if fitted is None:
             self.over = True
             return
-        ids, said = heard
-        self.messages += [{"role": "user", "content": said}] if isinstance(said, str) else said
-        self.answered = tuple(ids)
-        self.ids += ids
-        self.mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.sampling_logprobs += [0.0] * len(ids)
+        self.messages += as_messages(fitted[1])
+        self._read(self.history.hear(fitted[1]))
         spent = limits.total and sum(self.mask) + limits.turn > limits.total
         self.over = bool(spent) or len(self.policy_turns) == limits.turns
+
+    def _read(self, reading: Reading) -> None:
+        self.heard, self.anew = tuple(reading.ids), reading.anew
+        if self.anew:
+            self.branches.append(Branch(len(self.ids), self.heard))
+            return
+        self.ids += self.heard
+        self.mask += [False] * len(self.heard)
+        self.logprobs += [0.0] * len(self.heard)
+        self.sampling_logprobs += [0.0] * len(self.heard)
 
 
 @dataclass(frozen=True)
@@ -153,13 +184,22 @@ class _Limits:
     turns: int
 
     def fit(
-        self, render: Callable[[Observation], Sequence[int]], said: Observation, used: int, turn: int, cuts: list[Cut]
+        self,
+        render: Callable[[Observation], Sequence[int]],
+        said: Observation,
+        used: int,
+        turn: int,
+        cuts: list[Cut],
+        past: int = 0,
     ) -> tuple[Sequence[int], Observation] | None:
-        """`observations.fit` behind `used` tokens, so that there is room for another turn; what is cut is entered in `cuts`."""
+        """`observations.fit` behind `used` tokens, so that there is room for another turn; what is cut is entered in `cuts`.
+
+        `past` tokens of a rendering are not the observation's.
+        """
         room = self.context - used - self.turn
         limit, why = room, f"the context of {self.context} tokens and a turn of {self.turn} leave {max(0, room)}"
-        if 0 < self.observation < room:
-            limit, why = self.observation, f"max_observation_length is {self.observation}"
+        if 0 < self.observation < room - past:
+            limit, why = past + self.observation, f"max_observation_length is {self.observation}"
         heard = fit(render, said, limit)
         if heard is None or heard[1] != said:
             whole = f"{length(said)} characters: {why}"
@@ -189,7 +229,7 @@ def play(
     total = params.max_tokens if turn else 0
     params = replace(params, max_tokens=min(turn or params.max_tokens, params.max_tokens))
     limits = _Limits(params.max_tokens, rules.max_observation_length, total, max_length, rules.max_turns)
-    episodes = _begin(playing, prompts, num_generations, seed_of, tokenizer, limits)
+    episodes = _begin(rules, prompts, num_generations, seed_of, tokenizer, limits)
     dialogue = sampler.dialogue([e.prompt for e in episodes], params)
     ready, waiting = [i for i, e in enumerate(episodes) if not e.over], set[int]()
     while ready or waiting:
@@ -202,7 +242,7 @@ def play(
         patience = math.inf if rules.together else max(LINGER[0] * (time.monotonic() - started), LINGER[1])
         answers = playing.wait(len(waiting), patience)
         for i, answer in answers.items():
-            episodes[i].hear(answer, limits, tokenizer)
+            episodes[i].hear(answer, limits)
         waiting -= answers.keys()
         ready = sorted(i for i in answers if not episodes[i].over)
     made = [_trajectory(e, version, tokenizer) for e in episodes]
@@ -241,7 +281,7 @@ def _with_log_probs(trajectory: Trajectory, logps: Sequence[float]) -> Trajector
 
 
 def _begin(
-    playing: Playing,
+    rules: Episodes,
     prompts: Sequence[tuple[int, tuple[int, ...], Row]],
     count: int,
     seed_of: Callable[[int, int], int],
@@ -250,7 +290,7 @@ def _begin(
 ) -> list[_Episode]:
     """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
     shown = [{"prompt": prompt_for_reward(row), **row.columns} for _, _, row in prompts for _ in range(count)]
-    said = playing.begin(shown)
+    said = rules.playing.begin(shown)
     made: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):
         openings = said[place * count : (place + 1) * count]
@@ -260,14 +300,16 @@ def _begin(
                 f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
             )
         cuts: list[Cut] = []
+        opened = row
         if heard and heard[0] is not None:
-            opened = limits.fit(partial(_render_opening, tokenizer, row), heard[0], 0, 0, cuts)
-            if opened is None:
+            fitted = limits.fit(partial(_render_opening, tokenizer, row), heard[0], 0, 0, cuts)
+            if fitted is None:
                 openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
             else:
-                ids = tuple(opened[0])
+                ids, opened = tuple(fitted[0]), _opened(row, fitted[1])
+        history = EpisodeHistory.of(tokenizer, opened, rules.form)
         for k, opening in enumerate(openings):
-            episode = _Episode(index, k, row, ids, seed_of(place, k), cuts=list(cuts))
+            episode = _Episode(index, k, row, ids, seed_of(place, k), history.copy(), cuts=list(cuts))
             if isinstance(opening, Fault):
                 episode.over, episode.reason = True, opening.reason
             made.append(episode)
@@ -275,15 +317,17 @@ def _begin(
 
 
 def _render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
-    """The prompt with the environment's first words, which join a prompt that is text in the dataset."""
+    return prompt_ids(tokenizer, _opened(row, opening))
+
+
+def _opened(row: Row, opening: Observation) -> Row:
+    """The row with the environment's first words, which join a prompt that is text in the dataset."""
     prompt: Any = row.prompt
     if isinstance(prompt, str):
-        return prompt_ids(tokenizer, replace(row, prompt=prompt + str(opening)))
+        return replace(row, prompt=prompt + str(opening))
     if row.plain_prompt is not None and isinstance(opening, str):
-        joined = {**prompt[-1], "content": row.plain_prompt + opening}
-        return prompt_ids(tokenizer, replace(row, prompt=[*prompt[:-1], joined]))
-    added = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
-    return prompt_ids(tokenizer, replace(row, prompt=[*(prompt or []), *added]))
+        return replace(row, prompt=[*prompt[:-1], {**prompt[-1], "content": row.plain_prompt + opening}])
+    return replace(row, prompt=[*(prompt or []), *as_messages(opening)])
 
 
 def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
@@ -300,7 +344,9 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         prompt_ids=episode.prompt,
         completion=completion,
         version=version,
-        text=decode(tokenizer, episode.ids),
+        text=decode(tokenizer, episode.ids)
+        if not episode.branches
+        else "\n".join(m.get("content") or "" for m in episode.messages),
         reason=episode.reason,
         mask=tuple(episode.mask),
         step_rewards=tuple(episode.rewards),
@@ -308,6 +354,7 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         messages=() if isinstance(episode.row.prompt, str) else tuple(episode.messages),
         cuts=tuple(episode.cuts),
         policy_turns=tuple(episode.policy_turns),
+        branches=tuple(branch for branch in episode.branches if branch.start < len(episode.ids)),
     )
 
 

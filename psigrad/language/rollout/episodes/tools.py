@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.chat.turns import Talk, TurnForm
 from psigrad.language.data.dataset_rows import Row, alike
 from psigrad.language.data.templates import decode
 from psigrad.language.rollout.episodes.environments import Message, Step
@@ -142,6 +142,28 @@ class CallForm:
             return [BrokenCall(f"{error}; write a call as {self.seen}")]
         except Exception as error:  # a response template is a program
             return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
+
+    def begin(self, text: str) -> int:
+        """Where the calls of a turn that has some begin: at the first mark behind what was thought, or, without one, there."""
+        families = [family for family in FAMILIES if self.family in ("", family.name)]
+        ends = (at + len(family.thought) for family in families if (at := text.rfind(family.thought)) >= 0)
+        start = max(ends, default=0)
+        places = [(at, family) for family in families if (at := text.find(family.opens, start)) >= 0]
+        if not places:
+            return start
+        at, family = min(places, key=lambda place: place[0])
+        # DeepSeek writes a mark around all calls
+        leads = (self.seen.partition(family.opens)[0].rpartition(family.thought)[2], family.lead)
+        return at - next((len(lead) for lead in leads if lead and text[:at].endswith(lead)), 0)
+
+    def turn(self, text: str, parameters: Mapping[str, Mapping[str, Any]], form: TurnForm) -> Message | None:
+        """A turn with calls as a message; None where one cannot be read, or there is none."""
+        calls = self.read(text, parameters)
+        if not calls or any(isinstance(call, BrokenCall) for call in calls):
+            return None
+        said = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]  # type: ignore[union-attr]
+        before = form.read_back(text[: self.begin(text)])
+        return {**before, "content": before["content"].rstrip(), "tool_calls": said}
 
 
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:

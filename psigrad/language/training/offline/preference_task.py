@@ -11,7 +11,8 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
-from psigrad.language.data.pairs import Answer, Judged, Pair
+from psigrad.language.data.pairs import Answer, Judged, Pair, pair_of
+from psigrad.language.data.templates import Example
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
@@ -219,16 +220,20 @@ def pick(groups: Sequence[Sequence[Trajectory]]) -> Pick:
         rewards = [t.reward or 0.0 for t in group]
         best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
         if rewards[best] > rewards[worst]:
-            pairs.append(Pair(list(group[best].prompt_ids), _answer(group[best]), _answer(group[worst])))
+            pairs.append(pair_of(_texts(group[best]), _texts(group[worst])))
             chosen.append(first + best)
             rejected.append(first + worst)
         first += len(group)
     return Pick(pairs, chosen, rejected, first)
 
 
-def _answer(trajectory: Trajectory) -> Answer:
-    ids = list(trajectory.completion.ids)
-    return Answer(ids, list(trajectory.mask) or [True] * len(ids))
+def _texts(trajectory: Trajectory) -> list[Example]:
+    """What was sampled, each piece behind what it was sampled behind."""
+    mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
+    return [
+        Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)
+        for start, prompt, ids in trajectory.contexts
+    ]
 
 
 def learn_preferences(

@@ -48,7 +48,7 @@ class Tally:
         self.metrics: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self._now: dict[str, float] = {}
-        self._gap_sum, self._gap_max, self._gap_count = 0.0, 0.0, 0
+        self._gap_sum, self._gap_max, self._gap_count, self._unlike = 0.0, 0.0, 0, 0
 
     @property
     def mean_gap(self) -> float:
@@ -72,6 +72,7 @@ class Tally:
         self._gap_sum += float(difference.sum())
         self._gap_max = max(self._gap_max, float(difference.max()))
         self._gap_count += difference.numel()
+        self._unlike += int((difference != 0).sum())
 
     def end_step(self, norms: list[float] | None) -> None:
         """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
@@ -83,9 +84,9 @@ class Tally:
 
     def gather(self) -> Tally:
         """This tally after the processes have put together what each compared."""
-        each = self.world.all_gather((self._gap_sum, self._gap_max, self._gap_count))
-        sums, largest, counts = zip(*each, strict=True)
-        self._gap_sum, self._gap_max, self._gap_count = math.fsum(sums), max(largest), sum(counts)
+        each = self.world.all_gather((self._gap_sum, self._gap_max, self._gap_count, self._unlike))
+        sums, largest, counts, unlike = zip(*each, strict=True)
+        self._gap_sum, self._gap_max, self._gap_count, self._unlike = math.fsum(sums), max(largest), sum(counts), sum(unlike)
         return self
 
     def check_gap(self, step: int, bound: float) -> None:
@@ -106,6 +107,7 @@ class Tally:
         if self._gap_count:
             figures["sampling/sampling_logp_difference/mean"] = self.mean_gap
             figures["sampling/sampling_logp_difference/max"] = self._gap_max
+            figures["sampling/sampling_logp_difference/share"] = self._unlike / self._gap_count
         return figures
 
 

@@ -1,0 +1,84 @@
+"""What a chat template takes besides the messages: arguments that it reads, and of which kind. Others would change nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from psigrad.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_WORDS = {bool: "true or false", str: "a string", int: "a number", float: "a number"}
+
+
+def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """All of a tokenizer's templates."""
+    given = tokenizer.chat_template or {}
+    return list(given.values()) if isinstance(given, dict) else [given]
+
+
+def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+    """Refuse templates that are no Jinja, an argument that none of them reads, and one of another kind than it is compared with
+    or tested for: `"fals"` is neither true nor false. Raises `UserError`.
+    """
+    read = [arguments_of(text) for text in templates]
+    names = {"chat_template"}.union(*read)
+    for name, value in kwargs.items():
+        if name not in names:
+            near = nearest(name, sorted(names)) or "."
+            raise UserError(f"chat_template_kwargs has {name!r}, which the chat template does not read; leave it out{near}")
+        kinds = {kind for one in read for kind in one.get(name, ())}
+        if kinds and kinds <= _WORDS.keys() and value is not None and type(value) not in kinds:
+            wanted = " or ".join(sorted({_WORDS[kind] for kind in kinds}))
+            raise UserError(f"chat_template_kwargs has {name} = {value!r}, and the chat template takes {wanted} for it.")
+
+
+@functools.lru_cache(maxsize=64)
+def arguments_of(template: str) -> dict[str, set[type]]:
+    """The names that a template reads without setting them first, each with the kinds of value that it takes; object: any."""
+    try:
+        environment: Environment = _compile_jinja_template(template).environment
+    except TemplateSyntaxError as error:
+        where = f"line {error.lineno}: {error.message}"
+        raise UserError(f"The chat template is no Jinja ({where}); mend it, or set chat_template_path to another.") from None
+    tree = environment.parse(template)
+    found: dict[str, set[type]] = {name: set() for name in meta.find_undeclared_variables(tree)}
+    above = {id(child): node for node in _all(tree) for child in node.iter_child_nodes()}
+    for use in tree.find_all(nodes.Name):
+        if use.name in found:
+            found[use.name] |= set(_kinds(use, above))
+    return found
+
+
+def _all(tree: nodes.Node) -> Iterator[nodes.Node]:
+    yield tree
+    yield from tree.find_all(nodes.Node)
+
+
+def _kinds(use: nodes.Node, above: Mapping[int, nodes.Node]) -> Iterator[type]:
+    """What one use of a name takes it for."""
+    node = above[id(use)]
+    beside = [child for child in node.iter_child_nodes() if child is not use]
+    if isinstance(node, nodes.Test) and node.name in ("defined", "undefined", "none"):
+        return
+    if isinstance(node, nodes.Test):
+        yield bool if node.name in ("true", "false", "boolean") else str if node.name == "string" else object
+    elif isinstance(node, nodes.Compare) and use is node.expr:
+        sides = [operand.expr for operand in node.ops]
+        yield from (type(side.value) if isinstance(side, nodes.Const) else object for side in sides)
+    elif isinstance(node, nodes.Filter) and node.name in ("default", "d") and node.args and isinstance(node.args[0], nodes.Const):
+        yield type(node.args[0].value)
+    elif isinstance(node, nodes.Assign) and use is node.target:
+        yield from [type(node.node.value)] if isinstance(node.node, nodes.Const) else []
+    elif isinstance(node, nodes.CondExpr) and use is not node.test:
+        yield from {type(other.value) for other in beside if isinstance(other, nodes.Const)} or {object}
+    elif isinstance(node, nodes.Not | nodes.And | nodes.Or | nodes.If | nodes.CondExpr):
+        yield bool
+    else:
+        yield object

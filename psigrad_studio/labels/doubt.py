@@ -1,0 +1,71 @@
+"""Which pair is asked about next: the one that a reward model doubts most.
+
+The nearer two completions' scores, the nearer the model's probability of either side is to one half, and the more an answer tells
+it (uncertainty sampling: Lewis and Gale 1994).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from psigrad_studio.labels import people
+from psigrad_studio.labels.database import writes
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Refusal
+from psigrad_studio.labels.schema import LabelTask, Origin, Project, Seat, TaskItem
+
+EXPLORED = 0.1
+"""The share of the pairs that are asked about at a random place, so that what a model is wrongly sure of comes up as well."""
+
+
+@writes
+def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
+    """Put the pairs that nobody has begun in order of the gap between their rewards, the least first; how many have both.
+
+    A completion has the reward of the rows that brought it last: rows that `psigrad score` has scored by a newer reward model are
+    imported again, and then ordered. Pairs without two rewards come last. Raises `Refusal` where the project is not of pairs, or
+    no pair has two rewards.
+    """
+    project = people.require(session, person, project_id, "manage")
+    if project.kind != "pair":
+        raise Refusal("Only pairs have an order of doubt; this project asks for something else.")
+    gaps = _gaps(session, project)
+    known = sum(gap is not None for gap in gaps.values())
+    if not known:
+        raise Refusal("No pair has a reward for both of its completions; bring rows with rewards, as psigrad score writes them.")
+    for turn, task in enumerate(order(gaps, project.seed)):
+        session.execute(update(Seat).where(Seat.task_id == task, Seat.user_id.is_(None)).values(turn=turn))
+    people.note(session, person, project_id, "ordered by doubt", pairs=known)
+    return known
+
+
+def order(gaps: Mapping[int, float | None], seed: int) -> list[int]:
+    """The pairs by their gaps, with a share `EXPLORED` of them at places drawn from `seed`, and those without a gap last."""
+    chance = random.Random(f"{seed} doubt")
+    known = [task for _, task in sorted((gap, task) for task, gap in gaps.items() if gap is not None)]
+    anywhere = {task for task in known if chance.random() < EXPLORED}
+    found = [task for task in known if task not in anywhere]
+    for task in sorted(anywhere):
+        found.insert(chance.randrange(len(found) + 1), task)
+    return found + [task for task, gap in gaps.items() if gap is None]
+
+
+def _gaps(session: Session, project: Project) -> dict[int, float | None]:
+    """The gap between the two rewards of every pair; None where one is missing."""
+    items = select(TaskItem.task_id, TaskItem.completion_id).join(LabelTask, LabelTask.id == TaskItem.task_id)
+    items = items.where(LabelTask.project_id == project.id)
+    placed = session.execute(items.order_by(TaskItem.task_id)).all()
+    brought = select(Origin.completion_id, Origin.about)
+    brought = brought.where(Origin.completion_id.in_(items.with_only_columns(TaskItem.completion_id)))
+    rewards: dict[int, float] = {}
+    for completion, about in session.execute(brought.order_by(Origin.id)):
+        if isinstance(about.get("reward"), int | float):
+            rewards[completion] = float(about["reward"])
+    pairs: dict[int, list[float | None]] = {}
+    for task, completion in placed:
+        pairs.setdefault(task, []).append(rewards.get(completion))
+    return {task: None if None in pair else abs(pair[0] - pair[1]) for task, pair in pairs.items()}  # type: ignore[operator]
