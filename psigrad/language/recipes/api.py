@@ -87,12 +87,12 @@ def train(
     model, dataset = named.pop("model.path", None), named.pop("data.dataset", None)
     if model is None:
         raise UserError("No model was given; give psigrad.train model=: a folder, a hub name, or a model of transformers.")
-    if dataset is None:
+    if dataset is None and not named.get("environment"):  # which may bring rows along
         raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
     eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
     given: dict[str, Any] = {
-        "data.dataset": _rows(dataset, splits[0]),
+        "data.dataset": _rows("" if dataset is None else dataset, splits[0]),
         "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split"),
     }
     if declared.settings is not RewardConfig:
