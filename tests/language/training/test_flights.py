@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psigrad.language.rewards import RewardPool, Samples, resolve
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import NextTurn, SamplingParams
 from psigrad.language.training.online.collect import begun_by
 from psigrad.objective import catalog
 
@@ -83,7 +83,7 @@ def test_an_episode_stays_with_its_sampler_and_its_task(overlap, monkeypatch):
         prompts = [(p,) for p in (7, 7, 8, 8, 9, 9)]
         talk = sampler.snapshot().dialogue(prompts, SamplingParams(max_tokens=9))
         for turn in range(3):
-            done = dict(talk.turns({i: ((100 + turn,), 10 * turn + i) for i in range(6)}))
+            done = dict(talk.turns({i: NextTurn((100 + turn,), 10 * turn + i) for i in range(6)}))
             assert sorted(done) == list(range(6))
     homes: dict[int, set[int]] = {}
     for engine, contexts in asked:
