@@ -48,7 +48,7 @@ class Affinity:
     worker: Any = None
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Owed:
     """A job that a worker is at."""
 

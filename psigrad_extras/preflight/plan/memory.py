@@ -25,6 +25,7 @@ from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.native.processor import plain_bfloat16
 from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers.cache import BLOCK
 from psigrad_extras.preflight.plan.arithmetic import Work
 from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize, size
 
@@ -218,6 +219,8 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
     own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
+    if kept.fused:  # whose rooms are whole blocks
+        own = work.slots * math.ceil(length.longest_completion / BLOCK) * BLOCK
     # the fused decoder keeps prompts in float32, in the order in which it reads them
     return policy.layers * 2 * policy.key * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
 
