@@ -28,6 +28,7 @@ help:
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
 	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
+	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
 	@echo "make lint       ruff"
@@ -179,6 +180,11 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py
 	$(RUN) benchmarks/tabular.py
 	$(RUN) benchmarks/control.py
+
+# The models and lengths that people train with, beside TRL (hours; goes on where it was cut off).
+.PHONY: bench-real
+bench-real: $(INSTALLED)
+	$(RUN) benchmarks/real.py $(WORKS)
 
 # Runs on 1, 2 and 4 processes beside each other. On a cluster: make bench-cluster CLUSTER="--cluster ray://… --samplers 1 2 4 8".
 CLUSTER ?=

@@ -43,8 +43,17 @@ CHECKS = {"ours": (__file__,), "trl": (_TRL, "check")}
 STEPS = {"ours": OURS, "trl": (_TRL, "steps")}
 
 
-def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, device: str = "cpu") -> dict[str, Any]:
-    """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both.
+def beside(
+    work: Workload,
+    dtype: str,
+    threads: int,
+    *,
+    make: Maker = build,
+    device: str = "cpu",
+    keep: Callable[[dict[str, float]], None] | None = None,
+) -> dict[str, Any]:
+    """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both. Each pair's
+    costs (see `costs`) and peaks in MiB are given to `keep` as soon as it was taken.
 
     Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
     same batch.
@@ -64,10 +73,14 @@ def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, dev
         # new processes are timed, so that a first step or a peak contains nothing of the check
         with _sides(STEPS, Path(folder), dtype, threads, device) as sides:
             steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
-            for _ in range(1 + work.steps):
+            for number in range(1 + work.steps):
                 for who, side in sides.items():
                     time.sleep(0.3)  # OpenMP threads spin for a while after their work
                     steps[who].append(whole_batch(work, who, side))
+                if keep is not None and number:
+                    last = {who: taken[-1] for who, taken in steps.items()}
+                    peaks = {f"{who}_mb": step["peak_mb"] for who, step in last.items()}
+                    keep({who: costs(work, [step])[0] for who, step in last.items()} | peaks)
             # imports, model and first step, as the process itself measured them; the first is not among the others
             first = {who: side.ready + steps[who].pop(0)["seconds"] for who, side in sides.items()}
         found = {who: medians(work, taken) for who, taken in steps.items()}

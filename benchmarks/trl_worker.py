@@ -65,7 +65,7 @@ def main(folder: Path, dtype: str, device: str, parent: Parent) -> None:
 def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "trl"),
-        "per_device_train_batch_size": work.prompts,
+        **_batches(work.prompts, work.micro_batch),
         "max_steps": 100000,
         "learning_rate": 1e-6,
         "logging_steps": 100000,
@@ -76,6 +76,12 @@ def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str
         "gradient_checkpointing": work.gradient_checkpointing,
         "disable_tqdm": True,
     }
+
+
+def _batches(rows: int, at_once: int) -> dict[str, int]:
+    """An optimiser step's rows, so many in a forward pass."""
+    size = min(at_once or rows, rows)
+    return {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
 
 
 def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: bool, device: str) -> tuple[Any, list[int]]:
@@ -91,9 +97,9 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
             return reward(completions)
 
         given["reward_funcs"] = counted
+        settings |= _batches(work.prompts * work.generations, work.micro_batch)
         settings |= {
-            "per_device_train_batch_size": work.prompts * work.generations,
-            "steps_per_generation": 1,
+            "steps_per_generation": settings["gradient_accumulation_steps"],
             "num_generations": work.generations,
             "max_completion_length": work.completion_tokens,
             "beta": work.beta,
@@ -107,7 +113,13 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
         settings["disable_dropout"] = True
         model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        kind = torch.bfloat16 if work.half_weights else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=kind)
+    if work.lora_rank:
+        import peft
+
+        torch.manual_seed(0)  # the adapters of our process
+        model = peft.get_peft_model(model, peft.LoraConfig(r=work.lora_rank, lora_alpha=16, target_modules="all-linear"))
     name = "Reward" if work.kind == "reward" else work.kind.upper()
     trainer = getattr(trl, f"{name}Trainer")(
         model,

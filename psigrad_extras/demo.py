@@ -113,7 +113,7 @@ def prepare(
         advance()
         tokenizer = tiny.tokenizer((row["prompt"] + row["completion"] for row in shown[:3000]), 300)
         advance()
-        model = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, seed=seed)
+        model = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, max_length=512, seed=seed)
         model.save_pretrained(paths["base"])
         tokenizer.save_pretrained(paths["base"])
         advance()

@@ -11,8 +11,9 @@ from pydantic import BaseModel, Field
 from psigrad.language.rollout.episodes.tool_calls import ToolCall
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import event, identity, tool_calls
-from psigrad_serve.forms import Count, SamplingForm, check_choice, read_form, read_stop
+from psigrad_serve.forms import Count, SamplingForm, offers, read_form, read_stop
 from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.steering import chosen_tool
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -51,10 +52,11 @@ class AnthropicMessages:
         self.served, self.form = served, read_form(MessagesForm, body)
         form = self.form
         served.check_model(form.model)
-        tools = [_function(tool) for tool in form.tools] if check_choice(form.tool_choice) else []
+        tools = [_function(tool) for tool in form.tools] if offers(form.tool_choice) else []
         row, offered = served.conversation(list(_messages(form)), tools, form.chat_template_kwargs)
         stop = read_stop(form.stop_sequences)
-        self.calls = [served.call(body, row, None, form.asked(form.max_tokens), stop=stop, offered=offered)]
+        wish = served.wish({}, chosen_tool(form.tool_choice), offered, "", "")
+        self.calls = [served.call(body, row, None, form.asked(form.max_tokens), stop=stop, offered=offered, wish=wish)]
         self.stream = form.stream
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:

@@ -12,8 +12,9 @@ from pydantic import BaseModel, Field
 from psigrad import seeds
 from psigrad.language.rollout.episodes.tool_calls import ToolCall
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, SamplingForm, check_choice, read_form, read_stop
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, offers, read_form, read_stop
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.steering import chosen_tool, json_grammar
 
 
 class StreamOptions(BaseModel):
@@ -38,7 +39,7 @@ class ToolForm(BaseModel):
     function: FunctionForm
 
 
-class ChatForm(SamplingForm):
+class ChatForm(PenaltyForm):
     """The body."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -50,6 +51,7 @@ class ChatForm(SamplingForm):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
     tools: list[ToolForm] = Field(default=[])
     tool_choice: Any = None
+    response_format: Any = None
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
 
@@ -60,12 +62,15 @@ class ChatCompletions:
         self.served, self.form = served, read_form(ChatForm, body)
         form = self.form
         served.check_model(form.model)
-        tools = [tool.model_dump(exclude_none=True) for tool in form.tools] if check_choice(form.tool_choice) else []
+        tools = [tool.model_dump(exclude_none=True) for tool in form.tools] if offers(form.tool_choice) else []
         row, offered = served.conversation(form.messages, tools, form.chat_template_kwargs)
         asked = form.asked(form.max_completion_tokens or form.max_tokens)
         top = form.top_logprobs if form.logprobs else 0
         stop = read_stop(form.stop)
-        self.calls = [served.call(body, row, None, asked, n=form.n, stop=stop, top=top, offered=offered)]
+        place = "response_format"
+        grammar = json_grammar(form.response_format, place)
+        wish = served.wish(form.penalties, chosen_tool(form.tool_choice), offered, grammar, place)
+        self.calls = [served.call(body, row, None, asked, n=form.n, stop=stop, top=top, offered=offered, wish=wish)]
         self.stream = form.stream
 
     @property

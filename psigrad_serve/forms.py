@@ -63,6 +63,20 @@ class SamplingForm(BaseModel):
         return {name: getattr(self, name) for name in names} | {"max_tokens": max_tokens or 0}
 
 
+class PenaltyForm(SamplingForm):
+    """What OpenAI's completions have beside it."""
+
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=-100, le=100)]] = Field(default={})
+
+    @property
+    def penalties(self) -> dict[str, Any]:
+        """As `Wish` has them."""
+        bias = {int(token): value for token, value in self.logit_bias.items()}
+        return {"frequency": self.frequency_penalty, "presence": self.presence_penalty, "bias": bias}
+
+
 def read_json(body: bytes) -> dict[str, Any]:
     """The object that a body is."""
     try:
@@ -120,11 +134,6 @@ def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def check_choice(choice: Any) -> bool:
-    """Whether tools are offered: a call can't be forced."""
-    if choice in (None, "auto", "none", {"type": "auto"}, {"type": "none"}):
-        return choice not in ("none", {"type": "none"})
-    raise ApiError(
-        f"tool_choice is {json.dumps(choice)[:80]}: a call can't be forced here, so give 'auto' or 'none'.",
-        param="tool_choice", code="unsupported_parameter",
-    )  # fmt: skip
+def offers(choice: Any) -> bool:
+    """Whether tools are offered."""
+    return choice not in ("none", {"type": "none"})

@@ -14,8 +14,9 @@ from pydantic import BaseModel, Field
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import event, identity, token_logprobs, tool_calls
-from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, check_choice, read_form
+from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, offers, read_form
 from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.steering import chosen_tool, json_grammar
 
 KEPT = 1000
 """Responses that are remembered; the oldest are forgotten first."""
@@ -42,6 +43,7 @@ class ResponsesForm(SamplingForm):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
     tools: list[ResponsesTool] = Field(default=[])
     tool_choice: Any = None
+    text: dict[str, Any] = Field(default={})
     store: bool = True
     metadata: dict[str, Any] = Field(default={})
 
@@ -53,14 +55,16 @@ class Responses:
         self.served, self.form = served, read_form(ResponsesForm, body)
         form = self.form
         served.check_model(form.model)
-        offers = form.tools if check_choice(form.tool_choice) else []
-        tools = [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in offers]
+        shown = form.tools if offers(form.tool_choice) else []
+        tools = [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in shown]
         self.messages = [*_before(served, form.previous_response_id), *_turns(form.input)]
         opening = [{"role": "system", "content": form.instructions}] if form.instructions else []
         row, offered = served.conversation([*opening, *self.messages], tools, form.chat_template_kwargs)
         self.logprobs = "message.output_text.logprobs" in form.include or form.top_logprobs > 0
         asked = form.asked(form.max_output_tokens)
-        self.calls = [served.call(body, row, None, asked, offered=offered, top=form.top_logprobs)]
+        place = "text.format"
+        wish = served.wish({}, chosen_tool(form.tool_choice), offered, json_grammar(form.text.get("format"), place), place)
+        self.calls = [served.call(body, row, None, asked, offered=offered, top=form.top_logprobs, wish=wish)]
         self.stream, self.created = form.stream, int(time.time())
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
@@ -164,7 +168,7 @@ class Responses:
             "parallel_tool_calls": True,
             "temperature": form.temperature,
             "top_p": form.top_p,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": form.text.get("format") or {"type": "text"}},
             "tool_choice": form.tool_choice or "auto",
             "metadata": form.metadata,
             "tools": [tool.model_dump() for tool in form.tools],

@@ -24,6 +24,8 @@ from psigrad.language.rollout.episodes.tools import CallForm, call_form_of
 from psigrad.language.rollout.types import DrawnToken, SamplingParams
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.engine.streams import Steer
+from psigrad_serve.steering import Forms, Wish, call_grammar
 from psigrad_serve.writer import Offered, Writer
 
 MOST_WAITING = 1024
@@ -45,6 +47,7 @@ class Call:
     stop: tuple[str, ...] = ()
     top: int = 0
     offered: Offered | None = None
+    wish: Wish = field(default_factory=Wish)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Served:
 
     def __init__(self, engine: SamplingEngine, names: Sequence[str] = (), recorder: Recorder | None = None) -> None:
         self.engine, self.names, self.recorder = engine, tuple(names), recorder or Recorder()
-        self.tokenizer = engine.model.tokenizer
+        self.tokenizer, self.forms = engine.model.tokenizer, Forms(engine.model)
         self.kept: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
         """Conversations by the name of the response that ended them."""
         self._forms: dict[str, CallForm] = {}
@@ -138,7 +141,30 @@ class Served:
             self._forms[key] = call_form_of(self.tokenizer, **(arguments or {}))
         functions = [tool["function"] for tool in tools]
         parameters = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
-        return row, Offered(self._forms[key], parameters)
+        schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+        return row, Offered(self._forms[key], parameters, schemas)
+
+    def wish(self, penalties: Mapping[str, Any], forced: str | None, offered: Offered | None, form: str, place: str) -> Wish:
+        """What a request wants of the draws: its penalties, a call of the tool `forced`, or the grammar `form`, asked for in the
+        field `place`.
+        """
+        if forced is not None:
+            form, place = call_grammar(offered, forced, self.tokenizer.get_added_vocab()), "tool_choice"
+        found = Wish(grammar=form, **penalties)
+        if not found:
+            return found
+        if not self.engine.steers:
+            names = {"frequency": "frequency_penalty", "presence": "presence_penalty", "bias": "logit_bias"}
+            name = place if form else next(names[one] for one, given in penalties.items() if given)
+            raise ApiError(
+                f"{name} needs the embedded sampler, and this server has another; leave it out.",
+                param=name, code="unsupported_parameter",
+            )  # fmt: skip
+        if any(token >= self.engine.model.vocabulary for token in found.bias):
+            raise ApiError("logit_bias names a token that the model does not have.", param="logit_bias", code="invalid_value")
+        if form:
+            self.forms.check(form, place)
+        return found
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
         """The tokens of a prompt."""
@@ -206,10 +232,15 @@ class ServedAnswer:
         self.served, self.session, self.call = served, session, call
         engine = served.engine
         try:
-            self.streams = [engine.submit(call.prompt_ids, call.params, seed_of(call.seed, k), call.top) for k in range(call.n)]
+            self.streams = [
+                engine.submit(call.prompt_ids, call.params, seed_of(call.seed, k), call.top, self._steer()) for k in range(call.n)
+            ]
         except UserError as error:
             raise ApiError(str(error), code="context_length_exceeded") from None
         self._recorded = [asyncio.Event() for _ in self.streams]
+
+    def _steer(self) -> Steer | None:
+        return self.call.wish.steer(self.served.forms) if self.call.wish else None
 
     async def choice(self, k: int) -> AsyncGenerator[ServedPiece]:
         """The pieces of a choice, as they come. Whoever leaves cancels it. The recorder hears of the choices in their order."""

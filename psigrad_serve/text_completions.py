@@ -12,13 +12,13 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.chat_completions import StreamOptions, event, identity, usage
-from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, SamplingForm, read_form, read_stop
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, read_form, read_stop
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class TextForm(SamplingForm):
+class TextForm(PenaltyForm):
     """The body."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
@@ -38,7 +38,8 @@ class TextCompletions:
         form = self.form
         served.check_model(form.model)
         stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens), form.logprobs or 0
-        self.calls = [served.call(body, *each, asked, n=form.n, stop=stop, top=top) for each in self._prompts(form.prompt)]
+        more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
+        self.calls = [served.call(body, *each, asked, **more) for each in self._prompts(form.prompt)]
         self.stream = form.stream
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:

@@ -33,7 +33,7 @@ from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.forms import read_json
 from psigrad_serve.served import seed_of
-from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel
+from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel, whole_state
 from psigrad_serve.writer import Writer
 
 PATIENCE = 20.0
@@ -224,6 +224,8 @@ class TinkerServer:
         words = [stop] if isinstance(stop, str) else [each for each in stop or () if isinstance(each, str)]
         ids = tuple(each for each in stop or () if isinstance(each, int))
         room = engine.model.max_length - len(prompt)
+        if room < 1:
+            raise ApiError(f"The prompt has {len(prompt)} tokens and the model {engine.model.max_length} positions; shorten it.")
         params = SamplingParams(
             max_tokens=min(asked.get("max_tokens") or room, room),
             temperature=asked.get("temperature", 1.0),
@@ -339,7 +341,7 @@ class TinkerServer:
     def _place(self, path: str) -> Path:
         parts = path.removeprefix("tinker://").split("/")
         place = self.folder.joinpath(*parts)
-        if not path.startswith("tinker://") or len(parts) != 3 or ".." in parts or not place.is_dir():
+        if not path.startswith("tinker://") or len(parts) != 3 or ".." in parts or not whole_state(place):
             raise ApiError(f"There is no state {path!r} here.", status=404)
         return place
 

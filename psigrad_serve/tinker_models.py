@@ -28,11 +28,16 @@ _DATUM = ("target_tokens", "weights", "advantages", "logprobs")
 
 @dataclass(frozen=True)
 class TinkerDatum:
-    """A sequence that is trained on: `targets` [T] follow its first token, and each has numbers of its loss [T]."""
+    """A sequence that is trained on: `targets` [T] follow its first token, and each has numbers of its loss [T].
+
+    Of `idle` places the client named another target, as those who pad do over the prompt, and the loss has no part there. Their
+    log-probs are told as 0.
+    """
 
     first: int
     targets: tuple[int, ...]
     numbers: Mapping[str, Tensor]
+    idle: Tensor | None = None
 
     @classmethod
     def of(cls, tokens: Sequence[int], inputs: Mapping[str, Tensor]) -> TinkerDatum:
@@ -44,12 +49,20 @@ class TinkerDatum:
         targets = tuple(inputs["target_tokens"].tolist())
         if len(targets) != len(tokens) or not tokens:
             raise ApiError(f"A datum has {len(tokens)} tokens and {len(targets)} targets; there is one for each.")
-        if targets[:-1] != tuple(tokens[1:]):
-            raise ApiError("The targets of a datum are not its tokens moved by one place, which alone can be had here.")
         numbers = {name: values for name, values in inputs.items() if name != "target_tokens"}
         if wrong := next((name for name, values in numbers.items() if values.shape != (len(targets),)), None):
             raise ApiError(f"{wrong} has {tuple(numbers[wrong].shape)} numbers for {len(targets)} targets.")
-        return cls(tokens[0], targets, numbers)
+        moved = (*tokens[1:], targets[-1])
+        if targets == moved:
+            return cls(tokens[0], targets, numbers)
+        idle = inputs["target_tokens"] != torch.tensor(moved)
+        counts = [numbers[name] for name in ("weights", "advantages") if name in numbers]
+        if not any(bool((each[idle] == 0).all()) for each in counts):
+            raise ApiError(
+                "The targets of a datum are not its tokens moved by one place, and their weights or advantages are not 0; "
+                "such can't be had here."
+            )
+        return cls(tokens[0], moved, numbers, idle)
 
     def number(self, name: str, loss: str) -> Tensor:
         """[T] of a kind that the loss needs."""
@@ -141,7 +154,7 @@ class TinkerModel:
                 summed = torch.stack([LOSSES[loss](row, datum, how) for row, datum in zip(own, part, strict=True)]).sum()
             if backward:
                 summed.backward()
-            found += [row.detach().float().cpu() for row in own]
+            found += [_told(row.detach().float().cpu(), datum) for row, datum in zip(own, part, strict=True)]
             total += float(summed.detach())
         return found, total
 
@@ -169,8 +182,11 @@ class TinkerModel:
         for file in beside.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(before := _before(folder), ignore_errors=True)
+        if folder.is_dir():
+            folder.rename(before)
         beside.rename(folder)
+        shutil.rmtree(before, ignore_errors=True)
 
     def load(self, folder: Path, optimizer: bool) -> None:
         """Go on from a state, with its optimiser or a fresh one. Gradients that were added up are forgotten."""
@@ -185,6 +201,21 @@ class TinkerModel:
                 if optimizer and f"optimizer.step.{name}" in state:
                     keys = ("step", "exp_avg", "exp_avg_sq")
                     self.optimizer.state[p] = {key: state[f"optimizer.{key}.{name}"] for key in keys}
+
+
+def whole_state(folder: Path) -> bool:
+    """Whether there is a state in this folder; one that was to be replaced when the server was killed is put back."""
+    if not folder.is_dir() and _before(folder).is_dir():
+        _before(folder).rename(folder)
+    return folder.is_dir()
+
+
+def _before(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.before")
+
+
+def _told(logp: Tensor, datum: TinkerDatum) -> Tensor:
+    return logp if datum.idle is None else logp.masked_fill(datum.idle, 0.0)
 
 
 def _parts(data: Sequence[TinkerDatum]) -> list[list[TinkerDatum]]:

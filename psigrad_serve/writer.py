@@ -24,6 +24,8 @@ class Offered:
 
     form: CallForm
     parameters: Mapping[str, Mapping[str, Any]]
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of the whole of each tool's arguments."""
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
+from psigrad.language.training.online.collect import begun_by
 from psigrad_extras.experiments import drawing
 from psigrad_extras.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
 from studies.settings import LagSettings
@@ -103,24 +104,28 @@ def seconds_to_publish(s: LagSettings, samplers: int) -> float:
 
 class Samplers:
     """Devices that decode, each up to `slots` completions at a time. With n of them a token of each takes weights + n · cache
-    seconds.
+    seconds. A device decodes under one version of the weights: another one's completions wait until it has ended those it has,
+    unless it is `free` to go on with new weights in the middle of a completion.
     """
 
-    def __init__(self, s: LagSettings, devices: int) -> None:
-        self._s = s
-        self._waiting: deque[tuple[int, int]] = deque()
+    def __init__(self, s: LagSettings, devices: int, free: bool = False) -> None:
+        self._s, self._free = s, free
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._version = [0] * devices
         self._active: list[list[tuple[float, int]]] = [[] for _ in range(devices)]  # heaps of (tokens done by then, completion)
         self._done, self._at, self._stamp = [0.0] * devices, [0.0] * devices, [0] * devices
         self._events: list[tuple[float, int, int]] = []
 
-    def add(self, items: Sequence[tuple[int, int]], now: float) -> None:
-        """Completions as (number, length), dealt to the devices with the fewest."""
+    def add(self, items: Sequence[tuple[int, int, int]], now: float) -> None:
+        """Completions as (number, length, version), dealt to the devices with the fewest."""
         self._waiting.extend(items)
         free = [(len(own), d) for d, own in enumerate(self._active) if len(own) < self._s.slots]
         heapq.heapify(free)
         touched: set[int] = set()
         while self._waiting and free:
             count, device = heapq.heappop(free)
+            if not self._takes(device):
+                continue
             if device not in touched:
                 touched.add(device)
                 self._advance(device, now)
@@ -142,13 +147,17 @@ class Samplers:
         _, device, _ = heapq.heappop(self._events)
         self._advance(device, now)
         _, number = heapq.heappop(self._active[device])
-        if self._waiting:
+        while self._waiting and len(self._active[device]) < self._s.slots and self._takes(device):
             self._begin(device)
         self._announce(device)
         return number
 
+    def _takes(self, device: int) -> bool:
+        """Whether it may begin what waits first."""
+        return self._free or not self._active[device] or self._version[device] == self._waiting[0][2]
+
     def _begin(self, device: int) -> None:
-        number, length = self._waiting.popleft()
+        number, length, self._version[device] = self._waiting.popleft()
         heapq.heappush(self._active[device], (self._done[device] + length, number))
 
     def _advance(self, device: int, now: float) -> None:
@@ -172,7 +181,7 @@ def in_turns(s: LagSettings, devices: int) -> LagRow:
     for step in range(s.steps):
         batch = sizes[step * s.completions : (step + 1) * s.completions]
         samplers, ended = Samplers(s, devices), 0.0
-        samplers.add(list(enumerate(batch)), 0.0)
+        samplers.add([(i, size, 0) for i, size in enumerate(batch)], 0.0)
         for _ in batch:
             ended = samplers.next()
             samplers.end()
@@ -188,16 +197,16 @@ def apart(s: LagSettings, devices: int, share: float, lag: int, in_order: bool, 
     count = s.completions
     samplers = max(1, int(devices * share))
     sizes = lengths(s, (s.steps + lag + 1) * count)
-    engines, version, now, issued = Samplers(s, samplers), 0, 0.0, 0
+    engines, version, now, issued = Samplers(s, samplers, free=not in_order), 0, 0.0, 0
     born, left, ready = [0] * len(sizes), [count] * (s.steps + lag + 1), deque[int]()
     until, trained, ages, first = math.inf, 0, [], []
     begun = (0.0, 0)
 
     def issue() -> None:
         nonlocal issued
-        upto = min(len(sizes), (version + lag + 1) * count)
+        upto = begun_by(version, lag, s.steps + lag + 1) * count
         born[issued:upto] = [version] * (upto - issued)
-        engines.add([(i, sizes[i]) for i in range(issued, upto)], now)
+        engines.add([(i, sizes[i], version) for i in range(issued, upto)], now)
         issued = upto
 
     issue()

@@ -31,7 +31,8 @@ def init(arguments: list[str]) -> int:
     if kind not in KINDS:
         raise UserError(f"There is no kind of project {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
     files = ", ".join(write(kind, folder))
-    print(f"{folder}: {files}\n\n  cd {folder}\n  python -m pytest      # the project's own tests\n  {KINDS[kind][1]}")
+    tests = "python -m pytest      # the project's own tests; pip install pytest brings it"
+    print(f"{folder}: {files}\n\n  cd {folder}\n  {tests}\n  {KINDS[kind][1]}")
     return 0
 
 

@@ -31,6 +31,7 @@ def train(name: str) -> Callable[[list[str]], int]:
         from psigrad.language.recipes import api
         from psigrad.records.report import terminal
 
+        config = api.fitted(config)
         if launch.first() and (plan := extras.find("plan")):
             plan.warn(config)
             plan.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)

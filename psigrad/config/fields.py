@@ -40,6 +40,13 @@ FREE, RECORDED, LENGTH, LIVE = Mark.FREE, Mark.RECORDED, Mark.LENGTH, Mark.LIVE
 MACHINE, STEPS, SEVERAL, MAIN = Mark.MACHINE, Mark.STEPS, Mark.SEVERAL, Mark.MAIN
 
 
+class On:
+    """What a setting of a run that trains is on a type of device unless it is given: `Annotated[str, On(cuda="bfloat16")]`."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+
 class NotRead:
     """Settings of a section that a command does not read: `run: Annotated[Run, NotRead("max_steps")]`. Where another one stands
     for it, its dotted name: `NotRead(temperature="evaluation.eval_temperature")`.
@@ -101,6 +108,14 @@ def _unread_of(cls: Any) -> dict[str, str]:
     sections = get_type_hints(cls, include_extras=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, NotRead)}
     return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
+
+
+def usual_on(cls: Any, device: str) -> dict[str, Any]:
+    """The table of defaults of a type of device, "cuda", for a settings class: by dotted name what differs from the field's own.
+    A class that trains nothing has none.
+    """
+    trains = "optim" in get_type_hints(cls)
+    return {name: mark.values[device] for name, mark in _notes(cls, On) if trains and device in mark.values}
 
 
 def unread_by(cls: Any, algorithm: str) -> set[str]:

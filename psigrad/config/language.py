@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead
+from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead, On
 from psigrad.config.sections import (
     DRAWS,
     BelowOne,
@@ -75,9 +75,9 @@ _AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in 
 class PackingSettings:
     """How much goes into a forward pass."""
 
-    micro_batch_tokens: Annotated[Count, RECORDED, MAIN] = 4096
+    micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, On(cuda=0)] = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
-    activations stay near the processor. A GPU with room wants more."""
+    activations stay near the processor. 0: as many as the device's free memory has room for, by `psigrad plan`'s arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,11 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
     """Prompts of each step whose completions are written to rollouts.jsonl token by token: log-probs, entropy, advantage."""
+    record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
+    """Prompts of each step whose completions are written to rollouts.jsonl at all; 0: every one."""
+    record_rows: Annotated[CountOrZero, RECORDED] = 0
+    """Keep about so many rows of completions. rollouts.jsonl begins anew at every gigabyte, and the oldest of the files before it
+    go while those that stay hold more; 0: all stay."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +337,8 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     """The shape of the rows: they are asked and judged as that benchmark's are, unless a reward is named."""
     num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
     """With a benchmark: worked examples before each question."""
+    likelihood: Annotated[bool, Needs("benchmark=mmlu")] = False
+    """Answer by the letter that the model finds likeliest, as lm-eval does, instead of sampling an answer and reading it."""
     fewshot_dataset: Annotated[str, Needs("num_fewshot")] = ""
     """Rows that the examples are taken from, the first ones; empty: the first ones of the dataset, which are then not asked."""
     output: Annotated[str, MAIN] = ""

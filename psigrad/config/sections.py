@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS, Needs
+from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS, Needs, On
 from psigrad.errors import UserError
 
 # Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
@@ -82,8 +82,9 @@ class Model:
     them."""
     eos_token: str = ""
     """Token that ends a text, in place of the tokenizer's own EOS. It is saved with the model."""
-    dtype: Annotated[Literal["float32", "bfloat16"], MAIN] = "float32"
-    """Precision of the weights and of the forward pass. TRL computes in bfloat16 on a GPU."""
+    dtype: Annotated[Literal["float32", "bfloat16"], MAIN, On(cuda="bfloat16")] = "float32"
+    """Precision of the weights and of the forward pass, as TRL's on a GPU. The optimiser steps float32 masters of bfloat16
+    weights. Products of float32 are made in TF32 on a GPU."""
     adapter: Literal["continue", "merge"] = "continue"
     """What becomes of an adapter that is given as the model: it is trained on, or merged into its base, all of whose weights
     then learn. With lora_rank it is merged, and a new adapter put on top."""
@@ -107,7 +108,7 @@ class Model:
     attention: Literal["sdpa", "flex"] = "sdpa"
     """How packed sequences attend where the fused decoder does not compute: scaled_dot_product_attention, or on a GPU compiled
     FlexAttention."""
-    gradient_checkpointing: Annotated[bool, RECORDED] = False
+    gradient_checkpointing: Annotated[bool, RECORDED, On(cuda=True)] = False
     """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, a third
     more time, with a vocabulary of 150,000 before a small model nearly twice. TRL: on."""
 
@@ -304,6 +305,9 @@ class Run:
     """Where the output is no terminal: print a line of figures every this many steps; 0: none."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
+    async_save: Annotated[bool, RECORDED, On(cuda=True)] = False
+    """Copy what a checkpoint holds to the host's memory, and write it in a thread while steps go on. Not with callbacks, which
+    are shown a checkpoint that is there."""
     save_total_limit: Annotated[Count, RECORDED] = 2
     """Checkpoints kept; the newest that verifies is never deleted."""
     resume: Annotated[Literal["auto", "never", "must"], FREE] = "auto"

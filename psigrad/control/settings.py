@@ -154,4 +154,4 @@ class ControlConfig:
     """Draw an episode of the trained policy as episode.gif."""
     tuned: Annotated[bool, MAIN] = True
     """Start from tuned settings for this algorithm on this environment, if there are any."""
-    run: Annotated[Run, NotRead("max_memory")] = field(default_factory=lambda: Run(threads=1))
+    run: Annotated[Run, NotRead("max_memory", "async_save")] = field(default_factory=lambda: Run(threads=1))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -47,8 +48,9 @@ class Latest:
     manifest: dict[str, Any] = field(default_factory=dict)
 
 
-def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[str, Any]) -> Path:
-    """Make `root/step-…` out of what `write(folder)` puts into a folder; `meta` goes into the manifest.
+def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None], *, meta: Mapping[str, Any]) -> Path:
+    """Make `root/step-…` out of what `write(folder)` puts into a folder; `meta` goes into the manifest. `write` may return what
+    `sealed` has found of some of the files.
 
     A checkpoint of the same step is replaced, and can be found at every moment of it. Raises `CheckpointError` where the
     disk is full or read-only: what was there before is untouched.
@@ -57,8 +59,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[
     try:
         root.mkdir(parents=True, exist_ok=True)
         beside.mkdir()
-        write(beside)
-        files = seal(beside)
+        files = seal(beside, write(beside) or {})
         _write_manifest(beside / MANIFEST, {**meta, "format": FORMAT, "step": step, "files": files})
         sync_tree(beside)
         if final.exists():
@@ -97,17 +98,28 @@ def _discard(path: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
 
 
-def seal(folder: Path) -> dict[str, Any]:
+def sealed(path: Path) -> dict[str, Any]:
+    """The size and the SHA-256 of a file, which is on the disk then."""
+    found = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    sync(path)
+    return found
+
+
+def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """The size and the SHA-256 of every file below a folder, which is on the disk then: files are summed, all at once, while the
-    disk writes them.
+    disk writes them. Of some both are `known` already, by those who wrote them.
     """
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; is it a shared folder?")
+    files = sorted((p for p in found if str(p.relative_to(folder)) not in known), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor() as pool:
         sums = [pool.submit(sha256, path) for path in files]
         for path in files:
             sync(path)
-        found = {path: {"bytes": path.stat().st_size, "sha256": sum.result()} for path, sum in zip(files, sums, strict=True)}
-    return {str(path.relative_to(folder)): found[path] for path in sorted(files)}
+        own = {path: {"bytes": path.stat().st_size, "sha256": sum.result()} for path, sum in zip(files, sums, strict=True)}
+    every = {**known, **{str(path.relative_to(folder)): entry for path, entry in own.items()}}
+    return {name: every[name] for name in sorted(every, key=lambda name: Path(name).parts)}
 
 
 def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:

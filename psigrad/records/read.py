@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.records.pins import check_format, name_preset_once
-from psigrad.records.row_lines import read_lines, read_steps
+from psigrad.records.row_lines import read_lines, read_steps, rollout_files
 from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600
@@ -172,7 +172,7 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
         check_format(path, config := _json(path / "config.json"))
-        rewards, troubles, samples = _rollouts(path / "rollouts.jsonl") if rollouts else ({}, Counter(), {})
+        rewards, troubles, samples = _rollouts(rollout_files(path)) if rollouts else ({}, Counter(), {})
         return RunData(
             name=path.resolve().name,
             path=path,
@@ -189,16 +189,14 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
         raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; fix that and write the report again.") from error
 
 
-def _rollouts(path: Path) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]]]:
-    """Rewards, troubles and samples in one pass over the file, which can be far larger than memory: of held-out rows only the
-    offsets are kept, and only those of three evaluations are read again.
+def _rollouts(files: Sequence[Path]) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]]]:
+    """Rewards, troubles and samples in one pass over the files, which can be far larger than memory: of held-out rows only the
+    places are kept, and only those of three evaluations are read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
-    offsets: dict[int, list[int]] = {}
-    end = 0
-    for line in read_lines(path):
-        at, end = end, end + len(line)
+    offsets: dict[int, list[tuple[Path, int]]] = {}
+    for at, line in _placed_lines(files):
         row = rollout_figures(line)
         if row is None:
             continue
@@ -211,13 +209,21 @@ def _rollouts(path: Path) -> tuple[dict[int, list[float]], Counter[tuple[str, st
             troubles[row.status, clip(row.reason, 200)] += 1
     steps = sorted(offsets)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    return rewards, troubles, {step: _samples(path, offsets[step]) for step in chosen}
+    return rewards, troubles, {step: _samples(offsets[step]) for step in chosen}
 
 
-def _samples(path: Path, offsets: Sequence[int]) -> dict[str, Sample]:
+def _placed_lines(files: Sequence[Path]) -> Iterator[tuple[tuple[Path, int], bytes]]:
+    for file in files:
+        end = 0
+        for line in read_lines(file):
+            yield (file, end), line
+            end += len(line)
+
+
+def _samples(places: Sequence[tuple[Path, int]]) -> dict[str, Sample]:
     found: dict[str, Sample] = {}
-    with path.open("rb") as stream:
-        for offset in offsets:
+    for file, offset in places:
+        with file.open("rb") as stream:
             stream.seek(offset)
             row = parse_row(stream.readline())
             if row is not None:

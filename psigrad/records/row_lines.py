@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,45 @@ from psigrad.records.rows import parse_row, parse_step
 
 # Bytes of a file that is cut and not read through, and of the end in which its last row is looked for.
 _LARGE, _TAIL = 1 << 26, 1 << 22
+_PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
+
+
+class RolloutPart(NamedTuple):
+    """A full rollouts.jsonl that was put aside: its name says the step of its last row, and how many rows it has."""
+
+    path: Path
+    last: int
+    rows: int
+
+
+def parts_of(folder: Path) -> list[RolloutPart]:
+    """The parts of a run's completions that were put aside, the oldest first; rollouts.jsonl goes on behind them."""
+    found = ((path, _PART.fullmatch(path.name)) for path in folder.glob("rollouts-*.jsonl"))
+    return sorted((RolloutPart(path, int(match[1]), int(match[2])) for path, match in found if match), key=lambda part: part.last)
+
+
+def rollout_files(folder: Path) -> list[Path]:
+    """Every file of a run's completions that there is, in their order."""
+    return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
+
+
+def put_aside(folder: Path, last: int, rows: int, keep: int) -> None:
+    """Make rollouts.jsonl, whose rows end at step `last`, a part; the oldest parts go while the others hold `keep` rows (0: all
+    stay).
+    """
+    os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
+    parts = parts_of(folder)
+    while keep and parts and sum(part.rows for part in parts[1:]) >= keep:
+        parts.pop(0).path.unlink()
+
+
+def bring_back(folder: Path, step: int, written: int | None) -> None:
+    """Undo `put_aside` of rows behind `step`, as a run that goes back to an older checkpoint must: the part that holds the step
+    is rollouts.jsonl again. So is one that ends there, where the checkpoint knew its rows, `written`, under that name.
+    """
+    for part in reversed(parts_of(folder)):
+        if part.last > step or (part.last == step and part.rows == written):
+            os.replace(part.path, folder / "rollouts.jsonl")
 
 
 class TakenBack(NamedTuple):

@@ -27,6 +27,8 @@ ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
 REPLAYS = "replays"
 """The folder of `psigrad replay`'s pages."""
+# Bytes at which a new rollouts.jsonl is begun.
+PART = 1 << 30
 
 
 class RunFolderError(UserError):
@@ -219,11 +221,19 @@ class RunFolder:
         self.event(kind, **fields)
         print(f"psigrad: {self.path}: {text}", file=sys.stderr, flush=True)
 
-    def flush(self) -> None:
-        """Everything written so far is on the disk when this returns."""
+    def flush(self, step: int = -1, keep: int = 0) -> None:
+        """Everything written so far is on the disk when this returns. With a `step` it is all up to that step, and a checkpoint
+        follows: where rollouts.jsonl is large (`PART` bytes) a new one is begun, and about `keep` rows before it stay (0: all).
+        """
         with _errors_of(self.path):
             for stream in self._files.values():
                 os.fsync(stream.fileno())
+            if step >= 0 and os.fstat(self._files["rollouts"].fileno()).st_size >= PART:
+                self._files["rollouts"].close()
+                row_lines.put_aside(self.path, step, self.rows.get("rollouts", 0), keep)
+                file = self.path / "rollouts.jsonl"
+                self._files["rollouts"], self.rows["rollouts"] = file.open("ab", buffering=0), 0
+                checkpoint.sync(self.path)
 
     def rewind(
         self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
@@ -234,6 +244,7 @@ class RunFolder:
         Damaged lines of others are kept aside, and said, as rows that are missing are.
         """
         with _errors_of(self.path):
+            row_lines.bring_back(self.path, step, written.get("rollouts"))
             for name in ("metrics", "timings", "rollouts"):
                 file, expected = self.path / f"{name}.jsonl", written.get(name)
                 self._files[name].close()
@@ -294,7 +305,10 @@ class NullRunFolder(RunFolder):
     def _append(self, name: str, lines: bytes) -> None:
         pass
 
-    def flush(self) -> None:
+    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rank 0 has them."""
+
+    def flush(self, step: int = -1, keep: int = 0) -> None:
         """Nothing was written."""
 
     def rewind(

@@ -13,7 +13,7 @@ import torch
 from psigrad.config import Run
 from psigrad.errors import UserError
 from psigrad.runs.callbacks import CallbackError, RunState
-from psigrad.runs.journal import Journal
+from psigrad.runs.journal import Journal, Stopped
 from psigrad.runs.progress import bar
 
 S = TypeVar("S", bound=RunState)
@@ -126,10 +126,15 @@ class _Saves(Generic[S]):
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
         """A block for the whole loop. A callback that fails fails on all ranks and has moved no weight."""
+        wait: Callable[[], None] = getattr(self.save, "wait", lambda: None)  # a save may go on beside the steps
         try:
             yield
-        except CallbackError:
-            self._rescue()
+            wait()
+        except BaseException as error:
+            if isinstance(error, CallbackError):
+                self._rescue()
+            with contextlib.suppress(*(() if isinstance(error, Stopped) else (Exception,))):  # one that was asked for is saved
+                wait()
             raise
 
     def _rescue(self) -> None:

@@ -91,7 +91,7 @@ def _version(library: str) -> str | None:
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or default_threads())
-    keep_freed_memory(up_to=_PIECE if recompute else _ALL)
+    keep_freed_memory(up_to=_PIECE if recompute or run.max_memory else _ALL)
     if run.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
             f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."
@@ -99,14 +99,19 @@ def prepare_torch(run: Run, *, recompute: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def prepared_torch(run: Run, *, recompute: bool = False) -> Iterator[None]:
-    """The same while the block lasts; whoever called psigrad then has their threads again, and malloc gives large blocks back."""
-    before = torch.get_num_threads()
+def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
+    """The same while the block lasts, with `tf32` products of float32 on a GPU in TF32. Whoever called psigrad then has their
+    threads again, and malloc gives large blocks back.
+    """
+    before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     prepare_torch(run, recompute=recompute)
+    if tf32 and device(run).startswith("cuda"):
+        torch.backends.cuda.matmul.allow_tf32 = True
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        torch.backends.cuda.matmul.allow_tf32 = before[1]
         keep_freed_memory(up_to=_USUAL)
 
 
@@ -180,6 +185,11 @@ def pins_of(run: Run, kernels: object) -> dict[str, str]:
         "kernels": "off" if isinstance(kernels, str) else "on",
         "device": torch.device(device(run)).type,
     }
+
+
+def exact_products(where: torch.device) -> bool:
+    """Whether products of float32 have all of its digits on this device."""
+    return where.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32
 
 
 def versions() -> dict[str, str]:

@@ -40,8 +40,9 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
     """
     with contextlib.ExitStack() as stack:
         world = ALONE
-        recompute = hasattr(config, "model") and config.model.gradient_checkpointing
-        stack.enter_context(prepared_torch(config.run, recompute=recompute))
+        language = hasattr(config, "model")
+        recompute = language and config.model.gradient_checkpointing
+        stack.enter_context(prepared_torch(config.run, recompute=recompute, tf32=language))
         if hasattr(config, "placement"):
             launch.check(config.placement.processes)
             lockstep, minutes = config.placement.strategy == "fsdp", config.placement.timeout_minutes

@@ -1,7 +1,8 @@
 """Workers on a Ray cluster that take jobs, and take them again when one is lost.
 
 What comes of a job depends on the job alone: not on the worker, nor on how many there are. So a lost worker's jobs go to others,
-and the first answer counts.
+and the first answer counts. Batches of jobs may be under way at once, each waited for by a thread of its own; the oldest comes
+first.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import socket
 import statistics
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, name_reason, reason_of
+from psigrad.processes.workers.worker_pool import SharedWait
 
 # Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
 PATIENCE, TIMES = 60.0, 5.0
+# Seconds until the thread that waits for answers looks for jobs that others have given out.
+SLICE = 0.05
 # Bytes that the file of what actors print may have.
 LOG_BYTES = 64 << 20
 # Workers in a row that may fail to start; seconds after which people are told that none has.
@@ -44,20 +49,27 @@ class Affinity:
 
 
 @dataclass(eq=False)
+class _Owed:
+    """A job that a worker is at."""
+
+    batch: JobBatch
+    job: int
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for it still."""
+        return not self.batch.closed and self.job not in self.batch.done
+
+
+@dataclass(eq=False)
 class _Worker:
     """A worker as the driver sees it."""
 
     actor: Any
     starting: Any
-    work: Any = None
-    """The answer that it owes."""
-    job: int = -1
-    batch: int = -1
-    since: float = field(default_factory=time.monotonic)
-
-    @property
-    def idle(self) -> bool:
-        return self.starting is None and self.work is None
+    work: dict[Any, _Owed] = field(default_factory=dict)
+    """What it owes, by the reference to the answer."""
 
 
 class ActorPool:
@@ -87,7 +99,10 @@ class ActorPool:
         self._a = f"{'An' if name[0] in 'aeiou' else 'A'} {name}"
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(kind)
         self._workers: list[_Worker] = []
-        self._closed, self._batch, self._failed, self._noticed = False, 0, 0, False
+        self._batches: list[JobBatch] = []
+        self._watch = SharedWait()
+        self._closed, self._failed, self._noticed, self._alone_since = False, 0, False, time.monotonic()
+        self._broken: UserError | None = None
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
         """Jobs issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
@@ -101,8 +116,7 @@ class ActorPool:
         self._workers.clear()
 
     def begin(self) -> JobBatch:
-        """Jobs of a new batch; those of one before it are given up."""
-        self._batch += 1
+        """Jobs of a new batch."""
         return JobBatch(self)
 
     @property
@@ -113,30 +127,72 @@ class ActorPool:
     def run(self, jobs: Sequence[Job], affinities: Sequence[Affinity | None] = ()) -> Iterator[tuple[int, Any]]:
         """(place, answer) of each job as it is done; `affinities` say which of them belong to a worker."""
         batch = self.begin()
-        for job, affinity in itertools.zip_longest(jobs, affinities):
-            batch.add(job, affinity)
-        while batch.pending:
-            yield from batch.answers(1.0)
+        try:
+            for job, affinity in itertools.zip_longest(jobs, affinities):
+                batch.add(job, affinity)
+            while batch.pending:
+                yield from batch.answers(1.0)
+        finally:
+            batch.give_up()
 
     def _advance(self, batch: JobBatch, seconds: float) -> list[tuple[int, Any]]:
-        """Give out jobs, and what has come in within so many seconds."""
-        if self._closed:
-            raise UserError(f"The {self._name}s were closed while they were at work.")
-        self._tend(batch.done)
-        for worker in [w for w in self._workers if w.idle]:
-            job = self._next(worker, batch)
-            if job is None and not batch.waiting:
-                job = self._find_late(batch.done)
-            if job is not None:
-                self._issue(worker, job, batch)
+        """Give out jobs, and what has come in for this batch within so many seconds."""
+        end = time.monotonic() + seconds
+        with self._watch:
+            while True:
+                if self._closed:
+                    raise UserError(f"The {self._name}s were closed while they were at work.")
+                self._tend()
+                self._hand_out()
+                self._note_absence()
+                left = min(SLICE, max(0.0, end - time.monotonic()))
+                owed = {ref: w for w in self._workers for ref in ([w.starting] if w.starting is not None else w.work)}
+                for ref in self._watch.look(partial(self._wait, owed, left), left) or ():
+                    self._take(owed[ref], ref)
+                if error := batch.error or self._broken:
+                    raise error
+                if batch.found or time.monotonic() >= end:
+                    found, batch.found = batch.found, []
+                    return found
+
+    def _wait(self, owed: dict[Any, _Worker], seconds: float) -> list[Any]:
+        if not owed:
+            time.sleep(seconds)
+            return []
+        ready, _ = self.ray.wait(list(owed), num_returns=1 if seconds else len(owed), timeout=seconds)
+        return list(ready)
+
+    def _hand_out(self) -> None:
+        """Jobs of the oldest batch first."""
+        for worker in [w for w in self._workers if w.starting is None and not w.work]:
+            for batch in self._batches:
+                if (job := self._next(worker, batch)) is not None:
+                    self._issue(worker, job, batch)
+                    break
+            else:
+                if not any(b.waiting for b in self._batches) and (late := self._find_late()):
+                    self._issue(worker, late.job, late.batch)
+
+    def _enter(self, batch: JobBatch) -> None:
+        with self._watch:
+            if not self._batches:
+                self._alone_since = time.monotonic()
+            if batch not in self._batches:
+                self._batches.append(batch)
+
+    def _leave(self, batch: JobBatch) -> None:
+        with self._watch:
+            if batch in self._batches:
+                self._batches.remove(batch)
+
+    def _note_absence(self) -> None:
         if any(w.starting is None for w in self._workers):
-            batch.idle_since, self._noticed = time.monotonic(), False
-        elif (waited := time.monotonic() - batch.idle_since) > 60 * self._minutes:
+            self._alone_since, self._noticed = time.monotonic(), False
+        elif (waited := time.monotonic() - self._alone_since) > 60 * self._minutes:
             raise UserError(f"No {self._name} could start for {self._minutes:g} minutes: {self._describe_wants()}")
         elif waited > NOTICE and not self._noticed:
             self._noticed = True
             self._tell("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
-        return list(self._answers(batch, seconds))
 
     def _next(self, worker: _Worker, batch: JobBatch) -> int | None:
         """What waits for this worker, or else for none that is there and in time."""
@@ -154,38 +210,37 @@ class ActorPool:
 
     def _issue(self, worker: _Worker, job: int, batch: JobBatch) -> None:
         self.entries["issued"] += 1
-        worker.work = batch.jobs[job](worker.actor)
-        worker.job, worker.batch, worker.since = job, self._batch, time.monotonic()
+        worker.work[batch.jobs[job](worker.actor)] = _Owed(batch, job)
 
-    def _answers(self, batch: JobBatch, seconds: float) -> Iterator[tuple[int, Any]]:
-        owed = {ref: w for w in self._workers for ref in (w.starting, w.work) if ref is not None}
-        if not owed:
-            time.sleep(min(seconds, 0.2))
+    def _take(self, worker: _Worker, ref: Any) -> None:
+        """What a worker has answered, to whom it is owed."""
+        if worker not in self._workers or (ref is not worker.starting and ref not in worker.work):
+            return  # another thread was first
+        try:
+            answer = self.ray.get(ref)
+        except self.ray.exceptions.RayTaskError as error:
+            owed = worker.work.pop(ref, None)
+            if owed is None:
+                self._broken = self._explain(error)
+            else:
+                owed.batch.error = self._explain(error)
             return
-        ready, _ = self.ray.wait(list(owed), num_returns=1 if seconds else len(owed), timeout=seconds)
-        for ref in ready:
-            worker = owed[ref]
-            try:
-                answer = self.ray.get(ref)
-            except self.ray.exceptions.RayTaskError as error:
-                worker.work = None
-                raise self._explain(error) from error
-            except self.ray.exceptions.RayError as error:
-                self._lose(worker, error, batch)
-                continue
-            if ref is worker.starting:
-                worker.starting, self._failed = None, 0
-                self._tell("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
-                continue
-            job, worker.work = worker.job, None
-            self._seconds.append(time.monotonic() - worker.since)
-            if worker.batch != self._batch or job in batch.done:
-                self.entries["twice"] += 1
-                continue
-            batch.done.add(job)
-            if (affinity := batch.affinities[job]) is not None:
-                affinity.worker = worker
-            yield job, answer
+        except self.ray.exceptions.RayError as error:
+            self._lose(worker, error)
+            return
+        if ref is worker.starting:
+            worker.starting, self._failed = None, 0
+            self._tell("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
+            return
+        owed = worker.work.pop(ref)
+        self._seconds.append(time.monotonic() - owed.since)
+        if not owed.wanted:
+            self.entries["twice"] += 1
+            return
+        owed.batch.done.add(owed.job)
+        if (affinity := owed.batch.affinities[owed.job]) is not None:
+            affinity.worker = worker
+        owed.batch.found.append((owed.job, answer))
 
     def _explain(self, error: Any) -> UserError:
         """What a worker raised, as the driver says it; the traceback goes to the run folder."""
@@ -199,45 +254,46 @@ class ActorPool:
     def _here(self) -> int:
         return sum(w.starting is None for w in self._workers)
 
-    def _lose(self, worker: _Worker, error: Exception, batch: JobBatch) -> None:
+    def _lose(self, worker: _Worker, error: Exception) -> None:
         self._workers.remove(worker)
         with contextlib.suppress(Exception):
             self.ray.kill(worker.actor)
+        reason, said = type(error).__name__, " ".join(str(error).split())[-600:]
         if worker.starting is not None:
             self._failed += 1
             if self._failed >= STARTS:
-                reason = " ".join(str(error).split())[-600:]
-                raise UserError(f"{self._failed} {self._name}s in a row could not start on the cluster: {reason}") from error
+                self._broken = UserError(f"{self._failed} {self._name}s in a row could not start on the cluster: {said}")
+                return
         self.entries["lost"] += 1
-        at_work = worker.work is not None and worker.batch == self._batch and worker.job not in batch.done
-        if at_work and not any(w.job == worker.job and w.work is not None for w in self._workers):
-            self.entries["again"] += 1
-            batch.waiting.appendleft(worker.job)
-        reason = type(error).__name__
-        self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason)
+        shared = {(id(o.batch), o.job) for w in self._workers for o in w.work.values()}
+        for owed in reversed(worker.work.values()):
+            if owed.wanted and (id(owed.batch), owed.job) not in shared:
+                self.entries["again"] += 1
+                owed.batch.waiting.appendleft(owed.job)
+        self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
 
-    def _find_late(self, done: set[int]) -> int | None:
+    def _find_late(self) -> _Owed | None:
         """A job that is overdue and only one worker has."""
-        working = [w for w in self._workers if w.work is not None and w.batch == self._batch and w.job not in done]
-        shared = {p for p, n in _count(w.job for w in working).items() if n > 1}
-        late = [w for w in working if self._is_late(w) and w.job not in shared]
+        working = [(w, o) for w in self._workers for o in w.work.values() if o.wanted]
+        count = Counter((id(o.batch), o.job) for _, o in working)
+        late = [o for w, o in working if self._is_late(w) and count[id(o.batch), o.job] == 1]
         if not late:
             return None
-        oldest = min(late, key=lambda w: w.since)
+        oldest = min(late, key=lambda o: o.since)
         self.entries["again"] += 1
         waited = time.monotonic() - oldest.since
         self._tell("worker_late", f"{self._a} has not answered for {waited:.0f} s; another does its work too.", seconds=waited)
-        return oldest.job
+        return oldest
 
     def _is_late(self, worker: _Worker, times: float = 1.0) -> bool:
         """Whether it owes an answer for longer than answers take, or than so many times that."""
         limit = times * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
-        return worker.work is not None and time.monotonic() - worker.since > limit
+        return any(time.monotonic() - owed.since > limit for owed in worker.work.values())
 
-    def _tend(self, done: set[int]) -> None:
-        """Start workers that are wanted; end those that owe an old answer for too long."""
+    def _tend(self) -> None:
+        """Start workers that are wanted; end those that owe for too long what nobody waits for."""
         for worker in [w for w in self._workers if self._is_late(w, 3.0)]:
-            if worker.batch != self._batch or worker.job in done:
+            if not any(owed.wanted for owed in worker.work.values()):
                 self._workers.remove(worker)
                 self.entries["lost"] += 1
                 self.ray.kill(worker.actor)
@@ -268,28 +324,35 @@ class JobBatch:
         self._pool = pool
         self.jobs: list[Job] = []
         self.affinities: list[Affinity | None] = []
-        self.waiting, self.done, self.idle_since = deque[int](), set[int](), time.monotonic()
+        self.waiting, self.done, self.closed = deque[int](), set[int](), False
+        self.found: list[tuple[int, Any]] = []
+        """(place, answer) of what has come in and was not asked for yet."""
+        self.error: UserError | None = None
+        """What a worker raised at one of its jobs."""
 
     def add(self, job: Job, affinity: Affinity | None = None) -> None:
         """One more; its place is how many there were."""
-        if not self.pending:
-            self.idle_since = time.monotonic()
-        self.waiting.append(len(self.jobs))
+        self._pool._enter(self)
         self.jobs.append(job)
         self.affinities.append(affinity)
+        self.waiting.append(len(self.jobs) - 1)
 
     @property
     def pending(self) -> bool:
-        """Whether an answer is still to come."""
-        return len(self.done) < len(self.jobs)
+        """Whether an answer is still to come, or to be asked for."""
+        return bool(self.found) or len(self.done) < len(self.jobs)
 
     def answers(self, seconds: float) -> list[tuple[int, Any]]:
         """(place, answer) of what has come in, waiting for so many seconds at most."""
-        return self._pool._advance(self, seconds) if self.pending else []
+        found = self._pool._advance(self, seconds) if self.pending else []
+        if not self.pending:
+            self._pool._leave(self)
+        return found
 
-
-def _count(jobs: Iterator[int]) -> dict[int, int]:
-    return {job: len(list(group)) for job, group in itertools.groupby(sorted(jobs))}
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        self.closed = True
+        self._pool._leave(self)
 
 
 def _place(trace: str) -> str:

@@ -42,7 +42,7 @@ class RayEnvironments(Playing):
         self._pool, self._world = pool, world
         self._affinities: dict[int, Affinity] = {}
         self._calls: list[EpisodeCall] = []
-        self._jobs: JobBatch
+        self._jobs: JobBatch | None = None
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
         """See `Playing`. They go out with the next look at answers, part by part: an actor takes one part at a time."""
@@ -57,16 +57,19 @@ class RayEnvironments(Playing):
         for call in self._calls:
             together.setdefault(self._affinities[call.number], []).append(call)
         self._calls = []
+        jobs = self._jobs = self._jobs or self._actors.begin()
         for affinity, part in together.items():
-            self._jobs.add(partial(_ask, part), affinity)
+            jobs.add(partial(_ask, part), affinity)
         answers: dict[int, Answer] = {}
-        for _, answered in self._jobs.answers(min(seconds, 1.0)):
+        for _, answered in jobs.answers(min(seconds, 1.0)):
             answers |= answered
         return answers
 
     def give_up(self) -> None:
         """See `Playing`."""
-        self._calls, self._jobs = [], self._actors.begin()
+        if self._jobs is not None:
+            self._jobs.give_up()
+        self._calls, self._jobs = [], None
 
     @property
     def _actors(self) -> ActorPool:

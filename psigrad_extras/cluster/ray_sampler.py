@@ -6,7 +6,8 @@ depends on nothing else, so a run gives the same completions on any number of wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor
 from psigrad.errors import UserError
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
-from psigrad_extras.cluster.actor_pool import ActorPool
+from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
+from psigrad_extras.cluster.actor_pool import ActorPool, Affinity
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,44 @@ class _At(Sampler):
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         assert self.whole.pool is not None, "only rank 0 samples"
         size = self.whole.prompts_per_task
-        tasks = [requests[i : i + size] for i in range(0, len(requests), size)]
-        jobs = [partial(_ask, self.version, task, params) for task in tasks]
-        for place, (number, found) in self.whole.pool.run(jobs):
+        return self.tasks(requests, [range(i, min(i + size, len(requests))) for i in range(0, len(requests), size)], (), params)
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`."""
+        return StickyDialogue(self, prompts, params)
+
+    def tasks(
+        self,
+        requests: Sequence[Request],
+        parts: Sequence[Sequence[int]],
+        affinities: Sequence[Affinity],
+        params: SamplingParams,
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler.steps`; the places in `parts` make a task each."""
+        assert self.whole.pool is not None, "only rank 0 samples"
+        jobs = [partial(_ask, self.version, [requests[place] for place in part], params) for part in parts]
+        for task, (number, found) in self.whole.pool.run(jobs, affinities):
             if number != self.version.number:
                 raise RuntimeError(f"A sampler drew from version {number} in place of {self.version.number}; please report this.")
-            yield [(place * size + i, completions) for i, completions in enumerate(found)]
+            yield list(zip(parts[task], found, strict=True))
+
+
+class StickyDialogue(RestartedDialogue):
+    """Episodes that began in one task stay together, and their turns go to the sampler that had the last one: it may have kept
+    what it has read.
+    """
+
+    def __init__(self, sampler: _At, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
+        super().__init__(sampler, prompts, params)
+        groups = itertools.accumulate((a != b for a, b in itertools.pairwise(prompts)), initial=0)
+        self._at, self._parcels = sampler, [group // sampler.whole.prompts_per_task for group in groups]
+        self._affinities = {parcel: Affinity() for parcel in self._parcels}
+
+    def _steps(self, requests: list[Request], episodes: Sequence[int]) -> Iterator[list[tuple[int, list[Completion]]]]:
+        parts: dict[int, list[int]] = {}
+        for place, episode in enumerate(episodes):
+            parts.setdefault(self._parcels[episode], []).append(place)
+        return self._at.tasks(requests, list(parts.values()), [self._affinities[parcel] for parcel in parts], self.params)
 
 
 def _ask(version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:

@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 
 from psigrad.language import data
-from psigrad.language.data.templates import encode_after
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import encode_after, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids
+from psigrad.language.rewards.benchmarks import letters_of
+from psigrad.language.rollout.types import Completion
 
 EVERYDAY = Path(data.__file__).parent / "everyday.jsonl"
 """110 beginnings of sentences with two or four ends, of which one is right: 60 facts that every child knows, and 50 points of
@@ -72,6 +75,29 @@ def _fill(
         hits[n] = hits[n] and bool(hit)
     for n, i in enumerate(order):
         found[i] = Likelihood(math.fsum(logps[n]), hits[n])
+
+
+def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[tuple[int, ...], Completion, int, str]]:
+    """Of each question with choices the prompt's tokens, the letter that log p of the letters behind it is highest for, as a
+    completion of version 0, and as text. Behind a text, as in lm-eval, a space comes first; an assistant's turn begins without.
+    """
+    prompts = [tuple(prompt_ids(model.tokenizer, row)) for row in rows]
+    written: list[list[tuple[str, tuple[int, ...]]]] = []
+    for row in rows:
+        gap, text = (" ", row.prompt) if isinstance(row.prompt, str) else ("", "")
+        letters = letters_of(row.columns)
+        written.append([(x, tuple(encode_after(model.tokenizer, str(text), gap + x))) for x in letters])
+    asked = [(prompt, ids) for prompt, own in zip(prompts, written, strict=True) for _, ids in own]
+    found = iter(likelihoods(model, asked))
+    made = []
+    for prompt, own in zip(prompts, written, strict=True):
+        logps = [next(found).logp for _ in own]
+        best = max(range(len(own)), key=logps.__getitem__)
+        letter, ids = own[best]
+        # the log-prob is the letter's, whose tokens are almost always one
+        logprobs = (logps[best], *[0.0] * (len(ids) - 1))
+        made.append((prompt, Completion(ids, logprobs, logprobs, "stop", 0), 0, letter))
+    return made
 
 
 def everyday(model: LanguageModel) -> list[Chosen]:

@@ -53,6 +53,18 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
     return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given, "form": CallForm(call_family)})
 
 
+def adapt_named(taskset: str) -> type:
+    """What `verifiers:TASKSET` means: that taskset with the harness psigrad-chat in its seat, which is `agent`, or SEAT in
+    `verifiers:TASKSET:SEAT`.
+    """
+    name, _, seat = taskset.partition(":")
+    if not name:
+        raise UserError("verifiers: names no taskset; give for example verifiers:gsm8k.")
+    return adapt(
+        {"taskset": {"id": name}, seat or "agent": {"harness": {"id": "psigrad-chat"}, "runtime": {"type": "subprocess"}}}
+    )
+
+
 class VerifiersEpisode:
     """One episode of an environment; `adapt` makes a class of it, whose environment serves all episodes of a process."""
 

@@ -6,17 +6,18 @@ that follows is the run's to the bit, where the machine is: metrics, gradient, a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from psigrad.config import OnlineConfig, Placement
+from psigrad.config import OnlineConfig, Placement, Sampling
 from psigrad.config.load import from_dict
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
@@ -24,7 +25,8 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.online import open_job
 from psigrad.language.recipes.online_settings import correct, method
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.types import Branch, Trajectory
+from psigrad.language.rollout.episodes.episodes import settle
+from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State, apply_changes
 from psigrad.language.training.online.collect import scored_groups
 from psigrad.language.training.online.online_rl import learn, step
@@ -35,7 +37,7 @@ from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.records import checkpoint
 from psigrad.records.pins import PINS, check_format
 from psigrad.records.read import kind_of
-from psigrad.records.row_lines import read_lines, read_steps
+from psigrad.records.row_lines import read_lines, read_steps, rollout_files
 from psigrad.records.rows import parse_row
 from psigrad.records.run_folder import NullRunFolder, to_line
 from psigrad.runs.journal import Journal
@@ -86,6 +88,56 @@ class _Folder(NullRunFolder):
             self.notes.append(f"{kind.replace('_', ' ')}: {'; '.join(f'{name} {value}' for name, value in fields.items())}")
 
 
+@dataclass(frozen=True)
+class RecordedSessions:
+    """Who plays the sessions of agents again: nobody. Their tokens are the rows', by seed, and log-probs those of the weights."""
+
+    rows: Mapping[int, Row]
+
+    def play(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[tuple[int, tuple[int, ...], Any]],
+        params: SamplingParams,
+        *,
+        num_generations: int,
+        seed_of: Callable[[int, int], int],
+        version: int,
+        **_: Any,
+    ) -> list[Trajectory]:
+        """See `Player`."""
+        made = [
+            self._session(sampler, params, Trajectory(index, k, ids, Completion((), (), (), "stop", seed_of(place, k)), version))
+            for place, (index, ids, _row) in enumerate(prompts)
+            for k in range(num_generations)
+        ]
+        return settle(sampler, made, params)
+
+    def _session(self, sampler: Sampler, params: SamplingParams, asked: Trajectory) -> Trajectory:
+        row = self.rows.get(asked.completion.seed)
+        if row is None:
+            return replace(asked, reason="it has no row", turns=0, answer="")
+        (_, prompt), *branches = row["contexts"]
+        mask = tuple(map(bool, row.get("mask", ())))
+        made = replace(
+            asked,
+            prompt_ids=tuple(prompt),
+            completion=replace(asked.completion, ids=tuple(row["completion_ids"]), finish_reason=row["finish_reason"]),
+            text=row["completion"],
+            reason=row["reason"],
+            mask=mask,
+            turns=row.get("turns", 0),
+            branches=tuple(Branch(at, tuple(ids)) for at, ids in branches),
+            answer="",
+        )
+        logps: list[float] = []
+        for context in made.contexts:
+            (found,) = sampler.log_probs(context.prompt_ids, [context.ids], params) or [[]] if context.ids else [[]]
+            logps += found
+        own = tuple(logp if chosen else 0.0 for logp, chosen in zip(logps, mask, strict=True))
+        return replace(made, completion=replace(made.completion, logprobs=own, sampling_logprobs=own))
+
+
 @dataclass
 class _Recorded:
     """The rows of the run, by the seed of each completion, which no other has; to be a job's `recorded`."""
@@ -118,7 +170,7 @@ class _Recorded:
             drawn = self._with_log_probs(replace(drawn, completion=held, branches=branches, mask=mask))
         steps = tuple((int(place), float(reward)) for place, reward in row.get("step_rewards", ()))
         parts, reward = row.get("parts") or {}, row["reward"]
-        own = {name: part for name, part in parts.items() if part is not None and name != "environment"}
+        own = {name: part for name, part in parts.items() if part is not None and name not in ("environment", "agent")}
         worth = [self.weights.get(name, 1.0) * float(part) for name, part in own.items()]
         whole = math.fsum((*worth, *(r for _, r in steps)))
         if parts and reward is not None and not math.isclose(whole, reward, rel_tol=1e-5, abs_tol=1e-6):
@@ -147,7 +199,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     newest = checkpoint.latest(path / "checkpoints", number - 1)
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
-    trained = (r for r in read_steps(path / "rollouts.jsonl") if r.get("kind") == "train" and r["step"] > newest.step)
+    every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
+    trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
     own = _Folder(path)
     prepare_torch(config.run, recompute=config.model.gradient_checkpointing)
@@ -155,7 +208,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     reads_reference = any(one.needs_reference for one in algorithms.values())
     with open_job(config, Journal(own), newest.path, setup, scores=False, reference=reads_reference) as (job, begun):
         rewards = _Recorded(rows, job.model, job.params.temperature, job.reward_weights)
-        job = replace(job, recorded=rewards)
+        job = replace(job, recorded=rewards, episodes=RecordedSessions(rows) if config.asks else job.episodes)
         state, differences = begun.state, [*newest.ignored]
         for now in range(newest.step + 1, number):
             state = _with_changes(path, state)
@@ -213,11 +266,16 @@ def _settings(path: Path, number: int) -> OnlineConfig:
             found = manifest.get("settings") or found
             break
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
-    if config.agent or config.agent_command:
+    if config.asks and (config.model.dtype != "float32" or _filters(config.sampling)):
         raise UserError(
-            f"{path} trained an agent, and a replay does not start agents; its tokens are the `contexts` of rollouts.jsonl."
+            f"{path} trained an agent in {config.model.dtype} or with a filter (top_p, top_k, min_p): then log-probs are those "
+            "of sampling, for which agents would have to be started."
         )
     return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
+
+
+def _filters(sampling: Sampling) -> bool:
+    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
 
 
 def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:

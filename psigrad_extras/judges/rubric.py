@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import re
@@ -81,7 +82,7 @@ class Judge:
 
     def ask(self, question: str, read: Callable[[str], T]) -> T | Unscored:
         """What `read` makes of the endpoint's reply; it raises `NoAnswerError` for one that says nothing."""
-        kept = Path(self.cache) / _digest(self.base_url, self.model, question, str(self.max_tokens)) if self.cache else None
+        kept = Path(self.cache) / _digest(self.base_url, self.model, question, *self._how()) if self.cache else None
         if kept is not None and kept.is_file():
             return read(kept.read_text(encoding="utf-8"))
         why = ""
@@ -103,17 +104,21 @@ class Judge:
                     time.sleep(pause(attempt, error))
         return Unscored(f"the judge gave no score in {attempt + 1} requests: {why}")
 
+    def _how(self) -> tuple[str, ...]:
+        """What else a reply depends on."""
+        return (str(self.max_tokens),)
+
     def _reply(self, question: str) -> str:
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
-            "max_tokens": self.max_tokens,
-        }
+        return str(self._choice(question, temperature=0, max_tokens=self.max_tokens)["message"]["content"])
+
+    def _choice(self, question: str, **more: Any) -> Any:
+        """The endpoint's choice. Raises `NoAnswerError`."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": question}], **more}
         key, url = os.environ.get(self.api_key_variable, ""), f"{self.base_url.rstrip('/')}/chat/completions"
         found = ask(url, body, key=key, seconds=self.seconds, largest=_LARGEST)
         try:
-            return str(found["choices"][0]["message"]["content"])
+            found["choices"][0]["message"]["content"]
+            return found["choices"][0]
         except (KeyError, IndexError, TypeError) as error:
             raise NoAnswerError(f"{type(error).__name__}: {error}"[:200], again=True) from error
 
@@ -133,7 +138,7 @@ class Rubric(Judge, Preparable):
     """How well a completion meets a rubric, from 0 to 1, as a language model judges it.
 
     Formula: with a local judge Σ_k k·p(k) / scale, p the judge's distribution over the replies 0 … scale, from one forward pass;
-             behind an endpoint the score that stands at the end of its reply, over scale
+             behind an endpoint the score that stands at the end of its reply, over scale, or with `probabilities` as locally
 
     The rubric is the parameter `rubric`, or the dataset's column `rubric`; a column `answer`, where there is one, is shown to the
     judge as a reference. A judge that does not reply, or replies without a score, leaves the completion unscored.
@@ -146,9 +151,15 @@ class Rubric(Judge, Preparable):
     """What a good answer does; empty: the column `rubric`."""
     scale: int = 5
     """The best score; the worst is 0."""
+    probabilities: bool = False
+    """Behind an endpoint: weigh the scores by the probabilities that the judge gives them, of which the endpoint tells the 20
+    largest, instead of having it write. The scale is at most 9 then.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.probabilities and (self.scale > 9 or not self.base_url):
+            raise UserError(f"rubric: probabilities are asked of a base_url, on a scale of at most 9; it is {self.scale}.")
         if not 1 <= self.scale <= 100:
             raise UserError(f"rubric: scale is {self.scale}; expected a scale from 1 to 100.")
 
@@ -182,7 +193,7 @@ class Rubric(Judge, Preparable):
         mark, said = fence([transcript_of(prompt), text_of(completion), answer])
         reference = f"\nA right answer, for comparison:\n<<<{mark}\n{said[2]}\n{mark}>>>\n" if said[2] else ""
         shown = {"rubric": rubric, "prompt": said[0], "completion": said[1], "reference": reference, "mark": mark}
-        ending = WITH_REASONS if self.base_url else NUMBER_ALONE
+        ending = WITH_REASONS if self.base_url and not self.probabilities else NUMBER_ALONE
         return INSTRUCTIONS.format(**shown) + ending.format(scale=self.scale)
 
     def _locally(self, question: str) -> float | Unscored:
@@ -192,7 +203,32 @@ class Rubric(Judge, Preparable):
         return expected / self.scale
 
     def _remotely(self, question: str) -> float | Unscored:
-        return self.ask(question, lambda text: score_in(text, self.scale) / self.scale)
+        return self.ask(question, self._weighed if self.probabilities else lambda text: score_in(text, self.scale) / self.scale)
+
+    def _how(self) -> tuple[str, ...]:
+        return ("probabilities",) if self.probabilities else super()._how()
+
+    def _reply(self, question: str) -> str:
+        """With `probabilities` those of the first token, as JSON."""
+        if not self.probabilities:
+            return super()._reply(question)
+        found = self._choice(question, temperature=1, max_tokens=1, logprobs=True, top_logprobs=20)
+        try:
+            return json.dumps([[top["token"], top["logprob"]] for top in found["logprobs"]["content"][0]["top_logprobs"]])
+        except (KeyError, IndexError, TypeError) as error:
+            raise NoAnswerError("the endpoint tells no probabilities (top_logprobs)", again=False) from error
+
+    def _weighed(self, told: str) -> float:
+        """Σ_k k·p(k) / (scale · Σ_k p(k)) over the scores among the tokens that were told."""
+        chances: dict[int, float] = {}
+        for token, logprob in json.loads(told):
+            if (text := token.strip()).isdecimal() and int(text) <= self.scale:
+                chances[int(text)] = chances.get(int(text), 0.0) + math.exp(logprob)
+        if (mass := math.fsum(chances.values())) < _LEAST:
+            raise NoAnswerError(
+                f"the numbers 0 to {self.scale} have a probability of {mass:.1g}: it replies otherwise", again=False
+            )
+        return math.fsum(k * p for k, p in chances.items()) / mass / self.scale
 
 
 def _disarm(text: str, tokens: Sequence[str] = ()) -> str:

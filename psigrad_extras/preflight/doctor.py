@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 
 import psigrad
+from psigrad.config import OnlineConfig
+from psigrad.config.fields import settings_of, usual_on
 from psigrad.language.models.native.build import compiler, prebuilt
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.processor import fast_bfloat16
@@ -62,6 +64,7 @@ def checks() -> Iterator[Check]:
     yield Check("processor", "ok", f"{cores()} cores, {torch.get_num_threads()} torch threads; {halves}")
     yield memory(available_memory(), installed_memory())
     yield _gpu()
+    yield defaults("cuda" if torch.cuda.is_available() else "cpu")
     yield _compiler()
     yield _kernels()
     tier = tier_of_this_machine()
@@ -122,6 +125,17 @@ def _gpu() -> Check:
     shown = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     halves = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16: train with --dtype float32"
     return Check("GPU", "ok", "; ".join(f"{gpu.name}, {_size(gpu.total_memory)}, {halves}" for gpu in shown))
+
+
+def defaults(device: str) -> Check:
+    """What a run that trains has on this type of device unless its settings say otherwise."""
+    own = {name: settings_of(OnlineConfig)[name].default for name in usual_on(OnlineConfig, "cuda")}
+    found = {name: f"{value}" for name, value in (own | usual_on(OnlineConfig, device)).items()}
+    if found["micro_batch_tokens"] == "0":
+        found["micro_batch_tokens"] = "by free memory"
+    said = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in found.items())
+    more = "; float32 masters, TF32, fused AdamW, recorded decoding steps" if device == "cuda" else ""
+    return Check("defaults", "ok", f"on {device}: {said}{more}")
 
 
 def _compiler() -> Check:

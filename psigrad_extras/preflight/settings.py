@@ -52,6 +52,8 @@ class BenchConfig:
     """Weight of the KL to a reference."""
     iterations: Count = 1
     """Passes over each batch."""
+    lora_rank: CountOrZero = 0
+    """Rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are."""
     gradient_checkpointing: bool = False
     """Recompute in the backward pass what takes memory."""
     attention: Literal["sdpa", "flex"] = "sdpa"

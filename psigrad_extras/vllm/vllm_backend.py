@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,25 @@ PROBE, CACHED = 96, 130
 Tell = Callable[..., None]
 
 
+# What of the environment an engine needs to find its devices, and to talk to others.
+_PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
+
+
+def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
+    """The GPUs of an engine beside a trainer on `device`, as CUDA_VISIBLE_DEVICES has them: the trainer's own, and the next ones
+    where the engine divides its model. Empty on a CPU.
+    """
+    if device.type != "cuda":
+        return ""
+    first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
+    every = named.split(",") if named else [str(number) for number in range(first + count)]
+    if first + count > len(every):
+        raise UserError(
+            f"tensor_parallel_size is {count} and the trainer on {device} sees {len(every)} devices; give fewer, or more devices."
+        )
+    return ",".join(every[first : first + count])
+
+
 class EngineLostError(Exception):
     """The engine's process is gone, or gave no sign of life."""
 
@@ -73,6 +92,7 @@ class VLLMSampler(Sampler):
         memory: float = 0.4,
         tensor_parallel_size: int = 1,
         sleep: bool = False,
+        longest: int = 0,
         tell: Tell | None = None,
         service: str = SERVICE,
     ) -> None:
@@ -81,11 +101,12 @@ class VLLMSampler(Sampler):
         self._tell, self._service, self._sleep = tell or _print, service, sleep
         self._settings = {
             "dtype": str(model.network.dtype).removeprefix("torch."),
-            "max_model_len": min(model.max_length, 1 << 20),
+            "max_model_len": min(model.max_length, longest or 1 << 20),
             "max_num_seqs": max_batch,
             "gpu_memory_utilization": memory,
             "tensor_parallel_size": tensor_parallel_size,
         }
+        self._devices = devices_of(model.device, tensor_parallel_size, os.environ)
         self._worker: Worker | None = None
         self._sent: tuple[tuple[int, int], ...] = ()
         self._sums: dict[str, int] = {}
@@ -116,6 +137,7 @@ class VLLMSampler(Sampler):
         while len(done) < len(flat):
             try:
                 self.synchronise()
+                self._make_room()
                 rest = [(i, ids, seed) for i, (_, ids, seed) in enumerate(flat) if i not in done]
                 for number, ids, logprobs, why in self._completions(rest, params):
                     place, _, seed = flat[number]
@@ -194,12 +216,18 @@ class VLLMSampler(Sampler):
         sums = dict(zip(weights, _bit_sums(list(weights.values())), strict=True))
         changed = [name for name, value in sums.items() if self._sums.get(name, value) != value]
         self.version += 1
+        self._make_room()
         with _shared(weights) as path:
             asked = (path, self.version, changed, _transposed(whole), _tokens(self.model, CACHED))
             ((_, *found),) = self._answers("update", *asked)
         self._sums = sums
         held, wrong, unknown, stale = found
         return held, wrong, unknown, stale
+
+    def _make_room(self) -> None:
+        """Before an engine that slept wakes: the memory that torch keeps for tensors that are no more goes back to the GPU."""
+        if self._sleep:
+            torch.cuda.empty_cache()
 
     def _with_policy(self, request: Request, group: list[Completion], params: SamplingParams) -> list[Completion]:
         """With top-k, top-p or min-p the engine tells the log-probs of the filtered distribution only: the policy's own come from
@@ -224,8 +252,9 @@ class VLLMSampler(Sampler):
                 "threads": torch.get_num_threads(),
                 "sleep": self._sleep,
                 "settings": self._settings,
+                "devices": self._devices,
             }
-            variables = [name for name in os.environ if name.startswith("VLLM_") and "KEY" not in name]
+            variables = [name for name in os.environ if name.startswith(_PASSED) and "KEY" not in name]
             self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=variables, start_limit=START)
             self._finalizer = weakref.finalize(self, self._worker.kill)
             kind, content = self._heard()

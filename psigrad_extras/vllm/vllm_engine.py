@@ -67,9 +67,13 @@ class Engine:
     threads: int
     sleep: bool
     settings: dict[str, Any]
+    devices: str = ""
+    """CUDA_VISIBLE_DEVICES: each rank's engine is on the rank's own."""
 
     def __post_init__(self) -> None:
         os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(self.threads))
+        if self.devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.devices
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
         torch.set_num_threads(self.threads)
@@ -102,13 +106,19 @@ class Engine:
         `changed` are the weights that are others than before. After the update no token of `probe`, which is cached before it,
         may come from the cache.
         """
-        self._wake()
-        self._cached(probe)
+        slept = self.asleep
+        if slept:  # its cache is empty, and comes when the weights have passed through
+            self.llm.wake_up(tags=["weights"])
+        else:
+            self._cached(probe)
         self.llm.collective_rpc("psigrad_choose", args=(path, changed, transposed))
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"path": path}})
         self.llm.finish_weight_update(str(version))
         compared = self.llm.collective_rpc("psigrad_compare", args=(path, transposed))
+        if slept:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
         self.llm.reset_prefix_cache()
         wrong = sorted({name for found, _ in compared for name in found})
         unknown = sorted({name for _, found in compared for name in found})

@@ -73,10 +73,13 @@ class _Served(Recorder):
         except SessionOver as error:
             raise ApiError(str(error), status=403, code="session_over") from None
         own = session.params
+        if call.wish.grammar:
+            why = "This session is trained, and what is forced is not its own: leave out response_format and tool_choice."
+            raise ApiError(why, code="unsupported_parameter")
         stops = tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids)))
         params = replace(own, max_tokens=min(own.max_tokens, call.params.max_tokens), stop_token_ids=stops)
         self._under_way[session_id, asked[0].seed] = session, asked, set(range(call.n))
-        return replace(call, row=row, prompt_ids=asked[0].prompt_ids, params=params, seed=asked[0].seed)
+        return replace(call, row=row, prompt_ids=asked[0].prompt_ids, params=params, seed=asked[0].seed, wish=type(call.wish)())
 
     def on_completion(
         self,

@@ -17,7 +17,7 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, check_ro
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams
 from psigrad_serve.engine.live_batch import Decoding, LiveBatch, SamplerBatch, StepwiseBatch
-from psigrad_serve.engine.streams import TokenStream
+from psigrad_serve.engine.streams import Steer, TokenStream
 
 
 class SamplingEngine:
@@ -52,9 +52,17 @@ class SamplingEngine:
         """Completions that are being drawn."""
         return len(self._batch.rows)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, top: int = 0) -> TokenStream:
+    @property
+    def steers(self) -> bool:
+        """Whether its draws can be steered: the embedded sampler's alone can."""
+        return isinstance(self._batch, LiveBatch)
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, top: int = 0, steer: Steer | None = None
+    ) -> TokenStream:
         """One completion of a prompt, with the `top` most probable tokens at each place. It is read in the caller's event loop,
-        or, where there is none, in any thread. Raises `UserError` where the prompt leaves no room for `max_tokens`.
+        or, where there is none, in any thread. What `steer` makes of the logits is what a token is drawn from; log-probs stay
+        the policy's. Raises `UserError` where the prompt leaves no room for `max_tokens`.
         """
         request = Request(tuple(prompt_ids), (seed,))
         check_room(self.model, [request], params)
@@ -62,7 +70,7 @@ class SamplingEngine:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             loop = None
-        stream = TokenStream(request.prompt_ids, seed, params, top, self.cancel, self.changed, loop)
+        stream = TokenStream(request.prompt_ids, seed, params, top, self.cancel, self.changed, loop, steer)
         with self.changed:
             if self._closed:
                 raise RuntimeError("This engine is closed; make another.")

@@ -14,7 +14,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import upcast
 from psigrad.language.models.packing import on_device
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
-from psigrad.language.rollout.samplers.distribution import draw
+from psigrad.language.rollout.samplers.distribution import Drawn, draw
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import DrawnToken, Request, Sampler, SamplingParams
 from psigrad_serve.engine.streams import TokenStream
@@ -106,10 +106,11 @@ class LiveBatch:
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[TokenStream]) -> None:
         """A token for each of `rows`, whose next logits these are; those that end leave."""
-        by_params: dict[SamplingParams, list[int]] = {}
+        by_params: dict[tuple[SamplingParams, bool], list[int]] = {}
         for i, stream in enumerate(rows):
-            by_params.setdefault(replace(stream.params, max_tokens=1, stop_token_ids=()), []).append(i)
-        for params, own in by_params.items():
+            alike = replace(stream.params, max_tokens=1, stop_token_ids=())
+            by_params.setdefault((alike, stream.steer is not None), []).append(i)
+        for (params, _), own in by_params.items():
             self._draw_alike(logits if len(own) == len(rows) else logits[own], params, [rows[i] for i in own])
         ended = [stream for stream in rows if stream.ended]
         if ended:
@@ -117,7 +118,12 @@ class LiveBatch:
 
     def _draw_alike(self, logits: torch.Tensor, params: SamplingParams, rows: Sequence[TokenStream]) -> None:
         seeds = np.array([stream.seed for stream in rows], dtype=np.uint64)
-        drawn = draw(logits, params, seeds, np.array([len(stream.tokens) for stream in rows]))
+        counter = np.array([len(stream.tokens) for stream in rows])
+        if rows[0].steer is None:
+            drawn = draw(logits, params, seeds, counter)
+        else:
+            drawn = draw(_steered(logits, rows), params, seeds, counter)
+            drawn = Drawn(drawn.ids, _log_probs(logits, params).gather(-1, drawn.ids[:, None])[:, 0], drawn.sampling_logprobs)
         columns = (drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
         most = max(stream.top for stream in rows)
         values, places = _top(logits, params, most) if most else ([()] * len(rows), [()] * len(rows))
@@ -137,9 +143,24 @@ class LiveBatch:
 
 def _top(logits: torch.Tensor, params: SamplingParams, most: int) -> tuple[list[list[float]], list[list[int]]]:
     """The log-probs of the most probable tokens, as `Drawn.logprobs` are, and their ids."""
-    scaled = upcast(logits) / (params.temperature or 1.0)
-    best = torch.log_softmax(scaled, -1).topk(min(most, logits.shape[-1]), dim=-1)
+    best = _log_probs(logits, params).topk(min(most, logits.shape[-1]), dim=-1)
     return best.values.tolist(), best.indices.tolist()
+
+
+def _log_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return torch.log_softmax(upcast(logits) / (params.temperature or 1.0), -1)
+
+
+def _steered(logits: torch.Tensor, rows: Sequence[TokenStream]) -> torch.Tensor:
+    """The logits that these streams draw from. One whose steering fails ends, and none but it."""
+    made = upcast(logits).clone()
+    for i, stream in enumerate(rows):
+        assert stream.steer is not None
+        try:
+            made[i] = stream.steer(made[i], stream.tokens)
+        except Exception as error:
+            stream.end(None, error)
+    return made
 
 
 class SamplerBatch:

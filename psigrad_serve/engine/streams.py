@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason, SamplingParams
+
+Steer = Callable[[Tensor, Sequence[DrawnToken]], Tensor]
+"""(logits [V] of the next token, the tokens so far) -> the logits that it is drawn from. Called once for each token, in order."""
 
 
 @dataclass(eq=False)
@@ -23,6 +28,7 @@ class TokenStream:
     changed: threading.Condition = field(repr=False)
     """Told after each step, for those who read in a thread."""
     loop: asyncio.AbstractEventLoop | None = None
+    steer: Steer | None = field(default=None, repr=False)
     tokens: list[DrawnToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """Why it ended; None while it goes on, and where it was cancelled."""

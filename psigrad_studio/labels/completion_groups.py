@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import BadRow, RowError, show, validate
+from psigrad.records.row_lines import rollout_files
 
 ROLLOUTS = "rollouts.jsonl"
 """The file of a run folder that holds what was sampled."""
@@ -170,7 +172,8 @@ def rollouts(folder: Path, kind: str | None, steps: range | None) -> Iterator[tu
     file = folder / ROLLOUTS if folder.is_dir() else folder
     if not file.is_file():
         raise UserError(f"{folder} has no {ROLLOUTS}; name the output_dir of an online run.")
-    for place, row in lines(file):
+    files = rollout_files(folder) if folder.is_dir() else [file]
+    for place, row in itertools.chain.from_iterable(map(lines, files)):
         if not isinstance(row, Mapping) or not {"step", "prompt", "completion"} <= row.keys():
             raise UserError(f"{place} is no rollout; expected step, prompt and completion.")
         if (kind and row.get("kind") != kind) or (steps is not None and row["step"] not in steps):

@@ -72,7 +72,7 @@ def test_a_stop_sequence_is_named(acting, actor):
      ({"messages": [{"role": "system", "content": "x"}]}, "invalid_request_error", "messages[0].role"),
      ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "invalid_request_error", "'image'"),
      ({"messages": [{"role": "user", "content": "x " * 1800}]}, "invalid_request_error", "1024 tokens and the prompt has"),
-     ({"tools": [ADD], "tool_choice": {"type": "any"}}, "invalid_request_error", "can't be forced"),
+     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sum"}}, "invalid_request_error", "there is add"),
      ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "invalid_request_error", "thinking is")],
 )  # fmt: skip
 def test_a_bad_request_gets_the_apis_own_error(client, bad, kind, words):

@@ -69,7 +69,7 @@ def test_a_call_its_output_and_the_response_before_are_one_conversation(acting, 
      ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"), ({"input": []}, "input", "at least 1"),
      ({"input": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'wizard'"),
      ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
-     ({"text": {"format": {"type": "json_object"}}}, "text", "can't do"),
+     ({"text": {"format": {"type": "yaml"}}}, "text.format", "text, json_object or json_schema"),
      ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "input_image")],
 )  # fmt: skip
 def test_a_bad_request_gets_the_apis_own_error(client, bad, param, words):

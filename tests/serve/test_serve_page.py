@@ -35,6 +35,6 @@ def test_the_examples_run(as_on_the_page, capsys):
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     said = capsys.readouterr().out
-    assert "response_format unsupported_parameter\n" in said
+    assert "modalities unsupported_parameter\n" in said
     whole, count = names["answer"].choices[0].message.content, names["answer"].usage.completion_tokens
     assert said.startswith(f"{whole} {count}\n{whole}"), "the stream says what the whole answer did"

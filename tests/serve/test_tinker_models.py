@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from psigrad.language.models.packing import Rows
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.tinker_models import LOSSES, TinkerDatum, TinkerModel
+from psigrad_serve.tinker_models import LOSSES, TinkerDatum, TinkerModel, whole_state
 
 TOKENS = (5, 9, 30, 12, 7, 44, 101)
 MORE = (8, 200, 17, 33)
@@ -97,3 +98,43 @@ def test_a_loss_without_its_numbers_and_an_unknown_one_are_refused(base):
         made.forward_backward([datum(weights=[1.0] * 6)], "ppo", {})
     with pytest.raises(ApiError, match="no loss 'gspo'"):
         made.forward_backward([datum()], "gspo", {})
+
+
+def test_targets_over_a_prompt_may_be_anything_where_the_loss_has_no_part(base):
+    """As tinker-cookbook's RL loop pads: zeros over the prompt, whose advantages are 0 too."""
+    made, count = TinkerModel.fresh(base, 4, seed=3), len(TOKENS) - 1
+    numbers = {"advantages": torch.tensor([0.0, 0.0, 0.0, 1.0, -1.0, 2.0]), "logprobs": torch.full((count,), -5.0)}
+    padded = torch.tensor([0, 0, 0, *TOKENS[4:]])
+    found = []
+    for targets in (torch.tensor(TOKENS[1:]), padded):
+        for p in made.model.trainable().values():
+            p.grad = None
+        ((logp,), loss) = made.forward_backward([TinkerDatum.of(TOKENS[:-1], {"target_tokens": targets, **numbers})],
+                                                "importance_sampling", {})  # fmt: skip
+        found.append((logp, loss, torch.cat([p.grad.flatten() for p in made.model.trainable().values()])))
+    (own, loss, gradient), (told, other, same) = found
+    assert other == loss and torch.equal(gradient, same) and torch.equal(told[3:], own[3:]) and told[:3].tolist() == [0.0] * 3
+    for wrong in ({**numbers, "advantages": torch.ones(count)}, {"logprobs": numbers["logprobs"]}):
+        with pytest.raises(ApiError, match="moved by one place"):
+            TinkerDatum.of(TOKENS[:-1], {"target_tokens": padded, **wrong})
+
+
+def test_a_state_that_was_to_be_replaced_when_the_server_was_killed_is_there(base, tmp_path, monkeypatch):
+    model, place = TinkerModel.fresh(base, 4, seed=3), tmp_path / "state"
+    model.save(place, optimizer=True)
+    before = (place / "training_state.safetensors").read_bytes()
+    rename = Path.rename
+
+    def killed(path, target):
+        if path.name == ".state.new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        model.save(place, optimizer=True)
+    monkeypatch.undo()
+    assert not place.exists() and whole_state(place) and (place / "training_state.safetensors").read_bytes() == before
+    model.save(place, optimizer=True)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "base") == ["state"]
+    assert not whole_state(tmp_path / "none")

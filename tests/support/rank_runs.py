@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import tiny_jobs
@@ -27,6 +28,7 @@ from psigrad.runs.callbacks import Callback
 
 CONFIGS = {
     "sft": tiny_jobs.sft_config,
+    "sft beside": partial(tiny_jobs.sft_config, async_save=True),
     "grpo": tiny_jobs.online_config,
     "ppo": tiny_jobs.ppo_config,
     "dpo": tiny_jobs.preference_config,

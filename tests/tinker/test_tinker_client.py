@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import requests
 import tinker
@@ -20,7 +26,10 @@ pytestmark = pytest.mark.tinker
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tinker")
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    tiny.model("qwen3", len(tokenizer), max_length=512).save_pretrained(folder / "base")
+    network = tiny.model("qwen3", len(tokenizer), max_length=512, tied=False)
+    with torch.no_grad():
+        network.get_output_embeddings().weight.mul_(10)  # logits that differ: then the best policy is within reach
+    network.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     made = TinkerServer(str(folder / "base"), "tiny", folder / "states")
     with running(made, "tml-key") as at:
@@ -65,33 +74,89 @@ def test_supervised_steps_lower_the_loss_and_a_state_resumes_bitwise(server, ser
     assert all(map(torch.equal, weights(server, training), weights(server, again)))
 
 
-def test_rl_steps_on_what_was_sampled_raise_its_expected_reward(server, service):
-    training = service.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
-    model = server[0].models[training.model_id].model
+def expected(model, good) -> float:
+    """The probability of a good token behind the prompt."""
+    with torch.no_grad():
+        every = [(token,) for token in range(model.vocabulary)]
+        return float(model.evaluate(Groups([IDS[:3]], [every])).logp[:, 0].exp()[good].sum())
 
-    def expected():
-        """The probability of a reward, over all tokens."""
-        with torch.no_grad():
-            return float(model.evaluate(Groups([IDS[:3]], [[(token,) for token in range(140)]])).logp.exp().sum())
 
-    begin = expected()
-    for seed in range(10):
-        sampler = training.save_weights_and_get_sampling_client().result()
-        asked = types.SamplingParams(max_tokens=1, seed=seed)
-        found = sampler.sample(types.ModelInput.from_ints(IDS[:3]), num_samples=96, sampling_params=asked).result().sequences
-        rewards = [float(one.tokens[0] < 140) for one in found]
-        data = []
-        for one, reward in zip(found, rewards, strict=True):
-            advantage = reward - sum(rewards) / len(rewards)
-            numbers = {"logprobs": [0.0, 0.0, *one.logprobs], "advantages": [0.0, 0.0, advantage]}
-            inputs = {"target_tokens": [*IDS[1:3], *one.tokens], **numbers}
-            data.append(types.Datum(model_input=types.ModelInput.from_ints(IDS[:3]), loss_fn_inputs=inputs))
-        done = training.forward_backward(data, "importance_sampling")
-        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        own = done.result().loss_fn_outputs[0]["logprobs"].tolist()
-        assert own[2:] == pytest.approx(list(found[0].logprobs), abs=1e-4), "on-policy means ratio 1"
-    # the head's random rows hardly tell one half of the tokens from the other: 0.527 to 0.551 is nearly all that there is
-    assert expected() > begin + 0.015
+def paid_tokens(model, seed: int):
+    """Half of the tokens, those on one side of the head, which the policy says half of the time."""
+    rows, rng = model.network.get_output_embeddings().weight.detach(), torch.Generator().manual_seed(seed)
+    drawn = (rows @ torch.randn(64, generator=rng) > 0 for _ in range(200))
+    return next(one for one in drawn if 0.4 < expected(model, one) < 0.6)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_rl_goes_to_the_optimum_and_its_controls_do_not(server, service, seed):
+    """Half of the tokens are paid with 1, so the best policy has 1. Without a rate nothing moves; paid with -1, they vanish."""
+
+    def learn(lr: float, sign: float = 1.0) -> tuple[float, float]:
+        training = service.create_lora_training_client(base_model="tiny", rank=8, seed=seed).result()
+        model = server[0].models[training.model_id].model
+        good = paid_tokens(model, seed)
+        begin = expected(model, good)
+        for step in range(12):
+            sampler = training.save_weights_and_get_sampling_client().result()
+            asked = types.SamplingParams(max_tokens=1, seed=100 * seed + step)
+            found = sampler.sample(types.ModelInput.from_ints(IDS[:3]), num_samples=64, sampling_params=asked).result().sequences
+            rewards = torch.tensor([sign * float(good[one.tokens[0]]) for one in found])
+            advantages = rewards - rewards.mean()
+            data = []
+            for one, advantage in zip(found, advantages.tolist(), strict=True):
+                numbers = {"logprobs": [0.0, 0.0, *one.logprobs], "advantages": [0.0, 0.0, advantage]}
+                inputs = {"target_tokens": [0, 0, *one.tokens], **numbers}
+                data.append(types.Datum(model_input=types.ModelInput.from_ints(IDS[:3]), loss_fn_inputs=inputs))
+            done = training.forward_backward(data, "importance_sampling")
+            training.optim_step(types.AdamParams(learning_rate=lr)).result()
+            own = done.result().loss_fn_outputs[0]["logprobs"].tolist()
+            assert own[2:] == pytest.approx(list(found[0].logprobs), abs=1e-4), "on-policy means ratio 1"
+        return begin, expected(model, good)
+
+    begin, end = learn(1e-2)
+    assert 0.4 < begin < 0.6 and end > 0.95
+    assert learn(0.0) == (begin, begin)
+    assert learn(1e-2, sign=-1.0)[1] < 0.05
+
+
+def serving(folder: Path) -> tuple[subprocess.Popen, str]:
+    """A server of its own, as the command starts it, and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "psigrad", "serve", str(folder / "base"), "--tinker", "--name", "tiny"]
+    command += ["--state", str(folder / "kept"), "--port", str(port), "--threads", "1"]
+    process = subprocess.Popen(command, env={**os.environ, "PSIGRAD_SERVE_TOKEN": "tml-key"}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and "psigrad serve" in process.stdout.readline()
+    return process, f"http://127.0.0.1:{port}"
+
+
+def test_a_session_goes_on_to_the_same_bits_on_a_server_that_was_killed(server):
+    folder, kept = server[0].folder.parent, []
+
+    def train(client, steps: int) -> list[float]:
+        for _ in range(steps):
+            client.forward_backward([example()], "cross_entropy")
+            client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        return client.forward([example()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+
+    for begins in (True, False):
+        process, url = serving(folder)
+        try:
+            service = tinker.ServiceClient(base_url=url, api_key="tml-key")
+            if begins:
+                training = service.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
+                train(training, 3)
+                path = training.save_state("three").result().path
+                kept.append(train(training, 2))
+            else:
+                kept.append(train(service.create_training_client_from_state_with_optimizer(path).result(), 2))
+                kept.append(train(service.create_training_client_from_state(path).result(), 2))
+        finally:
+            process.kill()
+            process.wait()
+    whole, again, without = kept
+    assert whole == again != without
 
 
 def test_a_retried_call_is_applied_once(server, training):

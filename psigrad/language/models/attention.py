@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from psigrad.language.models.fused.packed_weights import PackedWeights
 from psigrad.language.models.native.kernels import Heads, Kernels, Slots, Spans
 
-_sdpa: Any = F.scaled_dot_product_attention
+SDPA: Any = F.scaled_dot_product_attention
 
 
 class Attending(Protocol):
@@ -25,11 +26,44 @@ class Attending(Protocol):
     native: Kernels
 
 
+def softened(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention as `scaled_dot_product_attention` has it, of scores s capped to c·tanh(s/c) (Gemma 2), or beside a score per head
+    that takes its share and adds nothing (gpt-oss: `sinks` [H]). Every score is held.
+    """
+    scores = q @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None:
+        unseen = torch.finfo(scores.dtype).min  # a row that sees nothing is padding, and must not be NaN
+        scores = scores.masked_fill(~attn_mask, unseen) if attn_mask.dtype == torch.bool else scores + attn_mask
+    if sinks is not None:
+        beside = sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, beside], -1)
+    shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    return shares[..., : k.shape[-2]] @ v
+
+
 class Layout(Protocol):
     """Which token attends to which, inside transformers' modules."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """Output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
+        """Output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D], by `how`, which is `scaled_dot_product_attention`
+        or `softened`.
+        """
 
 
 class FusedLayout(Protocol):
@@ -147,7 +181,9 @@ class PackedLayout:
             mask = mask & (query[:, None, :, None] - key[:, None, None, :] < window)
         return mask
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
         """Prefixes attend to themselves, and each sequence to its prefix and itself. Shapes as in `Layout.attend`."""
         heads = q.shape[1]
         split = self.prefix_rows.numel()
@@ -156,7 +192,7 @@ class PackedLayout:
         if split:
             views = [repeat_heads(_view(x[:split], self.prefix_rows), heads) for x in (q, k, v)]
             mask = self.prefix_mask(window)
-            out = _sdpa(*views, attn_mask=mask, is_causal=mask is None, scale=scale)
+            out = how(*views, attn_mask=mask, is_causal=mask is None, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         if self.sequence_rows.numel():
             views = [_view(x[split:], self.sequence_rows) for x in (q, k, v)]
@@ -166,9 +202,9 @@ class PackedLayout:
                     views[i] = torch.cat([shared, views[i]], dim=2)
             views = [repeat_heads(x, heads) for x in views]
             if split or window is not None:
-                out = _sdpa(*views, attn_mask=self._mask(window), scale=scale)
+                out = how(*views, attn_mask=self._mask(window), scale=scale)
             else:
-                out = _sdpa(*views, is_causal=True, scale=scale)
+                out = how(*views, is_causal=True, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         taken: Tensor = _Take.apply(torch.cat(parts), self.inverse, self.order)
         return taken[None]

@@ -157,7 +157,14 @@ class Pretrained(ABC):
             )
             .last_hidden_state
         )
+        hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
+
+    @property
+    def logit_factor(self) -> float:
+        """What the model multiplies its head's logits with (Cohere), or divides them by (Granite). Here hidden states are."""
+        config: Any = self.network.config.get_text_config()
+        return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [M, E] that predict the targets, packed or padded."""

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from psigrad.language.models.attention import Layout, PackedLayout
+from psigrad.language.models.attention import SDPA, Layout, PackedLayout, repeat_heads, softened
 
 IMPLEMENTATION = "psigrad"
 
@@ -36,14 +36,20 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention signature; with a layout, dropout is off and `attention_mask` is not read."""
-    if layout is None:
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    plain = softcap is None and sinks is None
+    if layout is None and plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for name in ("softcap", "position_bias", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"The packed forward does not support attention with {name}; the padded one is used instead.")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError("The packed forward does not support attention with position_bias; the padded one is used instead.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = SDPA if plain else functools.partial(softened, softcap=softcap, sinks=sinks)
+    if layout is None:
+        key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
+        causal = attention_mask is None and query.shape[2] > 1
+        return how(query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scale).transpose(1, 2), None
     index: Any = module.layer_idx
-    return layout.attend(index, query, key, value, scale, kwargs.get("sliding_window")), None
+    return layout.attend(index, query, key, value, scale, kwargs.get("sliding_window"), how), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
@@ -60,8 +66,12 @@ class FlexLayout:
 
     packed: PackedLayout
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
         """Attention by PyTorch's flex_attention. Shapes as in `Layout.attend`."""
+        if how is not SDPA:
+            raise ValueError("its attention caps scores or has sinks")
         kernel, mask = _kernel(q.device.type), self._mask(window)
         out: Tensor = kernel(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)

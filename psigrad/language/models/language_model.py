@@ -45,6 +45,23 @@ class Divergence:
     """What the reference reads where it is not what the policy reads: the same completions behind other prompts."""
 
 
+class Capped:
+    """A head whose logits z are c·tanh(z/c) (Gemma 2)."""
+
+    def __init__(self, head: Any, cap: float) -> None:
+        self.head, self.cap = head, cap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        logits: Tensor = self.cap * torch.tanh(self.head(hidden) / self.cap)
+        return logits
+
+    @property
+    def base_layer(self) -> Capped:
+        """The head whose adapter is off."""
+        return Capped(base_of(self.head), self.cap)
+
+
 @dataclass
 class LanguageModel(Pretrained):
     """A causal language model under its tokenizer.
@@ -94,12 +111,19 @@ class LanguageModel(Pretrained):
             head.load_state_dict(load_file(folder / f"{VALUE_HEAD}.safetensors"))
         self.value_head = head.to(self.device)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of hidden states [B, E]."""
-        output = self.network.get_output_embeddings()
+    def output_head(self) -> Any:
+        """What makes logits of hidden states: the LM head, with its cap where the model has one."""
+        head = self.network.get_output_embeddings()
+        cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
+        return head if cap is None else Capped(head, float(cap))
+
+    def head(self, hidden: Tensor, exact: bool = False) -> Tensor:
+        """Logits [B, V] of hidden states [B, E]; `exact` ones have the bits that they have in training, however few they are."""
+        output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
         if self.decoder is not None and plain:
-            return self.decoder.native.products.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
+            out = hidden.new_empty(len(hidden), len(output.weight))
+            return self.decoder.native.products.linear(hidden, output.weight, out, exact=exact)
         logits: Tensor = output(hidden)
         return logits
 
@@ -189,7 +213,7 @@ class LanguageModel(Pretrained):
         hidden = self.target_hidden(inputs)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
         if inputs.layout is not None:
-            return hidden, self.network.get_output_embeddings(), values
+            return hidden, self.output_head(), values
         return (*self._target_hidden(inputs), values)
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -197,7 +221,7 @@ class LanguageModel(Pretrained):
         themselves.
         """
         if inputs.layout is not None:
-            return self.target_hidden(inputs), self.network.get_output_embeddings()
+            return self.target_hidden(inputs), self.output_head()
         out = self.as_transformers()(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from psigrad.language.models import gradients
 from psigrad.language.models.fused.activation_cache import CachedLogProbs
-from psigrad.language.models.native.kernels import multiply
+from psigrad.language.models.native.kernels import STRETCH, Kernels, kernels, multiply
 
 # Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
@@ -153,6 +153,10 @@ class _ChosenLogProbs(torch.autograd.Function):
             chosen = (hidden * weight[ids]).sum(1) / temperature
             ctx.save_for_backward(hidden, weight, ids, chosen - known)
             return known.clone()
+        if (native := _native(hidden, weight)) is not None:
+            logp, chosen = _as_drawn(native, hidden, weight, ids, temperature)
+            ctx.save_for_backward(hidden, weight, ids, chosen / temperature - logp)
+            return logp
         kind = upcast(weight[:0]).dtype
         top = torch.full(ids.shape, -torch.inf, dtype=kind, device=ids.device)
         total, chosen = torch.zeros_like(top), torch.zeros_like(top)
@@ -223,6 +227,31 @@ class _HeadUse:
                 _add_product(dweight[columns], given.t(), self.hidden[rows])
 
 
+def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
+    """The kernels, where they draw among such logits."""
+    native = kernels() if hidden.device.type == "cpu" and hidden.dtype == weight.dtype else ""
+    return None if isinstance(native, str) or weight.dtype not in native.dtypes else native
+
+
+def _as_drawn(native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs [M] of tokens with the bits that a draw among the same logits gives them, and their logits."""
+    height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
+    width = max(1, TILE_ELEMENTS // height // STRETCH) * STRETCH
+    room = hidden.new_empty(height * min(width, len(weight)))
+    chosen = torch.zeros(len(ids))
+    sums = torch.empty(len(ids), -(-len(weight) // STRETCH), 2, dtype=torch.float64)
+    for top in range(0, len(hidden), height):
+        rows = slice(top, min(top + height, len(hidden)))
+        for left in range(0, len(weight), width):
+            columns = slice(left, min(left + width, len(weight)))
+            shape = (rows.stop - top, columns.stop - left)
+            logits = multiply(hidden[rows], weight[columns].t(), out=room[: shape[0] * shape[1]].view(shape))
+            hit, token = _hits(ids[rows], columns)
+            chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0].float(), chosen[rows])
+            native.log_probs.sum_stretches(sums[rows, left // STRETCH :], logits, temperature)
+    return native.log_probs.of(chosen, sums, temperature), chosen
+
+
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Logits of some states and some tokens at a time, in at least float32, and as they are stored; the next overwrite them."""
     height = min(len(hidden), TILE_ROWS)
@@ -271,10 +300,10 @@ def token_stats(
     If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form, and log-probs
     `cached` from the same head are reused.
     """
-    large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
     linear: Any = head if type(head) is nn.Linear and head.bias is None else None
     plain = linear is not None
-    if wanted.nothing_else and plain and large:
+    tiled = plain and (hidden.shape[0] * vocabulary > TILE_ELEMENTS or _native(hidden, linear.weight) is not None)
+    if wanted.nothing_else and tiled and len(ids):
         if int(ids.min()) < 0 or int(ids.max()) >= len(linear.weight):
             raise IndexError(
                 f"A target is token {int(ids.max())}; the head has {len(linear.weight)} tokens: the tokenizer belongs "

@@ -140,9 +140,11 @@ def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) ->
 @contextlib.contextmanager
 def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """The model in another precision meanwhile. A layer's weights are cast while the layer runs, so that little more memory is
-    needed; all others are cast at once.
+    needed; all others are cast at once. Products of float32 have all of its digits.
     """
     kept: dict[nn.Parameter, Tensor] = {}
+    matmul = torch.backends.cuda.matmul
+    fast, matmul.allow_tf32 = matmul.allow_tf32, False
 
     def cast(parameters: Iterator[nn.Parameter]) -> None:
         for p in parameters:
@@ -166,6 +168,7 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         put_back(list(kept))
+        matmul.allow_tf32 = fast
 
 
 def _layers(hf: nn.Module) -> list[nn.Module]:

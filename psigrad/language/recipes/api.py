@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from psigrad import extras
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from psigrad.language.recipes import typed_settings as typed
     from psigrad.language.recipes.score_rows import RowScore
 
+C = TypeVar("C", bound=TrainingConfig)
+# Tokens of micro-batches that are left to the device, where nothing is there to plan them.
+UNPLANNED = 8192
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
@@ -83,12 +87,12 @@ def train(
     model, dataset = named.pop("model.path", None), named.pop("data.dataset", None)
     if model is None:
         raise UserError("No model was given; give psigrad.train model=: a folder, a hub name, or a model of transformers.")
-    if dataset is None:
+    if dataset is None and not named.get("environment"):  # which may bring rows along
         raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
     eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
     given: dict[str, Any] = {
-        "data.dataset": _rows(dataset, splits[0]),
+        "data.dataset": _rows("" if dataset is None else dataset, splits[0]),
         "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split"),
     }
     if declared.settings is not RewardConfig:
@@ -120,13 +124,20 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     return found.spec, {**rest, **settings}
 
 
+def fitted(config: C) -> C:
+    """The settings with micro-batches, and all else that is left to the device, as its memory allows."""
+    if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
+        made: C = extras.load("fit").fit(config)
+        return made
+    return config if config.micro_batch_tokens else replace(config, micro_batch_tokens=UNPLANNED)
+
+
 def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name.
 
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
-    if config.run.max_memory:
-        config = extras.load("fit").fit(config)
+    config = fitted(config)
     check_schedule(config.optim)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:

@@ -89,6 +89,10 @@ def run(config: EvalConfig) -> Report:
             "(reward), or a reward model with "
             "--reward-model."
         )
+    if config.likelihood and (config.server or config.best_of > 1 or config.evaluation.num_generations_eval > 1):
+        raise UserError(
+            "likelihood reads a model here, once for each question; leave out --server, best_of and num_generations_eval."
+        )
     if config.best_of > 1 and not rewards:
         raise UserError("best_of chooses by a reward and only a metric was given; name a reward with --reward or --reward-model.")
     found = sample_and_score(config, True)
@@ -118,7 +122,9 @@ def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
         "extraction": f"{comparison[config.benchmark]}{f', of what stands before {shape.stop!r}' if shape.stop else ''}"
         if shape and scored == [config.benchmark]
         else " + ".join([*scored, *config.reward_model, str(evaluation.metric)]).strip("+ "),
-        "decoding": f"temperature {evaluation.eval_temperature:g}{' (greedy)' * (evaluation.eval_temperature == 0)}, "
+        "decoding": "none: the likeliest letter"
+        if isinstance(config, EvalConfig) and config.likelihood
+        else f"temperature {evaluation.eval_temperature:g}{' (greedy)' * (evaluation.eval_temperature == 0)}, "
         f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}, at most {sampling.max_completion_length} "
         f"tokens, {evaluation.num_generations_eval} per prompt{f', best of {config.best_of}' * (config.best_of > 1)}, seed "
         f"{config.run.seed}, sampler {'the server' if config.server else sampling.sampler}",
@@ -156,6 +162,10 @@ def _by_model(
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """`size` completions of each prompt by a model here."""
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer))
+    if isinstance(config, EvalConfig) and config.likelihood:
+        letters = extras.load("likelihood").likeliest_letters(model, rows)
+        found = score(scorer, [Trajectory(i, 0, *own) for i, own in enumerate(letters)], dict(enumerate(rows)))
+        return figures_of(found, 1, rewards.metric), found, rows
     evaluator = evaluator_for(config, model, rewards, scorer, rows, None, episodes, size=size)
     with contextlib.closing(samplers.make(config.sampling, model)) as sampler:
         figures, trajectories = evaluator(model, sampler, 0)

@@ -27,6 +27,7 @@ from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.episodes.tools import resolve, schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.types import Prompts
+from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import Begun, Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
 from psigrad.language.training.online.online_rl import train
@@ -88,7 +89,7 @@ def open_job(
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
-        sampler = stack.enter_context(sampler_of(config, model, journal))
+        sampler = stack.enter_context(sampler_of(config, model, journal, longest_of(config, prepared, evaluator)))
         algorithm = correct(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         policy = Learner(model, optimizer_of(model, config, journal.world))
@@ -140,6 +141,14 @@ def _prepared(
     room = model.max_length, completion_room(config)
     settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges]
     return prepare(config.data, model.tokenizer, settings, journal, make)
+
+
+def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
+    """Tokens of the longest prompt with the longest completion; 0 where a completion is an episode, which hears more."""
+    if config.plays:
+        return 0
+    lengths = [len(ids) for _, ids in prepared.made] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
+    return max(lengths, default=0) + config.sampling.max_completion_length
 
 
 def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> ValueModel:

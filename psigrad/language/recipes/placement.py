@@ -19,26 +19,34 @@ from psigrad.runs.journal import Journal
 
 @contextlib.contextmanager
 def sampler_of(
-    config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal | None = None
+    config: SFTConfig | OnlineConfig | PreferenceConfig,
+    model: LanguageModel,
+    journal: Journal | None = None,
+    longest: int = 0,
 ) -> Iterator[Sampler]:
-    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy."""
+    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy. `longest`
+    bounds prompt and completion together, where that is known.
+    """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal) as sampler:
             yield sampler
         return
+    tell = None if journal is None else journal.tell
     twin = model if model.root is None else load_model(config.model, config.run, None)
-    with contextlib.closing(samplers.make(config.sampling, twin, None if journal is None else journal.tell)) as sampler:
+    with contextlib.closing(samplers.make(config.sampling, twin, tell, longest)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
 
 @contextlib.contextmanager
 def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """A thread that collects while steps train, where others sample and a lag gives them the time."""
+    """Threads that collect while steps train, where others sample and a lag gives them the time: one for each collection that is
+    under way, but only one where environments play.
+    """
     if not (sampler.central and config.lag and world.rank == 0):
         yield None
         return
-    thread = ThreadPoolExecutor(1, "collector")
+    threads = ThreadPoolExecutor(1 if config.plays else config.lag + 1, "collector")
     try:
-        yield thread
+        yield threads
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)

@@ -131,6 +131,7 @@ class SFTSettings(Given, total=False):
     save_minutes: float
     logging_steps: int
     watchdog_minutes: float
+    async_save: bool
     save_total_limit: int
     resume: Literal["auto", "never", "must"]
     extend: bool
@@ -291,6 +292,7 @@ class OnlineSettings(Given, total=False):
     save_minutes: float
     logging_steps: int
     watchdog_minutes: float
+    async_save: bool
     save_total_limit: int
     resume: Literal["auto", "never", "must"]
     extend: bool
@@ -340,6 +342,8 @@ class OnlineSettings(Given, total=False):
     keep_activations_gb: float
     max_logp_difference: float
     record_tokens: int
+    record_prompts: int
+    record_rows: int
 
 OnlineMethod = Literal[
     "grpo",
@@ -486,6 +490,7 @@ class PreferenceSettings(Given, total=False):
     save_minutes: float
     logging_steps: int
     watchdog_minutes: float
+    async_save: bool
     save_total_limit: int
     resume: Literal["auto", "never", "must"]
     extend: bool
@@ -607,6 +612,7 @@ class RewardSettings(Given, total=False):
     save_minutes: float
     logging_steps: int
     watchdog_minutes: float
+    async_save: bool
     save_total_limit: int
     resume: Literal["auto", "never", "must"]
     extend: bool

@@ -110,6 +110,7 @@ class Benchmark:
         return f"{self.text(columns)} {str(columns[self.worked]).strip()}\n\n"
 
 
+_LETTERS = "ABCDEFGHIJ"
 BENCHMARKS = {
     "gsm8k": Benchmark("question", "Question: {question}\nAnswer:", "answer", "\n\nQuestion:"),
     "math": Benchmark("problem", "Problem:\n{problem}\n\nSolution:", "solution", "\n\nProblem:"),
@@ -135,19 +136,28 @@ def as_prompts(name: str, rows: Sequence[Row], shots: Sequence[Row]) -> list[Row
     return made
 
 
+def letters_of(columns: Mapping[str, Any]) -> str:
+    """The letters of a row's choices."""
+    given = columns.get("choices")
+    return (
+        _LETTERS[: len(given)]
+        if isinstance(given, list | tuple)
+        else "".join(x for x in _LETTERS if columns.get(x) not in (None, ""))
+    )
+
+
 def _columns(name: str, row: Row) -> dict[str, Any]:
     columns, benchmark = dict(row.columns), BENCHMARKS[name]
     if name == "mmlu":
-        letters = [letter for letter in "ABCDEFGHIJ" if columns.get(letter) not in (None, "")]
         given = columns.get("choices")
-        choices = list(given) if isinstance(given, list | tuple) else [columns[letter] for letter in letters]
+        choices = list(given) if isinstance(given, list | tuple) else [columns[letter] for letter in letters_of(columns)]
         answer = columns.get("answer")
         if len(choices) > 1 and answer is not None:
-            number = int(answer) if str(answer).strip().isdigit() else "ABCDEFGHIJ".find(str(answer).strip().upper())
+            number = int(answer) if str(answer).strip().isdigit() else _LETTERS.find(str(answer).strip().upper())
             if not 0 <= number < len(choices):
                 raise RowError(BadRow(row.source, "answer", f"is {answer!r}, which is none of {len(choices)} choices"))
-            listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCDEFGHIJ", choices, strict=False))
-            columns |= {"choices": listed, "answer": "ABCDEFGHIJ"[number]}
+            listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))
+            columns |= {"choices": listed, "answer": _LETTERS[number]}
         else:
             columns.pop("choices", None)
     needed = {benchmark.asked, benchmark.worked, *(["choices"] if name == "mmlu" else [])}

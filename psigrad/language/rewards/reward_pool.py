@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,10 @@ from psigrad.language.rewards.outcomes import (
 from psigrad.language.rewards.resolve import RewardSpec
 from psigrad.language.rewards.reward_worker import Part, decode
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
+from psigrad.processes.workers.worker_pool import SharedWait
+
+# Seconds until a thread that waits for answers looks for groups that others have added.
+SLICE = 0.05
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class RewardPool:
 
     A function that raises, hangs, crashes or returns nonsense on a group is tried again sample by sample, so that one bad
     sample does not take its group along; the other functions have seen the group whole. Results do not depend on the number
-    of workers. `weights` default to 1. Use as a context manager, or `close()`.
+    of workers. `weights` default to 1. Several threads may have a scoring under way, each its own. Use as a context manager, or
+    `close()`.
     """
 
     def __init__(
@@ -70,11 +76,14 @@ class RewardPool:
             functions = [(spec.name, pack(spec.function, "reward")) for spec in self.specs]
         except ShippingError as error:
             raise RewardError(str(error)) from error
-        self.workers: WorkerPool[RewardCall] = WorkerPool(
+        self.watch = SharedWait()
+        self.jobs: deque[tuple[PoolScoring, list[RewardCall]]] = deque()
+        self._of_thread: dict[int, PoolScoring] = {}
+        self.workers: WorkerPool[tuple[PoolScoring, RewardCall]] = WorkerPool(
             "psigrad.language.rewards.reward_worker:service",
             functions,
             homes([spec.function for spec in self.specs], [packed for _, packed in functions]),
-            lambda call, content: decode(content, len(call.samples)),
+            lambda owed, content: decode(content, len(owed[1].samples)),
             what="reward functions",
             error=RewardError,
             workers=workers,
@@ -94,11 +103,36 @@ class RewardPool:
         self.workers.close()
 
     def begin(self) -> PoolScoring:
-        """A scoring that the workers are at work on from its first group on."""
+        """A scoring that the workers are at work on from its first group on. What this thread began before is given up."""
         if not len(self.workers):
             raise RewardError("The reward pool is closed; make a new one.")
-        self.workers.give_up()  # of a scoring whose results nobody asked for
-        return PoolScoring(self)
+        with self.watch:
+            last, new = self._of_thread.get(threading.get_ident()), PoolScoring(self)
+            self.workers.give_up(lambda owed: owed[0] is last)
+            self.jobs = deque(job for job in self.jobs if job[0] is not last)
+            self._of_thread[threading.get_ident()] = new
+        return new
+
+    def advance(self, wait: bool) -> None:
+        """Give out jobs and enter answers, of all scorings; the caller has the watch."""
+        self._hand_out()
+        if wait:
+            self.watch.look(self.workers.stirring(SLICE), SLICE)
+        for _, (scoring, call), answer in self.workers.answers(False):
+            if isinstance(answer, Lost):
+                why = f"its process died ({answer.status})" if answer.status else f"time-out after {self.workers.timeout:g} s"
+                if answer.rest:
+                    self.jobs.appendleft((scoring, [call for _, call in answer.rest]))
+                answer = Unscored(f"{self.specs[call.function].name}: {why}")
+            scoring.enter(call, answer)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        for worker in self.workers.idle() if self.jobs else ():
+            if self.jobs:
+                scoring, calls = self.jobs.popleft()
+                message = [call.function for call in calls], scoring.shown(calls[0].samples)
+                self.workers.ask(worker, message, [(scoring, call) for call in calls])
 
 
 class PoolScoring(Scoring):
@@ -108,7 +142,6 @@ class PoolScoring(Scoring):
         self._pool = pool
         self._shown: dict[str, list[Any]] = {}
         self._parts: list[dict[int, Part]] = [{} for _ in pool.specs]
-        self._jobs: deque[list[RewardCall]] = deque()
         self._count = 0
 
     def add(self, group: Samples) -> None:
@@ -116,15 +149,16 @@ class PoolScoring(Scoring):
         for name, values in group.shown.items():
             self._shown.setdefault(name, []).extend(values)
         samples = tuple(range(self._count, self._count + len(group)))
-        self._jobs.append([RewardCall(function, samples) for function in range(len(self._parts))])
+        with self._pool.watch:
+            self._pool.jobs.append((self, [RewardCall(function, samples) for function in range(len(self._parts))]))
         self._count += len(group)
         self.poll()
 
     def poll(self) -> None:
         """See `Scoring`."""
-        if self._pending():
-            self._advance(wait=False)
-            self._hand_out()
+        with self._pool.watch:
+            if self._pending():
+                self._pool.advance(wait=False)
 
     def results(self) -> list[Result]:
         """See `Scoring`."""
@@ -142,31 +176,21 @@ class PoolScoring(Scoring):
             for one in said
         ]
 
+    def shown(self, samples: Sequence[int]) -> dict[str, list[Any]]:
+        """What is shown of these samples."""
+        return pick(self._shown, samples)
+
+    def enter(self, call: RewardCall, answer: list[Part] | Unscored) -> None:
+        """What a function said, or that it is to be asked again sample by sample."""
+        self._pool.jobs.extendleft((self, job) for job in reversed(enter(call, answer, self._parts)))
+
     def _wait(self) -> None:
-        while self._pending():
-            self._advance(wait=True)
+        with self._pool.watch:
+            while self._pending():
+                self._pool.advance(wait=True)
 
     def _pending(self) -> bool:
-        return bool(self._jobs) or self._pool.workers.at_work
-
-    def _advance(self, wait: bool) -> None:
-        self._hand_out()
-        for _, call, answer in self._pool.workers.answers(wait):
-            if isinstance(answer, Lost):
-                why = (
-                    f"its process died ({answer.status})" if answer.status else f"time-out after {self._pool.workers.timeout:g} s"
-                )
-                if answer.rest:
-                    self._jobs.appendleft(answer.rest)
-                answer = Unscored(f"{self._pool.specs[call.function].name}: {why}")
-            self._jobs.extendleft(reversed(enter(call, answer, self._parts)))
-
-    def _hand_out(self) -> None:
-        for worker in self._pool.workers.idle() if self._jobs else ():
-            if self._jobs:
-                calls = self._jobs.popleft()
-                functions, shown = [call.function for call in calls], pick(self._shown, calls[0].samples)
-                self._pool.workers.ask(worker, (functions, shown), calls)
+        return sum(map(len, self._parts)) < self._count * len(self._parts)
 
 
 @dataclass(frozen=True)

@@ -197,11 +197,15 @@ class RestartedDialogue(Dialogue):
             else:
                 requests.append(Request(self.contexts[i], (seed,)))
                 owners.append([i])
-        for completed in self.sampler.steps(requests, self.params):
+        for completed in self._steps(requests, [own[0] for own in owners]):
             for place, completions in completed:
                 for i, completion in zip(owners[place], completions, strict=True):
                     self.contexts[i] += completion.ids
                     yield i, completion
+
+    def _steps(self, requests: list[Request], episodes: Sequence[int]) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler.steps`; `episodes[place]` is the first whose turn a request is."""
+        return self.sampler.steps(requests, self.params)
 
 
 class ReplicaSampler(Sampler):

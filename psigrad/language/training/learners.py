@@ -4,13 +4,16 @@ bitwise.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError, nearest
@@ -22,8 +25,11 @@ from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
 from psigrad.runs.journal import Journal
+from psigrad.runs.save_thread import SaveThread
 
 R = TypeVar("R")
+Write = Callable[[Path, World], dict[str, Any] | None]
+"""Writes into a folder, with the other ranks of a world; what it knows already of the files' sums."""
 # What to do about a step that ran out of memory.
 LESS_MEMORY = (
     "Go on with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
@@ -91,40 +97,94 @@ def save(
 
     Where models are in shards each process writes its rows of both, and rank 0 all else. Returns the folder on rank 0.
     """
+    write = staged(state, learners, world, copies=False)
+    path = commit(root, state.step, write, world, {**machine.versions(), **(meta or {})})
+    if path is not None:
+        checkpoint.prune(root, keep, spare)
+    return path
+
+
+def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
+    """A checkpoint of what `write` writes; the folder on rank 0. Where models are in shards all ranks call it."""
+    if world.rank:
+        if world.lockstep:
+            write(world.broadcast(root), world)
+        return None
+    return checkpoint.save(
+        root, step, lambda folder: write(world.broadcast(folder) if world.lockstep else folder, world), meta=meta
+    )
+
+
+def staged(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
+    """What writes a checkpoint of now: with `copies` of everything that training changes in the host's memory, so that it may be
+    called while steps go on. Raises `NonFiniteError` where there is something in the weights that no run should go on from.
+    """
     for learner in learners:
         if isinstance(learner, Follower):
             continue
-        if bad := [name for name, p in learner.optimizer.held.items() if not bool(torch.isfinite(p).all())]:
+        if bad := [name for name, p in learner.optimizer.held.items() if p.numel() and not _finite(p)]:
             raise NonFiniteError(
                 f"The weights are not finite after step {state.step} ({', '.join(bad[:3])}), so no checkpoint was made of them; "
                 "the last one is sound. Lower the learning rate."
             )
+    parts = [_part(learner, copies) for learner in learners]
 
-    def write(folder: Path) -> None:
-        for learner in learners:
-            if getattr(learner.model, "root", None) is not None:
-                moments = tensors_of(learner.optimizer) if isinstance(learner, Learner) else {}
-                model: Any = learner.model
-                sharded.save(model, folder / learner.place, moments, world)
-                continue
-            learner.model.save(folder / learner.place)
-            if isinstance(learner, Learner):
-                checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
+    def write(folder: Path, world: World) -> dict[str, Any] | None:
+        for learner, part in zip(learners, parts, strict=True):
+            part(folder / learner.place, world)
         if world.rank == 0:
             (folder / "state.json").write_text(json.dumps(_numbers(state), indent=1) + "\n")
             if state.pending:
                 (folder / PENDING).write_text("".join(p.result().to_json() + "\n" for p in state.pending))
-        if world.lockstep:
-            world.all_gather(None)  # all have written
+        if not world.lockstep:
+            return None
+        own = [path for path in folder.rglob(f"shard-{world.rank + 1:05d}-*") if path.is_file()]
+        each = world.all_gather({str(path.relative_to(folder)): checkpoint.sealed(path) for path in own})  # all have written
+        return {name: entry for sums in each for name, entry in sums.items()}
 
-    if world.rank:
-        if world.lockstep:
-            write(world.broadcast(root))
-        return None
-    together = (lambda folder: write(world.broadcast(folder))) if world.lockstep else write
-    path = checkpoint.save(root, state.step, together, meta={**machine.versions(), **(meta or {})})
-    checkpoint.prune(root, keep, spare)
-    return path
+    return write
+
+
+def _finite(x: torch.Tensor) -> bool:
+    least, most = x.detach().aminmax()  # in one pass, with no tensor as large
+    return math.isfinite(float(least)) and math.isfinite(float(most))
+
+
+def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
+    """What writes a learner's weights and moments into its place, those of now where they are copied."""
+    moments = tensors_of(learner.optimizer) if isinstance(learner, Learner) else {}
+    model: Any = learner.model
+    if getattr(model, "root", None) is not None:
+        weights: dict[str, Any] = sharded.named_weights(model) | moments
+        if copies:
+            weights = shards.copied(weights)
+        return lambda folder, world: sharded.save(model, folder, weights, world)
+    if copies:
+        model, moments = copied(model), shards.copied(moments)
+
+    def write(folder: Path, world: World) -> None:
+        model.save(folder)
+        if isinstance(learner, Learner):
+            checkpoint.save_tensors(folder / OPTIMIZER, moments)
+
+    return write
+
+
+def copied(model: Any) -> Any:
+    """A model with weights of its own in the host's memory, which can be saved and does nothing else."""
+    modules = {
+        name: module for name in ("network", "adapter", "value_head") if (module := getattr(model, name, None)) is not None
+    }
+    memo: dict[int, Any] = {}
+    for module in modules.values():
+        for p in module.parameters():
+            memo[id(p)] = nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=False)
+        for x in module.buffers():
+            memo[id(x)] = x.detach().to("cpu", copy=True)
+    twin = copy.copy(model)
+    for name, module in modules.items():
+        object.__setattr__(twin, name, copy.deepcopy(module, memo))
+    return twin
 
 
 def _numbers(state: State) -> dict[str, Any]:
@@ -203,19 +263,33 @@ def begin(
     if slower:
         journal.tell("slower", slower, why=slower)
 
+    # a callback is shown a checkpoint that is there
+    beside = SaveThread(world) if config.run.async_save and not journal.callbacks else None
+
     def keep(now: State) -> None:
         if world.rank and not world.lockstep:
             return
-        journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
+        if beside is not None:
+            beside.wait()
+        # the rows are on the disk before the checkpoint that vouches for them
+        journal.folder.flush(now.step, getattr(config, "record_rows", 0))
         meta = {**pinned, **session.vouched(journal)}
-        path = save(
-            journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, spare=_best(now), meta=meta, world=world
-        )
-        if path is not None:
-            journal.folder.checkpoint_bytes = checkpoint.size_of(path)
-        journal.folder.event("saved", step=now.step)
+        write = staged(now, learners, world, copies=beside is not None)
 
-    return Begun(first, keep)
+        def finish() -> None:
+            own = world if beside is None else beside.world
+            path = commit(journal.folder.checkpoints, now.step, write, own, {**machine.versions(), **meta})
+            if path is not None:
+                checkpoint.prune(journal.folder.checkpoints, config.run.save_total_limit, _best(now))
+                journal.folder.checkpoint_bytes = checkpoint.size_of(path)
+            journal.folder.event("saved", step=now.step)
+
+        if beside is None:
+            finish()
+        else:
+            beside.start(finish)
+
+    return Begun(first, keep if beside is None else SaveThread.saving(keep, beside))
 
 
 def _best(state: State) -> int:

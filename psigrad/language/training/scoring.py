@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
 from psigrad.language.rewards.outcomes import join, transcript_of
 from psigrad.language.training.offline.reward_task import step_values
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,11 @@ class ModelScorer:
 
     def begin(self) -> Scoring:
         """All groups in few forward passes at the end, since the policy samples on the same device until then."""
-        return Scoring(lambda groups: self.score(join(groups)))
+        return Scoring(self._score_groups)
+
+    def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
+        with _ONE_AT_A_TIME:  # threads that collect would each take the memory of a pass
+            return self.score(join(groups))
 
     def score(self, samples: Samples) -> list[Result]:
         """The model's score of every completion."""

@@ -124,7 +124,8 @@ def _watch(ranks: Sequence[_Rank]) -> int:
     if cause is None:
         return 0
     own = ranks[0].status if ranks[0].failed else 0
-    if cause.rank and own in (0, RankLost.exit_status):  # else rank 0 has said it on the terminal
+    # rank 0 has said on the terminal what it failed of, unless a signal ended it
+    if cause.process.returncode < 0 or (cause.rank and own in (0, RankLost.exit_status)):
         _tell(cause, len(ranks))
         return cause.status
     return own or cause.status

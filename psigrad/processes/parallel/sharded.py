@@ -94,9 +94,8 @@ def named_weights(model: Pretrained) -> dict[str, Tensor]:
 
 
 def save(model: Pretrained, folder: Path, tensors: dict[str, Tensor], world: World) -> None:
-    """A part of a checkpoint: the weights and `tensors`, each process its rows; rank 0 adds configuration and tokenizer."""
-    weights = named_weights(model)
-    shards.write(folder, {**weights, **tensors})
+    """A part of a checkpoint: the tensors, each process its rows; rank 0 adds configuration and tokenizer."""
+    shards.write(folder, tensors, getattr(world, "group", None))
     if world.rank == 0:
         _describe(model, folder)
 

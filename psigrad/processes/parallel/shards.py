@@ -54,12 +54,25 @@ def written_in(folder: Path) -> bool:
     return any(folder.glob("shard-*.safetensors"))
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Each process writes what it holds of the tensors to `folder`; all of them must call this."""
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The same in the host's memory, each process what it holds."""
+    if not any(map(in_shards, tensors.values())):
+        return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    found: Any = stager.stage({name: x.detach() for name, x in tensors.items()})  # at once, with these options
+    stager.close()
+    return dict(found)
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
+    """Each process writes what it holds of the tensors to `folder`; all of them, or those of the `group`, must call this."""
     dcp = _checkpoints()
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach() for name, tensor in tensors.items()}
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(state, storage_writer=writer, process_group=group)
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,8 @@ P = TypeVar("P")
 _SIGNS = ("gloo", "onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "wait timeout")
 # Numbers that are summed in one message.
 BUCKET = 1 << 22
+# Seconds in which those that have lost another say so, that the silent one can be named.
+ROLL_CALL = 5.0
 
 
 class RankLost(UserError):
@@ -87,16 +90,21 @@ ALONE: World = Alone()
 
 
 class Ranks:
-    """The world of a torch.distributed process group."""
+    """The world of a torch.distributed process group: of `group`, or the one that was made first."""
 
-    def __init__(self, *, lockstep: bool = False) -> None:
-        self.rank, self.size, self.lockstep = dist.get_rank(), dist.get_world_size(), lockstep
+    def __init__(self, *, lockstep: bool = False, group: Any = None) -> None:
+        self.rank, self.size, self.lockstep, self.group = dist.get_rank(), dist.get_world_size(), lockstep, group
+
+    def beside(self) -> Ranks:
+        """The same processes with messages of their own, for a thread that works beside the steps. All of them must call it."""
+        limit = timedelta(hours=4)  # a thread may wait for a disk, or for a sampler, for longer than a step
+        return Ranks(lockstep=self.lockstep, group=dist.new_group(backend="gloo", timeout=limit))
 
     def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""
         box: list[Any] = [value if self.rank == 0 else None]
         with name_losses():
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         found: T = box[0]
         return found
 
@@ -104,13 +112,13 @@ class Ranks:
         """What each gives, by rank."""
         box: list[Any] = [None] * self.size
         with name_losses():
-            dist.all_gather_object(box, value)
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all of them, in place of `x`."""
         with name_losses():
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
         return x
 
 
@@ -122,10 +130,34 @@ def name_losses() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
             raise
+        silent = [str(rank) for rank in silent_ranks(_store(), dist.get_rank(), dist.get_world_size(), ROLL_CALL)]
+        who = f"Process {', '.join(silent)} of 0 to {dist.get_world_size() - 1}" if silent else "Another process"
         raise RankLost(
-            "Another process of this run has ended or does not answer, and its own message says why. The same command goes on "
-            "from the newest checkpoint."
+            f"{who} of this run has ended or does not answer, and its own message says why. The same command goes on from the "
+            "newest checkpoint."
         ) from error
+
+
+def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
+    """The ranks that do not say within so many seconds that they have lost another, as those do that wait for one. None where
+    the store itself does not answer.
+    """
+    try:
+        store.set_timeout(timedelta(seconds=seconds))
+        store.set(f"waits {rank}", "")
+        missing, end = set(range(size)), time.monotonic() + seconds
+        while missing and time.monotonic() < end:
+            missing -= {other for other in missing if store.check([f"waits {other}"])}
+            time.sleep(0.05 if missing else 0.0)
+        return sorted(missing)
+    except (RuntimeError, AttributeError):
+        return []
+
+
+def _store() -> Any:
+    """Where the processes of the group found each other; torch has no public name for it."""
+    with contextlib.suppress(RuntimeError, AttributeError, ValueError):
+        return dist.distributed_c10d._get_default_store()
 
 
 @contextlib.contextmanager

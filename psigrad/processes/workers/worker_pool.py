@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import selectors
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.processes.sandbox import Enclosure
 from psigrad.processes.workers.process import START_LIMIT, Worker, WorkerGone
 
 C = TypeVar("C")
+T = TypeVar("T")
 # Seconds without a look at the workers from which on their time does not run: the parent was at work elsewhere.
 ABSENCE = 1.0
+
+
+class SharedWait:
+    """A lock, as a context manager. Of the threads that wait, one looks for all of them, without the lock; the others sleep until
+    it has seen something.
+    """
+
+    def __init__(self) -> None:
+        self._stirred = threading.Condition(threading.Lock())
+        self._looking = False
+
+    def __enter__(self) -> Self:
+        self._stirred.acquire()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stirred.release()
+
+    def look(self, look: Callable[[], T], seconds: float) -> T | None:
+        """What `look` finds; None where another thread looks meanwhile, after it has or so many seconds have passed. The caller
+        has the lock, and has it again afterwards; `look` waits for `seconds` at most. With 0 seconds everybody may look.
+        """
+        if self._looking and seconds:
+            self._stirred.wait(seconds)
+            return None
+        waits = bool(seconds)
+        self._looking = self._looking or waits
+        self._stirred.release()
+        try:
+            return look()
+        finally:
+            self._stirred.acquire()
+            if waits:
+                self._looking = False
+                self._stirred.notify_all()
 
 
 @dataclass(frozen=True)
@@ -92,10 +129,10 @@ class WorkerPool(Generic[C]):
         while self._places:
             self._places.pop().worker.kill()
 
-    def give_up(self) -> None:
-        """Replace the workers that are at calls, whose answers nobody waits for any more."""
+    def give_up(self, unwanted: Callable[[C], bool] = lambda call: True) -> None:
+        """Replace the workers that are at such calls, whose answers nobody waits for any more."""
         for place in self._places:
-            if place.calls:
+            if place.calls and unwanted(place.calls[0]):
                 self._replace(place)
 
     def idle(self) -> list[int]:
@@ -118,16 +155,28 @@ class WorkerPool(Generic[C]):
         after so many seconds.
         """
         self._return()
-        busy = [(number, place) for number, place in enumerate(self._places) if place.calls or not place.worker.ready]
-        if wait and busy:
-            with selectors.DefaultSelector() as selector:
-                for _, place in busy:
-                    place.worker.watch(selector)
-                soonest = min(place.worker.deadline for _, place in busy)
-                selector.select(min(seconds, max(0.0, soonest - time.monotonic())))
-        for number, place in busy:
+        if wait:
+            self.stirring(seconds)()
+        for number, place in self._busy():
             yield from ((number, *answered) for answered in self._answers_of(place))
         self._looked = time.monotonic()
+
+    def stirring(self, seconds: float) -> Callable[[], None]:
+        """What waits until a worker stirs or is late, or for so many seconds; it may do so while the pool is used elsewhere."""
+        selector, busy = selectors.DefaultSelector(), self._busy()
+        for _, place in busy:
+            place.worker.watch(selector)
+        soonest = min((place.worker.deadline for _, place in busy), default=0.0)
+
+        def wait() -> None:
+            with selector:
+                if busy:
+                    selector.select(min(seconds, max(0.0, soonest - time.monotonic())))
+
+        return wait
+
+    def _busy(self) -> list[tuple[int, _Place]]:
+        return [(number, place) for number, place in enumerate(self._places) if place.calls or not place.worker.ready]
 
     def _answers_of(self, place: _Place) -> Iterator[tuple[C, Any]]:
         while place.calls or not place.worker.ready:

@@ -31,9 +31,23 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("Command", "\n".join(clip(command, 1000) for command in commands[-3:])),
         ("On", ", ".join(filter(None, [str(machine.get("processor") or ""), *_shares(machine), str(machine.get("gpu") or "")]))),
         ("Slower", next((str(event.get("slower") or "") for event in reversed(starts)), "")),
+        ("Sampler against trainer", _sampled(run)),
         ("With", ", ".join(f"{name} {number}" for name, number in versions.items()) if isinstance(versions, dict) else ""),
     ]
     return [(name, said) for name, said in facts if said]
+
+
+def _sampled(run: RunData) -> str:
+    """How far the sampler's log-probs were from the trainer's, over the run."""
+    mean, most, share = (run.series(f"sampling/sampling_logp_difference/{name}")[1] for name in ("mean", "max", "share"))
+    if not share:
+        return ""
+    said = f"{sum(share) / len(share):.2g} of the compared tokens differ in their last bits"
+    return (
+        f"{said}: log-probs by {sum(mean) / len(mean):.2g} in the mean, {max(most):.2g} at most"
+        if max(most)
+        else "every bit equal"
+    )
 
 
 def _times(n: int) -> str:

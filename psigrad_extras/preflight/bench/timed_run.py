@@ -17,6 +17,7 @@ from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.data.templates import example
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -106,7 +107,7 @@ def build(folder: Path, dtype: str, device: str) -> TimedRun:
 
 def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> TimedRun:
     again = work.gradient_checkpointing
-    model = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
+    model = _policy(work, path, dtype, device)
     if work.attention == "flex":
         model.attend_by_flex()
     algorithm = method(work.kind, work.beta)
@@ -131,7 +132,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         config=config,
         algorithm=algorithm,
         model=model,
-        reference=model.frozen_copy() if work.beta else None,
+        reference=(model if work.lora_rank else model.frozen_copy()) if work.beta else None,
         sampler=EmbeddedSampler(model, cuda_graphs=work.cuda_graphs),
         scorer=Inline(),
         optimizer=Optimizer(model.trainable(), RATE, recompute=again),
@@ -142,6 +143,12 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         critic=critic,
     )
     return TimedRun(work, model, run.optimizer, _stepping(run, State(algorithm=algorithm.initial_state())))
+
+
+def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel:
+    lora = Lora(work.lora_rank) if work.lora_rank else None
+    torch.manual_seed(0)  # fresh adapters are those of TRL's process
+    return language_model.load(path, dtype=dtype, device=device, lora=lora, gradient_checkpointing=work.gradient_checkpointing)
 
 
 def method(kind: str, beta: float) -> PolicyGradient:
@@ -185,7 +192,7 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
         made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
         task, config = RewardTask(scalar, BradleyTerry(), made), RewardConfig(**common)
     else:
-        model = policy = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
+        model = policy = _policy(work, path, dtype, device)
         if work.kind == "dpo":
             made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
             known = reference_logps(policy, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 4096)

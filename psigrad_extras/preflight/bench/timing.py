@@ -225,8 +225,15 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
     width = DTYPES[dtype].itemsize
     cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
     weights = width * (shape.matrices + shape.head)
-    again = work.gradient_checkpointing and dtype == "float32" and recomputed_gradients(done, shape, True, head=True)[0] > 0
-    spent = cost_of(done, shape, frozen=False, recompute=work.gradient_checkpointing, weight_bytes=weights, cache_bytes=cached)
+    again = (
+        work.gradient_checkpointing
+        and dtype == "float32"
+        and not work.lora_rank
+        and recomputed_gradients(done, shape, True, head=True)[0] > 0
+    )
+    spent = cost_of(
+        done, shape, frozen=work.lora_rank > 0, recompute=work.gradient_checkpointing, weight_bytes=weights, cache_bytes=cached
+    )
     return spent.with_head_again(done, shape) if again else spent
 
 

@@ -25,7 +25,8 @@ from psigrad.runs.machine import default_threads
 @dataclass(frozen=True)
 class Workload:
     """One shape of work. `kind` is the method: grpo, rloo, ppo, or offline dpo, reward, sft. The sizes of the model are those of
-    one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own.
+    one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own. TRL takes `micro_batch` rows at once
+    (0: all), with bfloat16 weights (`half_weights`) or by autocast.
     """
 
     name: str
@@ -40,6 +41,9 @@ class Workload:
     completion_tokens: int = 64
     beta: float = 0.0
     iterations: int = 1
+    lora_rank: int = 0
+    micro_batch: int = 0
+    half_weights: bool = False
     gradient_checkpointing: bool = False
     attention: str = "sdpa"
     cuda_graphs: bool = True

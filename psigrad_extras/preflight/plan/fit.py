@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from psigrad.config.fields import usual_on
 from psigrad.errors import UserError
 from psigrad.processes.parallel import launch
 from psigrad.runs.machine import device
 from psigrad_extras.preflight.plan.arithmetic import Config
-from psigrad_extras.preflight.plan.hardware import machine
+from psigrad_extras.preflight.plan.hardware import available_memory, machine
 from psigrad_extras.preflight.plan.plan import size
-from psigrad_extras.preflight.plan.predict import MARGIN, Plan, lengths_of, predict
+from psigrad_extras.preflight.plan.predict import MOST, Plan, filling, lengths_of, predict
 
 C = TypeVar("C", bound=Config)
+# What is left free of the limit, as a share of the plan: the largest peak that was measured was 1.24 times its plan.
+FREE = 0.25
 
 
 def fit(config: C) -> C:
     """The settings with the largest micro-batches that stay below `run.max_memory`, and only if that is not enough with
     activations that are computed anew, and fewer sequences that are decoded at once. What is trained stays the same.
 
-    Says what was chosen. Raises `UserError` where nothing of this is enough.
+    Where `micro_batch_tokens` is 0 and no limit is set, it is the device's free memory, and only micro-batches become smaller.
+
+    Says what was chosen. Raises `UserError` where nothing of this is enough for a limit that was set.
     """
     if not config.run.max_memory:
+        if config.micro_batch_tokens:
+            return config
+        where = device(config.run)
+        here = replace(machine(where, config.model.dtype, measure=False), memory=free_memory(where))
+        config = filling(config, here)
+        if launch.first():
+            says = ", ".join(f"{name}={_value(config, name)}" for name in usual_on(type(config), here.kind))
+            print(f"psigrad: on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.", file=sys.stderr)
         return config
+    config = config if config.micro_batch_tokens else replace(config, micro_batch_tokens=MOST)
     here = machine(device(config.run), config.model.dtype, memory=config.run.max_memory, measure=False)
     lengths, rows, _ = lengths_of(config)
     plans: list[Plan] = []
     for tried in _smaller(config, lengths.longest_prompt + lengths.longest_completion):
         plans.append(predict(tried, lengths, here, dataset=rows))
-        if plans[-1].fits:
+        if plans[-1].memory.peak * (1 + FREE) <= here.memory:
             _say(tried, plans[-1])
             return tried
     least = min(plans, key=lambda plan: plan.memory.peak)
     way = next((name for name, other in least.ways if other.fits), "a smaller model")
     raise UserError(
-        f"max_memory is {config.run.max_memory} and the run needs about {size(least.memory.peak * (1 + MARGIN))} with the "
+        f"max_memory is {config.run.max_memory} and the run needs about {size(least.memory.peak * (1 + FREE))} with the "
         f"smallest micro-batches; give that much, or try {way}."
     )
+
+
+def free_memory(where: str) -> int:
+    """Bytes that a run could take on a device now; of several processes on a machine all see the same, since they would differ
+    by what each has taken already.
+    """
+    if where == "cpu":
+        return available_memory()
+    free, total = torch.cuda.mem_get_info(where)
+    return int(total if launch.is_rank() else free)
+
+
+def _value(config: Config, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def _smaller(config: C, longest: int) -> Iterator[C]:

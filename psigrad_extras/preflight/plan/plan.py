@@ -17,7 +17,7 @@ from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
 from psigrad_extras.preflight.plan.hardware import machine
 from psigrad_extras.preflight.plan.memory import count
 from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
-from psigrad_extras.preflight.plan.predict import MARGIN, Plan, lengths_of, predict
+from psigrad_extras.preflight.plan.predict import MARGIN, Plan, filling, lengths_of, predict
 from psigrad_extras.preflight.settings import PlanConfig
 
 SMALL, HOUR = 50_000_000, 3600
@@ -27,6 +27,8 @@ def run(config: Config, asked: PlanConfig) -> str:
     """The plan of the run that `config` describes, as text or as JSON."""
     device = device_of(config.run)
     found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
+    if not config.micro_batch_tokens:
+        config = filling(config, found)
     lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
     if asked.devices:
         found_splits = splits(config, lengths, found, asked.devices, asked.network * 1e9, rows)

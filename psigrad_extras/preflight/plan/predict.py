@@ -307,3 +307,16 @@ def _with(config: Config, **settings: Any) -> Config:
     """The settings with others for the model."""
     model: Model = replace(config.model, **settings)
     return replace(config, model=model)
+
+
+# Tokens of the largest and the smallest micro-batches that are tried where the settings leave it to the device.
+MOST, LEAST = 1 << 16, 1 << 10
+
+
+def filling(config: Any, here: Machine) -> Any:
+    """The settings with the largest micro-batches that a machine has room for: a power of two, so that a run that goes on has
+    the same where nearly as much is free.
+    """
+    lengths, rows, _ = lengths_of(config)
+    tried = [replace(config, micro_batch_tokens=MOST >> n) for n in range((MOST // LEAST).bit_length())]
+    return next((one for one in tried if predict(one, lengths, here, dataset=rows).fits), tried[-1])

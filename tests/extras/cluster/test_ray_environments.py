@@ -43,6 +43,9 @@ class Jobs:
     def __init__(self, workers: Workers) -> None:
         self.workers, self.jobs = workers, []
 
+    def give_up(self):
+        self.jobs = []
+
     def add(self, job, affinity):
         self.jobs.append((job, affinity))
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 from resuming import following_config, lagging_config
-from tiny_jobs import episodes_config, online_config, ppo_config
+from tiny_jobs import agent_config, episodes_config, online_config, ppo_config
 
 from psigrad.cli import main
 from psigrad.config import Evaluation
@@ -30,6 +30,7 @@ MORE = {
     "ppo": ppo_config,
     "ppo shared": partial(ppo_config, critic_shared=True),
     "episodes": episodes_config,
+    "agent": agent_config,
     "lag": lagging_config,
     "following reference": following_config,
 }
@@ -178,12 +179,13 @@ def test_a_folder_that_is_no_online_run_is_refused(tmp_path):
         replay(tmp_path, 1)
 
 
-def test_a_run_that_trained_an_agent_is_refused(made, tmp_path):
+def test_a_run_that_trained_an_agent_in_half_precision_is_refused(made, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(made("single pass"), folder)
     for file in [folder / "config.json", *(folder / "checkpoints").glob("*/manifest.json")]:
         settings = json.loads(file.read_text())
-        (settings.get("settings") or settings)["agent_command"] = "true"
+        own = settings.get("settings") or settings
+        own |= {"agent_command": "true", "model": {**own["model"], "dtype": "bfloat16"}}
         file.write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="trained an agent"):
+    with pytest.raises(UserError, match="trained an agent in bfloat16"):
         replay(folder, 6)

@@ -118,13 +118,17 @@ def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(
 def passes(monkeypatch):
     """How often the whole of a large head was asked for."""
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1000)
-    seen, tiles = [], logprobs._tiles
+    seen = []
 
-    def counted(*given):
-        seen.append(1)
-        return tiles(*given)
+    def counted(passes):
+        def count(*given):
+            seen.append(1)
+            return passes(*given)
 
-    monkeypatch.setattr(logprobs, "_tiles", counted)
+        return count
+
+    for name in ("_tiles", "_as_drawn"):
+        monkeypatch.setattr(logprobs, name, counted(getattr(logprobs, name)))
     return seen
 
 

@@ -347,7 +347,9 @@ def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim
     rows[:, 4 * dim : 6 * dim], rows[:, 6 * dim :] = before
     whole = torch.zeros(1, dtype=torch.int64), torch.tensor([prompt])
     (tables,) = laid_out(rows[:, : 6 * dim].contiguous(), rows, *whole, heads)
-    cache = torch.randn(2, 2, 5, 2, 8, dim)  # of two layers, with room for more than continue the prompt
+    plain = torch.randn(2, 2, 5, 2, 16, dim)  # of two layers, with room for more than continue the prompt
+    cache = plain.clone()
+    cache[:, 0] = plain[:, 0].mT.reshape(cache[:, 0].shape)  # keys stand in blocks of sixteen
     others = cache[0].clone()
     qkv = torch.randn(rows_there, heads.row)
     rotated = qkv[:, : 6 * dim].clone()
@@ -364,10 +366,12 @@ def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim
     )
     out, _ = native.decode(rotated, qkv, given, layer, heads, window)
     assert torch.equal(cache[0], others)
+    plain[layer, 0] = cache[layer, 0].reshape(5, 2, dim, 16).mT
+    plain[layer, 1] = cache[layer, 1]
     for row, slot in enumerate(slots.tolist()):
         for head in range(4):
             rows = [
-                torch.cat([before[i, :, head // 2 * dim : (head // 2 + 1) * dim], cache[layer, i, slot, head // 2, : own + 1]])
+                torch.cat([before[i, :, head // 2 * dim : (head // 2 + 1) * dim], plain[layer, i, slot, head // 2, : own + 1]])
                 for i in (0, 1)
             ]
             scores = rows[0] @ rotated[row, head * dim : (head + 1) * dim] * heads.scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from psigrad.cli import main
 from psigrad.errors import UserError
@@ -109,3 +110,29 @@ def test_the_settings_stand_beside_the_score(model, tmp_path, capsys):
     assert found["completions"][0]["source"] == "gsm.jsonl:2" and "2 + 3 = <<2+3=5>>5" in found["completions"][0]["prompt"]
     assert main([*asked[:-6], "--num-fewshot", "2"]) == 2
     assert "num_fewshot is 2, for which there are too few rows (2)" in capsys.readouterr().err
+
+
+def test_mmlu_by_likelihood_takes_the_letter_that_the_model_finds_likeliest(tmp_path, capsys):
+    tokenizer = tiny.tokenizer(["What is it? A. B. C. D. Answer:"], 300)
+    model = tiny.model("qwen3", len(tokenizer), max_length=256)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = [{"question": f"What is {n}?", "choices": ["a", "b", "c", "d"][: 2 + n % 3], "answer": n % 2} for n in range(12)]
+    (tmp_path / "mmlu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    command = ["eval", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "mmlu.jsonl"), "--benchmark", "mmlu"]
+    assert main([*command, "--likelihood", "--output", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    want, model = [], model.requires_grad_(False)
+    for row, prompt in zip(asked, as_prompts("mmlu", rows(asked), []), strict=True):
+        logits = model(torch.tensor([tokenizer(prompt.prompt)["input_ids"]])).logits[0, -1]
+        # a letter behind a space is two tokens of this tokenizer, of which the first is shared
+        ids = [tokenizer(f"{prompt.prompt} {letter}")["input_ids"] for letter in "ABCD"[: len(row["choices"])]]
+        scores = [float(model(torch.tensor([one])).logits[0].log_softmax(-1)[-2, one[-1]]) for one in ids]
+        assert len({tuple(one[:-1]) for one in ids}) == 1 and logits.isfinite().all()
+        want.append("ABCD"[scores.index(max(scores))])
+    assert [one["completion"] for one in found["completions"]] == want and len(set(want)) > 1
+    right = [letter == "AB"[row["answer"]] for letter, row in zip(want, asked, strict=True)]
+    assert [one["score"] for one in found["completions"]] == [float(one) for one in right]
+    assert found["settings"]["decoding"] == "none: the likeliest letter"
+    assert main([*command, "--likelihood", "--best-of", "4"]) != 0 and "once for each question" in capsys.readouterr().err

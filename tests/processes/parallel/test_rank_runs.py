@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import torch
 from rank_gradients import make_models
 from safetensors.torch import load_file
 from tiny_jobs import make_job
@@ -95,6 +96,32 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_bitwise(job, whole
     for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name
     assert any(row["step"] > 2 for row in rows(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["", "save 1 2"])
+def test_shards_are_written_beside_the_steps(job, whole, tmp_path, kill):
+    """Two processes write what they would have written while steps waited, also after one was killed in its second save."""
+    if kill:
+        with tempfile.TemporaryDirectory() as meeting:
+            arguments = (job, tmp_path / "run", "sft beside", "fsdp", kill)
+            group = ranks.start(2, "rank_runs", "main", *arguments, lockstep=True, folder=meeting)
+            for rank in group:
+                rank.communicate(timeout=240)
+        assert group[1].returncode == -signal.SIGKILL and group[0].returncode not in (0, -signal.SIGKILL)
+        assert checkpoint.latest(tmp_path / "run" / "checkpoints").step == 2
+    train(job, tmp_path / "run", "sft beside", 2, "fsdp")
+    undisturbed = whole("sft", 2, "fsdp")
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    one, other = (checkpoint.latest(folder / "checkpoints") for folder in (undisturbed, tmp_path / "run"))
+    assert one.step == other.step and not other.ignored
+    assert one.manifest["files"].keys() == other.manifest["files"].keys()
+    files = [name for name in one.manifest["files"] if "shard-" in name]
+    assert len(files) >= 2
+    for name in files:  # whose tensors stand in another order
+        held, there = (load_file(found.path / name) for found in (one, other))
+        assert held.keys() == there.keys() and all(torch.equal(x, there[key]) for key, x in held.items()), name
 
 
 @pytest.fixture(scope="module")

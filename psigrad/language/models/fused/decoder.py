@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from psigrad.language.models import gradients
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.activation_cache import ActivationCache, Block, CacheHit, RowLayout, Version, versions
-from psigrad.language.models.fused.layer import Layer, RowSelection, Unsupported
+from psigrad.language.models.fused.layer import RANKS, Layer, RowSelection, Unsupported
 from psigrad.language.models.fused.packed_weights import PackedWeights
 from psigrad.language.models.fused.weights_only import FAMILIES, Backbone, WeightsOnly, family_of
 from psigrad.language.models.native.kernels import Heads, Kernels, kernels
@@ -254,25 +254,26 @@ class Decoder:
     ) -> Tensor | None:
         """One decoding step through all layers in a single kernel call, which writes what is kept straight into the cache.
 
-        None if this is not a decoding step, or if there are adapters, biases, or matrices that are not packed.
+        None if this is not a decoding step, or if matrices are not packed.
         """
         packed_weights, slots, rows = layout.packed_weights, layout.slots, len(x)
-        if packed_weights is None or slots is None or adapted or any(layer.biased for layer in self.layers):
+        if packed_weights is None or slots is None:
             return None
-        weights = packed_weights.table(now, lambda: self._addresses(packed_weights, rows))
+        weights = packed_weights.table(adapted, now, lambda: self._addresses(packed_weights, rows, adapted))
         if weights is None:
             return None
         room = None if keep is None else keep.reserve(rows, self.parts)
         # without a cache all layers share one layer's memory
         block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
-        self.native.decode_layers(x, weights, made, self.parts.kinds[-1][0] // 2, slots, angles, self.heads, self.eps)
+        inner, rank = self.parts.kinds[-1][0] // 2, int(weights[:, RANKS].max())
+        self.native.decode_layers(x, weights, made, inner, rank, slots, angles, self.heads, self.eps)
         if keep is not None:
             keep.add(rows, self.parts, now, None if room is not None else block.layers())
         return block.part(block.parts.layers - 1, 0, start, rows)
 
-    def _addresses(self, packed_weights: PackedWeights, rows: int) -> Tensor | None:
+    def _addresses(self, packed_weights: PackedWeights, rows: int, adapted: bool) -> Tensor | None:
         """The weights' addresses as `Kernels.decode_layers` takes them; None if a matrix can't be packed."""
-        found = [layer.addresses(packed_weights, rows) for layer in self.layers]
+        found = [layer.addresses(packed_weights, rows, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None

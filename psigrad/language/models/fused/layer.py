@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from psigrad.errors import kind_of
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.activation_cache import Version, version_of
-from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.fused.packed_weights import Factors, PackedFactors, PackedWeights
 from psigrad.language.models.native.kernels import Heads, Kernels
 from psigrad.language.models.native.processor import fast_bfloat16
-from psigrad.language.models.native.products import PackedMatrix
+from psigrad.language.models.native.products import Products
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 # The seven matrices, grouped by their input. The outputs of a group lie side by side.
 _GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
 _QKV, _OUT, _GATE_UP, _DOWN = range(4)
+# Where `Layer.addresses` has the ranks of the adapters.
+RANKS = slice(-5, -1)
 
 
 class Unsupported(Exception):
@@ -68,19 +70,24 @@ class LoraDelta:
 
     a: Tensor
     b: Tensor
+    """s·B."""
     scale: float
+    products: Products
 
     def add(self, y: Tensor, x: Tensor) -> None:
         """y ← y + s·x·Aᵀ·Bᵀ."""
-        y.addmm_(x @ self.a.t(), self.b.t(), alpha=self.scale)
+        multiply = self.products.of
+        multiply(multiply(x, self.a.t()), self.b.t(), y, base=y)
 
     def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
         """dx ← dx + s·dy·B·A."""
-        dx.addmm_(dy @ self.b, self.a, alpha=self.scale)
+        multiply = self.products.of
+        multiply(multiply(dy, self.b), self.a, dx, base=dx)
 
     def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of A and B."""
-        return ((dy @ self.b).t() @ x).mul_(self.scale), (dy.t() @ (x @ self.a.t())).mul_(self.scale)
+        multiply = self.products.of
+        return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -122,31 +129,41 @@ class LayerWeights:
     biases: list[Tensor | None]
     lora: list[LoraDelta | None]
     native: Kernels
-    packed: list[PackedMatrix] | None = None
-    """The same matrices packed, one for each group of `_GROUPS`."""
+    packed: list[PackedFactors] | None = None
+    """The same packed, for each group of `_GROUPS`."""
+    decoding: bool = False
+    """Whether few rows may be summed in another order, which is faster."""
 
     def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """out ← the products of x with a group's matrices, side by side, plus biases, LoRA and the residual stream."""
-        members = _GROUPS[group]
         if self.packed is not None:
-            self.native.products.multiply_packed(x, self.packed[group], out, residual)
-            if self.plain:
-                return out
+            return self.packed[group].multiply(x, out, residual, self.native.products)
+        members = _GROUPS[group]
         parts = out.split([len(self.matrices[i]) for i in members], dim=1)
         for i, part in zip(members, parts, strict=True):
             bias, delta = self.biases[i], self.lora[i]
-            if self.packed is None:
-                self.native.products.linear(x, self.matrices[i], part, bias if residual is None else residual)
-            if bias is not None and (residual is not None or self.packed is not None):
+            base = bias if residual is None else residual
+            self.native.products.linear(x, self.matrices[i], part, base, exact=not self.decoding)
+            if bias is not None and residual is not None:
                 part += bias
             if delta is not None:
                 delta.add(part, x)
         return out
 
-    @property
-    def plain(self) -> bool:
-        """Whether there are neither biases nor LoRA."""
-        return not any(x is not None for x in (*self.biases, *self.lora))
+    def factors(self, group: int) -> Factors:
+        """A group's matrices, biases and LoRA, to be packed."""
+        members = _GROUPS[group]
+        heights = [len(self.matrices[i]) for i in members]
+        biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
+        like, bias, low = self.matrices[members[0]], None, None
+        if any(b is not None for b in biases):
+            bias = torch.cat([like.new_zeros(n) if b is None else b.detach() for b, n in zip(biases, heights, strict=True)])
+        if any(delta is not None for delta in deltas):
+            a = [like.new_zeros(0, like.shape[1]) if delta is None else delta.a for delta in deltas]
+            b = [like.new_zeros(n, 0) if delta is None else delta.b for delta, n in zip(deltas, heights, strict=True)]
+            odd = sum(map(len, a)) % 2  # pairs are packed
+            low = torch.cat([*a, like.new_zeros(odd, like.shape[1])]), nn.functional.pad(torch.block_diag(*b), (0, odd))
+        return Factors([self.matrices[i] for i in members], bias, low)
 
     def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
         """dx, plus the gradient through the LoRA of matrix i."""
@@ -213,20 +230,33 @@ class Layer:
         lora: list[LoraDelta | None] = [None] * 7
         if adapted:
             for i, adapter in self.adapters.items():
-                lora[i] = LoraDelta(next(now), next(now), float(adapter.module.scaling[adapter.name]))
-        packed = None
-        if packed_weights is not None:
-            groups = [[matrices[i] for i in group] for group in _GROUPS]
-            packed = packed_weights.of(self.index, rows, self.weights.given[:7], groups, self.native.products)
-        return LayerWeights(matrices, norms, head_norms, biases, lora, self.native, packed)
+                scale = float(adapter.module.scaling[adapter.name])
+                lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
+        plain = LayerWeights(matrices, norms, head_norms, biases, lora, self.native)
+        if packed_weights is None:
+            return plain
+        key, groups = (self.index, adapted), range(len(_GROUPS))
+        made = packed_weights.of(key, rows, self.weights.given, lambda: [plain.factors(i) for i in groups], self.native.products)
+        return replace(plain, packed=made, decoding=True)
 
-    def addresses(self, packed_weights: PackedWeights, rows: int) -> list[int] | None:
-        """The addresses of its weights, without adapters, as `Kernels.decode_layers` takes them. None if they are not packed."""
-        weights = self.current_weights(False, packed_weights, rows)
-        if weights.packed is None:
+    def addresses(self, packed_weights: PackedWeights, rows: int, adapted: bool) -> list[int] | None:
+        """Its weights as `Kernels.decode_layers` takes them. None if they are not packed, or attention's output has a bias."""
+        weights = self.current_weights(adapted, packed_weights, rows)
+        if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
         heads = [0, 0] if weights.head_norms is None else [x.data_ptr() for x in weights.head_norms]
-        return [*(x.data_ptr() for x in weights.norms), *heads, *(x.panels.data_ptr() for x in weights.packed), self.window]
+        norms, bias = [x.data_ptr() for x in weights.norms], weights.packed[_QKV].bias
+        low = [[0, 0] if p.low is None else [x.panels.data_ptr() for x in p.low] for p in weights.packed]
+        return [
+            *norms,
+            *heads,
+            *(p.matrix.panels.data_ptr() for p in weights.packed),
+            0 if bias is None else bias.data_ptr(),
+            *(pair[0] for pair in low),
+            *(pair[1] for pair in low),
+            *(p.rank for p in weights.packed),
+            self.window,
+        ]
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:

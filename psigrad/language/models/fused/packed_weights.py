@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,41 +16,88 @@ MIN_ROWS_TO_PACK = 8
 LIMIT = 1 << 30  # bytes
 
 
+@dataclass(frozen=True)
+class Factors:
+    """The matrices that are applied to one input, and what is added to their outputs, which lie side by side."""
+
+    matrices: Sequence[Tensor]
+    bias: Tensor | None
+    low: tuple[Tensor, Tensor] | None
+    """A and s·B of all their adapters: A's stacked, B's along the diagonal, with an even number of ranks."""
+
+    @property
+    def each(self) -> list[Tensor]:
+        """All matrices."""
+        return [*self.matrices, *(self.low or ())]
+
+    def pack(self, products: Products) -> PackedFactors:
+        """The same, packed."""
+        matrix = torch.cat(tuple(self.matrices)) if len(self.matrices) > 1 else self.matrices[0]
+        low = None if self.low is None else (products.pack(self.low[0]), products.pack(self.low[1]))
+        return PackedFactors(products.pack(matrix), self.bias, low)
+
+
+@dataclass(frozen=True)
+class PackedFactors:
+    """`Factors` whose matrices are packed."""
+
+    matrix: PackedMatrix
+    bias: Tensor | None
+    low: tuple[PackedMatrix, PackedMatrix] | None
+
+    @property
+    def rank(self) -> int:
+        """Of the adapters together."""
+        return 0 if self.low is None else self.low[0].shape[0]
+
+    def multiply(self, x: Tensor, out: Tensor, residual: Tensor | None, products: Products) -> Tensor:
+        """out ← x through the matrices, plus the residual stream, the bias and what the adapters add."""
+        products.multiply_packed(x, self.matrix, out, self.bias if residual is None else residual)
+        if residual is not None and self.bias is not None:
+            out += self.bias
+        if self.low is not None:
+            low = products.multiply_packed(x, self.low[0], x.new_empty(len(x), self.rank))
+            products.multiply_packed(low, self.low[1], out, out)
+        return out
+
+
 class PackedWeights:
-    """Packed matrices by layer, up to `limit` bytes. A matrix is packed again whenever its values have changed."""
+    """Packed matrices by layer, up to `limit` bytes. A layer is packed again whenever its values have changed."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.bytes, self.limit = 0, limit
-        self._layers: dict[int, tuple[list[Version], list[PackedMatrix]]] = {}
-        self._table: tuple[list[Version], Tensor] | None = None
+        self._layers: dict[Hashable, tuple[list[Version], list[PackedFactors]]] = {}
+        self._refused: set[Hashable] = set()
+        self._table: tuple[Hashable, list[Version], Tensor] | None = None
 
     def of(
-        self, index: int, rows: int, weights: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], products: Products
-    ) -> list[PackedMatrix] | None:
-        """The packed matrices of layer `index`: one for each group, whose matrices are stacked.
+        self, key: Hashable, rows: int, weights: Sequence[Tensor], make: Callable[[], Sequence[Factors]], products: Products
+    ) -> list[PackedFactors] | None:
+        """The packed matrices of layer `key`, of what `make` gives.
 
         None if the memory limit is reached, if a matrix can't be packed, or if there are fewer than `MIN_ROWS_TO_PACK` `rows` and
         nothing is packed yet. `weights` are the stored tensors that the matrices are, or were cast from.
         """
-        have = self._layers.get(index)
+        have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
             return have[1]
-        if rows < MIN_ROWS_TO_PACK:
+        if rows < MIN_ROWS_TO_PACK or key in self._refused:
             return None
-        if not all(products.can_pack(x) for group in groups for x in group):
+        made = make()
+        each = [x for factors in made for x in factors.each]
+        more = sum(x.numel() * x.element_size() for x in each) if have is None else 0
+        if self.bytes + more > self.limit or not all(products.can_pack(x) for x in each):
+            self._refused.add(key)
             return None
-        if have is None:
-            more = sum(x.numel() * x.element_size() for group in groups for x in group)
-            if self.bytes + more > self.limit:
-                return None
-            self.bytes += more
-        packed = [products.pack(torch.cat(tuple(group)) if len(group) > 1 else group[0]) for group in groups]
-        self._layers[index] = (versions(weights), packed)
-        return packed
+        self.bytes += more
+        self._layers[key] = (versions(weights), [factors.pack(products) for factors in made])
+        return self._layers[key][1]
 
-    def table(self, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
-        """The addresses of all layers' weights. `make` computes them again when the versions `now` are not those of last time."""
-        if self._table is None or self._table[0] != now:
+    def table(self, key: Hashable, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
+        """The addresses of all layers' weights. `make` computes them again when `key` or the versions `now` are not those of last
+        time.
+        """
+        if self._table is None or self._table[:2] != (key, now):
             made = make()
-            self._table = None if made is None else (now, made)
-        return None if self._table is None else self._table[1]
+            self._table = None if made is None else (key, now, made)
+        return None if self._table is None else self._table[2]

@@ -215,8 +215,8 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
     }
 }
 
-// The slots' own keys and values [slots, kv_heads, capacity, dim], and each group's prompt, to be read from one end to the other: keys
-// [kv_heads, blocks of 16, dim, 16], values [kv_heads, length, dim filled up to a multiple of 16].
+// The slots' own keys [slots, kv_heads, blocks of 16, dim, 16] and values [slots, kv_heads, capacity, dim], and each group's prompt, to be
+// read from one end to the other: keys as well in blocks, values [kv_heads, length, dim filled up to a multiple of 16].
 template <class T>
 struct Cache {
     T *keys, *values;
@@ -260,20 +260,21 @@ inline void with_rows(const T* rows, int64_t count, int64_t dim, std::vector<flo
     use((const float*)room.data(), wide);
 }
 
-// One group under one key head: the queries of all its rows pass over the prompt's keys and values together.
+// One group under one key head: the queries of all its rows pass over the prompt's keys and values together. Every sum is of the same
+// numbers in the same order as in `forward`, whose bits come out.
 template <class T>
 struct Step {
     const Plan& p;
     const Cache<T>& c;
     int64_t wide = padded(p.dim), share = p.heads / p.kv_heads, ld = 0;
-    std::vector<float> queries, scores, sums, room;
+    std::vector<float> queries, scores, sums, scales, room;
 
     void run(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, int64_t g, int64_t kv) {
         int64_t start = c.first[g], count = c.first[g + 1] - start, prompt = c.prompt_lengths[g], all = count * share;
         int64_t longest = 0;
         for (int64_t m = 0; m < count; m++) longest = std::max(longest, c.places[start + m] + 1);
-        ld = padded(prompt + longest);
-        queries.assign(all * wide, 0.0f), scores.resize(all * ld), sums.resize(all * wide);
+        ld = padded(prompt + padded(longest));
+        queries.assign(all * wide, 0.0f), scores.resize(all * ld), sums.resize(all * wide), scales.resize(all);
         for (int64_t m = 0; m < count; m++)
             for (int64_t h = 0; h < share; h++) block_of(queries.data() + (m * share + h) * wide, q, start + m, 1, kv * share + h, p.dim, wide, p.scale);
         int64_t blocks = padded(prompt) / LANES;
@@ -282,7 +283,7 @@ struct Step {
         for (int64_t m = 0; m < count; m++) own_scores(k, v, start + m, m, kv, prompt);
         for (int64_t m = 0; m < count; m++)
             for (int64_t h = 0; h < share; h++)
-                normaliser[(start + m) * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[start + m] + 1);
+                normaliser[(start + m) * p.heads + kv * share + h] = weigh(scores.data() + (m * share + h) * ld, prompt + c.places[start + m] + 1, scales[m * share + h]);
         multiply(all, wide, prompt, scores.data(), ld, 1, c.prompt_values[g] + kv * prompt * wide, wide, sums.data(), wide, false);
         for (int64_t m = 0; m < count; m++) {
             int64_t length = c.places[start + m] + 1;
@@ -291,7 +292,7 @@ struct Step {
             });
             for (int64_t h = 0; h < share; h++) {
                 T* to = out + ((start + m) * p.heads + kv * share + h) * p.dim;
-                over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(sums.data() + (m * share + h) * wide + d, n)); });
+                over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(sums.data() + (m * share + h) * wide + d, n) * scales[m * share + h]); });
             }
         }
     }
@@ -300,29 +301,29 @@ struct Step {
     int64_t own(int64_t row, int64_t kv) const { return (c.slots[row] * p.kv_heads + kv) * c.capacity * p.dim; }
 
     void own_scores(Rows<const T> k, Rows<const T> v, int64_t row, int64_t m, int64_t kv, int64_t prompt) {
-        int64_t start = own(row, kv), length = c.places[row] + 1;
-        std::copy_n(k.head(row, kv, p.dim), p.dim, c.keys + start + (length - 1) * p.dim);
-        std::copy_n(v.head(row, kv, p.dim), p.dim, c.values + start + (length - 1) * p.dim);
-        with_rows(c.keys + start, length, p.dim, room, [&](auto* keys, int64_t apart) {
-            for (int64_t j = 0; j < length; j++) {
-                fetch(c.values + start + j * p.dim, p.dim);
-                fetch(c.keys + start + (c.capacity * p.kv_heads + j) * p.dim, p.dim);
-                for (int64_t h = 0; h < share; h++) scores[(m * share + h) * ld + prompt + j] = inner(queries.data() + (m * share + h) * wide, keys + j * apart, wide);
+        int64_t start = own(row, kv), last = c.places[row];
+        T* to = c.keys + start + last / LANES * LANES * p.dim + last % LANES;
+        const T* from = k.head(row, kv, p.dim);
+        for (int64_t d = 0; d < p.dim; d++) to[d * LANES] = from[d];
+        std::copy_n(v.head(row, kv, p.dim), p.dim, c.values + start + last * p.dim);
+        for (int64_t j = 0; j <= last; j += LANES) {
+            for (int64_t i = j; i <= std::min(last, j + LANES - 1); i++) {
+                fetch(c.values + start + i * p.dim, p.dim);
+                fetch(c.keys + start + (c.capacity * p.kv_heads + i) * p.dim, p.dim);
             }
-        });
+            multiply(share, LANES, p.dim, queries.data() + m * share * wide, wide, 1, c.keys + start + j * p.dim, LANES, scores.data() + m * share * ld + prompt + j, ld, false);
+        }
     }
 
-    // scores to shares; their log sum exp
-    float normalise(float* s, int64_t length) const {
+    // scores to their exponentials, what these are to be multiplied with to sum to 1, and their log sum exp
+    float weigh(float* s, int64_t length, float& scale) const {
         int64_t low = lowest(p, length - 1);
         float top = s[low];
 #pragma omp simd reduction(max : top)
         for (int64_t j = low; j < length; j++) top = s[j] > top ? s[j] : top;
         float sum = exponentials(s, low, length, top);
         std::fill(s, s + low, 0.0f);
-        float share = 1.0f / sum;
-#pragma omp simd
-        for (int64_t j = low; j < length; j++) s[j] *= share;
+        scale = 1.0f / sum;
         return top + std::log(sum);
     }
 };
@@ -358,8 +359,8 @@ void prompt_tables(int half, void* keys, void* values, const void* k, const void
     BOTH(half, tables<T>((float* const*)keys, (float* const*)values, {(const T*)k, k_row}, {(const T*)v, v_row}, starts, lengths, prompts, kv_heads, dim, threads))
 }
 
-// out[rows, heads, dim] and normaliser[rows, heads] of one new token for each of some slots, where its key and value enter [slots,
-// kv_heads, capacity, dim]
+// out[rows, heads, dim] and normaliser[rows, heads] of one new token for each of some slots, where its key and value enter tables as
+// `Cache` describes them; capacity is a multiple of 16
 void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
     BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, slots, places, capacity, (const float* const*)prompt_keys, (const float* const*)prompt_values, prompt_lengths, first, groups}, p, threads))

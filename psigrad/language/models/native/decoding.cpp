@@ -16,11 +16,15 @@ void multiply_packed_bf16(void* out, const void* x, const void* panels, const vo
 
 namespace {
 
-// One layer: its norms, the head norms (or null), its packed matrices, its window.
+// What the layer's four products multiply with: [q | k | v], output, [gate | up], down.
+enum { QKV, OUT, BOTH, DOWN, PRODUCTS };
+
+// One layer: its norms, the head norms (or null), its packed matrices, the bias of [q | k | v] (or null), the packed A and s B of each
+// product's adapters with how many numbers lie between them (0 where there are none), its window.
 struct Weights {
     const void *norm, *feed_norm, *query_norm, *key_norm;
-    const void *qkv_panels, *out_panels, *both_panels, *down_panels;
-    int64_t window;
+    const void *panels[PRODUCTS], *bias, *down[PRODUCTS], *up[PRODUCTS];
+    int64_t rank[PRODUCTS], window;
 };
 
 // What a layer makes of every row.
@@ -31,7 +35,7 @@ struct Made {
 };
 
 struct Shape {
-    int64_t width, inner, heads, kv_heads, dim;
+    int64_t width, inner, rank, heads, kv_heads, dim;
     float eps, head_eps, scale;
 };
 
@@ -57,8 +61,14 @@ void pass(int half, const Weights* weights, const Made* made, int64_t layers, co
     first.push_back(count);
     auto at = [=](char* table, int64_t wide) { return table + from * wide * size; };
     char *normed = at(room, s.width), *rotated = at(room + rows * s.width * size, turning), *gated = at(room + rows * (s.width + turning) * size, s.inner);
-    auto product = [=](void* out, const void* x, const void* panels, const void* base, int64_t n, int64_t k) {
-        (half ? multiply_packed_bf16 : multiply_packed)(out, x, panels, base, count, n, k, n, k, n, threads);
+    char* low = at(room + rows * (s.width + turning + s.inner) * size, s.rank);
+    auto multiply = half ? multiply_packed_bf16 : multiply_packed;
+    auto product = [=](const Weights& w, int which, void* out, const void* x, const void* base, int64_t n, int64_t k, int64_t base_row) {
+        multiply(out, x, w.panels[which], base, count, n, k, n, k, base_row, threads);
+        int64_t rank = w.rank[which];
+        if (!rank) return;
+        multiply(low, x, w.down[which], nullptr, count, rank, k, rank, k, 0, threads);
+        multiply(out, low, w.up[which], out, count, n, rank, n, rank, n, threads);
     };
     x += from * s.width * size, cosine += from * s.dim, sine += from * s.dim;
     const void* const* prompts = c.prompts + group;
@@ -66,14 +76,14 @@ void pass(int half, const Weights* weights, const Made* made, int64_t layers, co
         const Weights& w = weights[i];
         char *y = at(made[i].y, s.width), *qkv = at(made[i].qkv, row), *mixed = at(made[i].mixed, queries), *middle = at(made[i].middle, s.width), *both = at(made[i].both, 2 * s.inner);
         rms_norm(half, normed, x, w.norm, count, s.width, s.eps, threads);
-        product(qkv, normed, w.qkv_panels, nullptr, row, s.width);
+        product(w, QKV, qkv, normed, w.bias, row, s.width, 0);
         rotary(half, rotated, qkv, w.query_norm, w.key_norm, cosine, sine, count, s.heads, s.kv_heads, s.dim, row, s.head_eps, threads);
         decode(half, mixed, made[i].normaliser + from * s.heads, rotated, rotated + queries * size, qkv + turning * size, turning, turning, row, c.own[i], c.own[i] + table, c.slots + from, c.places + from, c.capacity, prompts, prompts + c.groups, c.prompt_lengths + group, first.data(), groups, s.heads, s.kv_heads, s.dim, w.window, s.scale, threads);
-        product(middle, mixed, w.out_panels, x, s.width, queries);
+        product(w, OUT, middle, mixed, x, s.width, queries, s.width);
         rms_norm(half, normed, middle, w.feed_norm, count, s.width, s.eps, threads);
-        product(both, normed, w.both_panels, nullptr, 2 * s.inner, s.width);
+        product(w, BOTH, both, normed, nullptr, 2 * s.inner, s.width, 0);
         swiglu(half, gated, both, count, s.inner, threads);
-        product(y, gated, w.down_panels, middle, s.width, s.inner);
+        product(w, DOWN, y, gated, middle, s.width, s.inner, s.width);
         x = y;
     }
 }
@@ -87,10 +97,10 @@ constexpr int64_t ALONE = 48;
 extern "C" {
 
 // x[rows, width] through the layers, each of which reads the y of the one before. room has of every row width + (heads + kv_heads) dim +
-// inner numbers. A row's numbers depend on no other row.
-void decode_layers(int half, const void* weights, const void* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, char* const* own, int64_t slots_there, int64_t capacity, const int64_t* slots, const int64_t* places, const void* const* prompts, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t rows, int64_t width, int64_t inner, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float head_eps, float scale, int threads) {
+// inner + rank numbers, rank the largest of any product. A row's numbers depend on no other row.
+void decode_layers(int half, const void* weights, const void* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, char* const* own, int64_t slots_there, int64_t capacity, const int64_t* slots, const int64_t* places, const void* const* prompts, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t rows, int64_t width, int64_t inner, int64_t rank, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float head_eps, float scale, int threads) {
     Caches c{own, slots_there, capacity, slots, places, prompts, prompt_lengths, first, groups};
-    Shape s{width, inner, heads, kv_heads, dim, eps, head_eps, scale};
+    Shape s{width, inner, rank, heads, kv_heads, dim, eps, head_eps, scale};
     auto go = [&](int64_t from, int64_t to, int threads) { pass(half, (const Weights*)weights, (const Made*)made, layers, x, room, cosine, sine, c, from, to, rows, s, threads); };
     if (threads == 1 || rows < ALONE * threads) return go(0, rows, threads);
 #pragma omp parallel for num_threads(threads) schedule(static)

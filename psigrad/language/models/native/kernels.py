@@ -17,6 +17,8 @@ from psigrad.language.models.native.products import Products, by_pytorch
 from psigrad.language.models.native.towers import TowerKernels
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
+# Logits of a row whose exponentials are summed together.
+STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiift",
     "rms_norm_gradient": "tpppppiift",
@@ -27,7 +29,7 @@ _SIGNATURES = {
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiippppippppiiiiift",
-    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 7 + "ffft",
+    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 8 + "ffft",
     "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
     "pack_matrix": "ppiit",
@@ -36,6 +38,8 @@ _SIGNATURES = {
     "product": "ppppiiiiiiiiitt",
     "product_bf16": "ppppiiiiiiiiitt",
     "draw": "tppppiift",
+    "sums_of_stretches": "tppiiiift",
+    "log_probs": "ppiift",
     "gather": "piit",
     "copies": "pppit",
     "squared_norm": "pppit",
@@ -83,7 +87,9 @@ class Slots:
     """A step of decoding B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
 
     own: Sequence[Tensor]
-    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens."""
+    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens. Of the capacity, a multiple of 16,
+    keys stand in blocks [D, 16].
+    """
     addresses: Tensor
     """[layers] addresses of `own`."""
     slots: Tensor
@@ -120,6 +126,7 @@ class Kernels:
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
         self.products, self.gradients = Products(self._call), Gradients(self._call)
+        self.log_probs = LogProbs(self._call)
         self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -179,6 +186,7 @@ class Kernels:
         weights: Tensor,
         made: Tensor,
         inner: int,
+        rank: int,
         slots: Slots,
         angles: tuple[Tensor, Tensor],
         heads: Heads,
@@ -187,12 +195,13 @@ class Kernels:
         """x [B, E] through layers one after another, by `rms_norm`, `Products.multiply_packed`, `rotary`, `decode` and `swiglu`.
 
         Addresses, int64 [layers, …]: of `weights` the norms before attention and before the feed-forward part, those of queries
-        and of keys (0 where there are none), the packed [q | k | v], output's, [gate | up] and down matrix, and instead of an
-        address the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
+        and of keys (0 where there are none), the packed [q | k | v], output's, [gate | up] and down matrix, the bias of the first
+        (or 0), the packed A and s·B of each one's adapters, and instead of addresses their ranks, up to `rank` (0 where there are
+        none), and the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
         middle [B, E], [gate | up] [B, 2·`inner`].
         """
         rows, width = x.shape
-        room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner))
+        room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner + rank))
         given = (
             weights.data_ptr(),
             made.data_ptr(),
@@ -203,7 +212,7 @@ class Kernels:
         )
         own = (slots.addresses.data_ptr(), slots.own[0].shape[1], slots.own[0].shape[3])
         tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.first)
-        sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
+        sizes = (len(slots.prompt_lengths), rows, width, inner, rank, heads.queries, heads.keys, heads.dim)
         factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
         self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
 
@@ -231,6 +240,25 @@ class Kernels:
         pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
         self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
         return ids, logp
+
+
+class LogProbs:
+    """Log-probs of chosen tokens with the bits that `Kernels.draw` gives them, from logits that come piece by piece."""
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+
+    def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
+        """What `of` needs of each `STRETCH` of logits [B, n], into `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
+        pointers = (sums.data_ptr(), logits.data_ptr())
+        sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
+        self._call.sums_of_stretches(_HALF[logits.dtype], *pointers, *sizes, 1 / temperature, torch.get_num_threads())
+
+    def of(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
+        """Of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
+        logp = logits.float().clone()
+        self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
+        return logp
 
 
 class Gradients:

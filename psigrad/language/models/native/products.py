@@ -56,9 +56,11 @@ class Products:
         call(*pointers, len(a), *b.shape[::-1], *strides, base is out, torch.get_num_threads())
         return out
 
-    def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
-        """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]."""
-        if len(x) <= _FEW_ROWS and _plain(x, weight, out, base):
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None, *, exact: bool = False) -> Tensor:
+        """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]; `exact` ones have the bits that they have
+        among many rows, where those are the kernels'.
+        """
+        if len(x) <= _FEW_ROWS and not (exact and self.float32) and _plain(x, weight, out, base):
             self._call.few_rows(*_product(x, weight, weight.shape, out, base))
             return out
         return self.of(x, weight.t(), out, base)

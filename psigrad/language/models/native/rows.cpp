@@ -167,7 +167,7 @@ void gated_rows_gradient(T* gradient, T* out, const T* both, const T* dy, int64_
     }
 }
 
-// Numbers that are summed together in a draw; only where the draw falls are they looked at one by one.
+// Numbers of a row that are summed together; only where a draw falls are they looked at one by one.
 constexpr int64_t STRETCH = 1024;
 
 // to[n] = exp(factor (x - top)), 0 from exp(-87) on downwards, and their sum. The difference first: that of two rounded products need not
@@ -184,25 +184,48 @@ double weigh(float* to, const T* x, int64_t n, float factor, float top) {
     return sum;
 }
 
+// The largest of a stretch, and the sum of what `weigh` makes of it.
+struct Sum {
+    double sum;
+    float top;
+};
+template <class T>
+Sum sum_up(float* room, const T* x, int64_t n, float factor) {
+    float top = get(x[0]);
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < n; i++) top = get(x[i]) > top ? get(x[i]) : top;
+    return {top == -INFINITY ? 0 : weigh(room, x, n, factor, top), top};
+}
+
+// The largest of a row of stretches; ends[n] become the sums up to there, by it. A row's log-probs come of these sums in this order
+// alone, in sampling as in training.
+float put_together(double* ends, const Sum* stretches, int64_t n, float factor) {
+    float top = stretches[0].top;
+    for (int64_t b = 0; b < n; b++) top = stretches[b].top > top ? stretches[b].top : top;
+    double total = 0;
+    for (int64_t b = 0; b < n; b++) {
+        bool none = stretches[b].sum == 0;  // of a row of -inf the largest is no number to subtract
+        ends[b] = total += none ? 0 : stretches[b].sum * std::exp(double((stretches[b].top - top) * factor));
+    }
+    return top;
+}
+
+float log_share(float x, float top, float factor, double total) { return float((x - top) * factor - std::log(total)); }
+
 template <class T>
 void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int64_t rows, int64_t width, float factor, int threads) {
 #pragma omp parallel num_threads(threads) if (rows * width > WORTH_SHARING)
     {
         std::vector<double> ends((width + STRETCH - 1) / STRETCH);
+        std::vector<Sum> sums(ends.size());
         float weights[STRETCH];
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
             const T* x = logits + r * width;
-            float top = get(x[0]);
-#pragma omp simd reduction(max : top)
-            for (int64_t i = 0; i < width; i++) top = get(x[i]) > top ? get(x[i]) : top;
-            double total = 0;
-            for (size_t b = 0; b < ends.size(); b++) {
-                int64_t start = b * STRETCH;
-                ends[b] = total += weigh(weights, x + start, std::min(STRETCH, width - start), factor, top);
-            }
+            for (size_t b = 0; b < ends.size(); b++) sums[b] = sum_up(weights, x + b * STRETCH, std::min<int64_t>(STRETCH, width - b * STRETCH), factor);
+            float top = put_together(ends.data(), sums.data(), ends.size(), factor);
             // the first stretch that ends above the target; rounding may leave none, then the last that adds anything
-            double target = u[r] * total;
+            double total = ends.back(), target = u[r] * total;
             size_t b = std::upper_bound(ends.begin(), ends.end(), target) - ends.begin();
             if (b == ends.size()) b = std::lower_bound(ends.begin(), ends.end(), total) - ends.begin();
             if (b == ends.size()) b = 0;  // NaN: the log-prob will say so
@@ -214,8 +237,17 @@ void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int6
                 sum += weights[i];
             }
             ids[r] = start + found;
-            logp[r] = float((get(x[ids[r]]) - top) * factor - std::log(total));
+            logp[r] = log_share(get(x[ids[r]]), top, factor, total);
         }
+    }
+}
+
+template <class T>
+void sum_stretches(Sum* sums, const T* logits, int64_t rows, int64_t width, int64_t row, int64_t apart, float factor, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > WORTH_SHARING)
+    for (int64_t r = 0; r < rows; r++) {
+        float room[STRETCH];
+        for (int64_t i = 0; i < width; i += STRETCH) sums[r * apart + i / STRETCH] = sum_up(room, logits + r * row + i, std::min(STRETCH, width - i), factor);
     }
 }
 
@@ -287,5 +319,19 @@ void swiglu_gradient(int half, void* gradient, void* out, const void* both, cons
 // exceeds u; and the log of its probability.
 void draw(int half, int64_t* ids, float* logp, const void* logits, const double* u, int64_t rows, int64_t width, float factor, int threads) {
     BOTH(half, draw_rows(ids, logp, (const T*)logits, u, rows, width, factor, threads));
+}
+
+// sums[rows] of every 1024 of logits[rows, width], which lie `row` apart; `apart` sums lie between two rows of sums, of 16 bytes each.
+void sums_of_stretches(int half, void* sums, const void* logits, int64_t rows, int64_t width, int64_t row, int64_t apart, float factor, int threads) {
+    BOTH(half, sum_stretches((Sum*)sums, (const T*)logits, rows, width, row, apart, factor, threads));
+}
+
+// logp[rows] <- of logits in logp, the log-probs as `draw` has them of rows that `stretches` sums are of.
+void log_probs(float* logp, const void* sums, int64_t rows, int64_t stretches, float factor, int threads) {
+    std::vector<double> ends(stretches);
+    for (int64_t r = 0; r < rows; r++) {
+        float top = put_together(ends.data(), (const Sum*)sums + r * stretches, stretches, factor);
+        logp[r] = log_share(logp[r], top, factor, ends.back());
+    }
 }
 }

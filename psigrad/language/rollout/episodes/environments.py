@@ -16,6 +16,8 @@ from psigrad.importing import imported_callable
 from psigrad.processes.workers.child import reason_for
 
 Message = dict[str, Any]
+# Environments of other libraries, as `psigrad.extras` knows them, by what stands before the colon.
+LIBRARIES = ("openenv", "verifiers")
 # What the policy reads next: text (a user's turn where the prompt is a conversation), or messages with roles of their own.
 Observation = str | list[Message]
 
@@ -238,7 +240,7 @@ def is_ours(environment: str | Factory) -> bool:
 
 
 def resolve(environment: str | Factory) -> Factory:
-    """The environment that is meant: a built-in's name, "module:Class", or the class itself."""
+    """The environment that is meant: a built-in's name, "openenv:ADDRESS", "verifiers:TASKSET", "module:Class", or the class."""
     if not isinstance(environment, str):
         return environment
     if is_ours(environment):
@@ -247,6 +249,10 @@ def resolve(environment: str | Factory) -> Factory:
             known, hint = ", ".join(games), nearest(environment, games) or "."
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")
         return games[environment]
+    kind, _, named = environment.partition(":")
+    if kind in LIBRARIES:
+        adapted: Factory = extras.load(kind).adapt_named(named)
+        return adapted
     found = imported_callable(environment, "environment")
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):

@@ -6,15 +6,14 @@ for the fused decoder: a prompt's keys and values are kept once for its whole gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from psigrad.language.models.attention import Attending, PackedLayout
+from psigrad.language.models.attention import SDPA, Attending, PackedLayout
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
@@ -22,10 +21,13 @@ from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
 from psigrad.language.models.packing import Groups, Ids, pack
 
 GROWTH = 64  # tokens by which the slots grow at least
+BLOCK = 16  # tokens whose keys the fused decoder reads together
 
 
 class KVCache:
     """Per layer, keys and values [slots, H_kv, capacity, D]; slots 0 … active - 1 are in use and hold `lengths` tokens each."""
+
+    exact = False
 
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is what a slot may come to hold, in tokens."""
@@ -96,10 +98,12 @@ class Prefill:
         lengths = (prompts.prefix_rows >= 0).sum(1)[copies]
         cache.lengths = torch.cat([cache.lengths.to(lengths.device), lengths])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
         """Keep this layer's keys and values, then attend as the prompts' layout does."""
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
-        return self.prompts.attend(layer, q, k, v, scale, window)
+        return self.prompts.attend(layer, q, k, v, scale, window, how)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
@@ -131,7 +135,9 @@ class Decode:
             self._masks[window] = seen[:, None, None, :]
         return self._masks[window]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
         keys, values = self.cache.room(layer, k, v, self.room)
         keys[self.slots, :, self.positions] = k[:, :, 0]
@@ -140,7 +146,7 @@ class Decode:
         # query heads that share a key head stand as its rows, so nothing is repeated
         queries = q.view(batch, k.shape[1], heads // k.shape[1], dim)
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask(window), scale=scale)
+        out = how(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, v.shape[3])
 
 
@@ -202,6 +208,11 @@ class SharedCache:
         """How many sequences are still being sampled; they fill the first slots."""
         return self.lengths.size
 
+    @property
+    def exact(self) -> bool:
+        """Whether the layers give the bits that they give in training: from packed matrices they do."""
+        return self.packed_weights.bytes > 0
+
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
         """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
         starts, lengths = prompts.spans.prefixes.t().contiguous()
@@ -252,7 +263,7 @@ class SharedCache:
         """
         *shape, have, dim = self.own[0].shape
         if have < tokens:
-            capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
+            capacity = -(-min(self.longest, tokens + max(GROWTH, tokens // 2)) // BLOCK) * BLOCK
             for i, old in enumerate(self.own):
                 self.own[i] = old.new_empty(*shape, capacity, dim)
                 self.own[i][..., :have, :] = old
@@ -327,4 +338,4 @@ def prefill(
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
     layout = cache.prefill(inputs.layout, copies)
     hidden = model.forward(inputs.input_ids, inputs.position_ids, layout, keep, wanted=inputs.prefix_ends)
-    return model.head(hidden).index_select(0, copies)
+    return model.head(hidden, cache.exact).index_select(0, copies)

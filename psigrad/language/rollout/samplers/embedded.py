@@ -199,7 +199,7 @@ class _Batch:
             self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.next_row(count) + np.arange(count)
         tokens = on_device(last, self.model.device)
         hidden = self.model.forward(tokens[:, None], step.positions[:, None], step, keep)
-        return self._draw(self.model.head(hidden[:, 0]), self.sequences)
+        return self._draw(self.model.head(hidden[:, 0], self.cache.exact), self.sequences)
 
     def _keep(self) -> ActivationCache | None:
         """Where this forward pass is to be kept, while there is room."""

@@ -17,8 +17,9 @@ from psigrad.language.rollout.types import Sampler, SamplingParams
 NAMES = ("embedded", "transformers", "vllm")
 
 
-def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | None = None) -> Sampler:
+def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | None = None, longest: int = 0) -> Sampler:
     """The sampler that the settings ask for. Models that cannot run packed are sampled by transformers in place of ours.
+    `longest` is how many tokens a prompt and its completion may have together; 0: as many as the model allows.
 
     `tell(kind, text, **fields)` hears of what it has to cope with; without it that is printed. Close the sampler after use.
 
@@ -44,6 +45,7 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
             memory=sampling.vllm_memory,
             tensor_parallel_size=sampling.tensor_parallel_size,
             sleep=sampling.vllm_sleep,
+            longest=longest,
             tell=tell,
         )
         return vllm_sampler

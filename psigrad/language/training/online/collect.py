@@ -10,8 +10,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,10 +44,10 @@ def next_collection(
 
     With `lag` k the completions of step s (from 0) are drawn by the weights after step max(0, s - k), all of them, however long
     any takes: so the staleness is k exactly, no short completion comes before its turn, and a run can be repeated bitwise. The
-    collection of step s + k is begun now; `run.collector` works on it while the steps in between train.
+    collection of step s + k is begun now; `run.collector` works on all of them at once while the steps in between train.
     """
     pending = list(state.pending)
-    wanted = min(run.config.lag + 1, run.total_steps - state.step)
+    wanted = begun_by(state.step, run.config.lag, run.total_steps) - state.step
     sampled = replace(run, sampler=run.sampler.snapshot()) if len(pending) < wanted else run
     central = run.sampler.central
     while len(pending) < wanted:
@@ -56,11 +57,39 @@ def next_collection(
         elif run.collector is None:
             pending.append(_collect_after(sampled, last, state, phase, cache, ALONE if central else run.world))
         else:
-            pending.append(run.collector.submit(_collect_after, sampled, last, state, _untimed, None, ALONE))
+            made = run.collector.submit(_collect_after, sampled, last, state, _untimed, None, ALONE)
+            pending.append(InFlight(made, None if _refills(run) else _start_after(last, state) + run.config.prompts_per_step))
     if not central:
         return pending[0].result(), tuple(pending[1:])
     with phase("time/wait"):
         return run.world.broadcast(pending[0].result()), tuple(pending[1:])
+
+
+def begun_by(step: int, lag: int, total: int) -> int:
+    """How many of a run's `total` collections have been begun when `step` steps are done: `lag` beyond the one that is next."""
+    return min(step + lag + 1, total)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A collection that a thread is at work on, and the place where the next one begins, if that does not depend on it."""
+
+    found: Future[Collected]
+    end: int | None
+
+    def result(self) -> Collected:
+        """See `Pending`."""
+        return self.found.result()
+
+
+def _start_after(last: Pending | None, state: State) -> int:
+    if last is None:
+        return state.cursor
+    return last.end if isinstance(last, InFlight) and last.end is not None else last.result().cursor
+
+
+def _refills(run: Online) -> bool:
+    return isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
 
 
 def _untimed(name: str) -> AbstractContextManager[Any]:
@@ -71,8 +100,7 @@ def _collect_after(
     run: Online, last: Pending | None, state: State, phase: Phase, cache: ActivationCache | None, world: World
 ) -> Collected:
     """The collection that begins where the one before it ended."""
-    cursor = state.cursor if last is None else last.result().cursor
-    return collect(run, cursor, state.step, phase, cache, world)
+    return collect(run, _start_after(last, state), state.step, phase, cache, world)
 
 
 def collect(
@@ -85,7 +113,7 @@ def collect(
     trajectories: list[Trajectory] = []
     groups: list[list[Trajectory]] = []
     entries: Counter[str] = Counter()
-    refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
+    refills = _refills(run)
     for _ in range(1 + (config.max_refills if refills else 0)):
         wanted = pick_prompts(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
         fresh = rollout(

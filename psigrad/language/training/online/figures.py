@@ -48,7 +48,7 @@ class Tally:
         self.metrics: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self._now: dict[str, float] = {}
-        self._gap_sum, self._gap_max, self._gap_count = 0.0, 0.0, 0
+        self._gap_sum, self._gap_max, self._gap_count, self._unlike = 0.0, 0.0, 0, 0
 
     @property
     def mean_gap(self) -> float:
@@ -72,6 +72,7 @@ class Tally:
         self._gap_sum += float(difference.sum())
         self._gap_max = max(self._gap_max, float(difference.max()))
         self._gap_count += difference.numel()
+        self._unlike += int((difference != 0).sum())
 
     def end_step(self, norms: list[float] | None) -> None:
         """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
@@ -83,9 +84,9 @@ class Tally:
 
     def gather(self) -> Tally:
         """This tally after the processes have put together what each compared."""
-        each = self.world.all_gather((self._gap_sum, self._gap_max, self._gap_count))
-        sums, largest, counts = zip(*each, strict=True)
-        self._gap_sum, self._gap_max, self._gap_count = math.fsum(sums), max(largest), sum(counts)
+        each = self.world.all_gather((self._gap_sum, self._gap_max, self._gap_count, self._unlike))
+        sums, largest, counts, unlike = zip(*each, strict=True)
+        self._gap_sum, self._gap_max, self._gap_count, self._unlike = math.fsum(sums), max(largest), sum(counts), sum(unlike)
         return self
 
     def check_gap(self, step: int, bound: float) -> None:
@@ -106,6 +107,7 @@ class Tally:
         if self._gap_count:
             figures["sampling/sampling_logp_difference/mean"] = self.mean_gap
             figures["sampling/sampling_logp_difference/max"] = self._gap_max
+            figures["sampling/sampling_logp_difference/share"] = self._unlike / self._gap_count
         return figures
 
 
@@ -240,13 +242,17 @@ class TokenFigures:
 
 
 def rollout_rows(
-    prompts: Sequence[Prompt], collected: Collected, outcome: Outcome, step: int, record_tokens: int
+    prompts: Sequence[Prompt], collected: Collected, outcome: Outcome, step: int, record_tokens: int, record_prompts: int = 0
 ) -> list[dict[str, Any]]:
     """A row of rollouts.jsonl for every completion of the step: those that were trained on with their advantage, and the first
-    `record_tokens` groups token by token.
+    `record_tokens` groups token by token. With `record_prompts` only those of the first so many prompts.
     """
+    written = collected.trajectories
+    if record_prompts:
+        groups = list(dict.fromkeys((t.row, t.prompt_ids) for t in written))[:record_prompts]
+        written = [t for t in written if (t.row, t.prompt_ids) in {*groups}]
     # prompts stand in the order of their rows; a look at all of them in every step would cost more than the step
-    numbers = {t.row for t in collected.trajectories}
+    numbers = {t.row for t in written}
     rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
     used = [t for group in collected.groups for t in group]
     advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
@@ -258,7 +264,7 @@ def rollout_rows(
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }
-        for t in collected.trajectories
+        for t in written
     ]
 
 

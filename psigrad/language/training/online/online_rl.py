@@ -45,7 +45,7 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 
     def evaluate(state: State) -> None:
         if run.evaluate is not None:
-            for pending in state.pending:  # the sampler and the scorer serve one at a time
+            for pending in state.pending if run.episodes is not None else ():  # environments play for one at a time
                 pending.result()
             run.evaluate(state.step)
 
@@ -80,7 +80,8 @@ def step(run: Online, state: State) -> tuple[State, str]:
         **staleness(trajectories, state.step, config.lag),
         "prompts": collected.entries[ISSUED],
     }
-    run.journal.rollouts(rollout_rows(run.prompts, collected, outcome, number, config.record_tokens))
+    if run.world.rank == 0:
+        run.journal.rollouts(rollout_rows(run.prompts, collected, outcome, number, config.record_tokens, config.record_prompts))
     run.journal.metrics(number, metrics)
     run.journal.timings(number, clock, sum(len(t.completion.ids) for t in trajectories))
     run.optimizer.check(number)

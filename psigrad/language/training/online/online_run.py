@@ -20,6 +20,7 @@ from psigrad.objective import PolicyGradient, Prepared
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel.world import World
 from psigrad.runs.journal import Journal
+from psigrad.runs.machine import exact_products
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Online:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part of the rewards, by name; 1 for others."""
     collector: Executor | None = None
-    """One thread that collects while steps train; None: collections are made between them."""
+    """Threads that collect while steps train; None: collections are made between them."""
     recorded: Callable[[list[Trajectory]], list[Trajectory]] | None = None
     """In a replay: the completions with what was recorded of them, in place of what a scorer gives."""
     token_figures: Callable[[int, Prepared], TokenFigures] = TokenFigures
@@ -81,8 +82,8 @@ class Online:
     @property
     def max_gap(self) -> float:
         """How far sampler and trainer may disagree in mean log-probability, in nats."""
-        half = self.model.network.dtype in (torch.bfloat16, torch.float16)
-        return self.config.max_logp_difference or (0.1 if half else 1e-3)
+        rounds = self.model.network.dtype in (torch.bfloat16, torch.float16) or not exact_products(self.model.device)
+        return self.config.max_logp_difference or (0.1 if rounds else 1e-3)
 
     @property
     def exact_sampling(self) -> bool:
@@ -92,4 +93,4 @@ class Online:
 
 def is_exact(sampler: Sampler, model: LanguageModel) -> bool:
     """Whether a sampler's log-probs are the trainer's, but for the order of sums in float32."""
-    return sampler.exact and not model.why_padded and model.network.dtype == torch.float32
+    return sampler.exact and not model.why_padded and model.network.dtype == torch.float32 and exact_products(model.device)

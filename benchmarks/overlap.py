@@ -1,0 +1,203 @@
+"""What a lag buys where samplers are busy: `python benchmarks/overlap.py [--samplers 8] [--lags 0 1 2 4]`.
+
+What runs is psigrad's own: `next_collection`, the sampler that sends tasks to a cluster, and the pool that deals them. Stand-ins
+are the engines, which sleep for each token of the longest completion of a task; Ray, in threads of this process; and the
+trainer, which sleeps as long as all samplers would need for the tokens of a step if none had to wait. Lengths are log-normal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from psigrad.config import OnlineConfig
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.models import tiny
+from psigrad.language.rewards import Scored, Scoring
+from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams
+from psigrad.language.training.learners import State
+from psigrad.language.training.online.collect import next_collection
+from psigrad.language.training.online.online_run import Online
+from psigrad.objective import catalog
+from psigrad.processes.parallel.world import ALONE
+from psigrad_extras.cluster import actor_pool
+from psigrad_extras.cluster.actor_pool import ActorPool
+from psigrad_extras.cluster.ray_sampler import RaySampler, Version
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a run: completions of each step, how their lengths spread, and the seconds of a token."""
+
+    prompts: int = 16
+    generations: int = 2
+    steps: int = 24
+    samplers: int = 8
+    mean_tokens: float = 20.0
+    spread: float = 1.0
+    token: float = 0.001
+    seed: int = 0
+
+
+def length(shape: Shape, seed: int) -> int:
+    """Tokens of the completion with this seed."""
+    drawn = random.Random(seed * 1_000_003 + shape.seed).lognormvariate(0.0, shape.spread)
+    return 1 + int(shape.mean_tokens * drawn / math.exp(shape.spread**2 / 2))
+
+
+class Engine:
+    """A sampler of the cluster: it decodes a task together, so a task takes as long as its longest completion."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.version = shape, -1
+
+    def ready(self) -> bool:
+        """See `RolloutWorker`."""
+        return True
+
+    def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, Any]:
+        """See `RolloutWorker`."""
+        self.version = version.number
+        lengths = [[length(self.shape, seed) for seed in request.seeds] for request in requests]
+        time.sleep(self.shape.token * max(map(max, lengths)))
+        return version.number, [
+            [
+                Completion((version.number,) * n, (0.0,) * n, (0.0,) * n, "stop", seed)
+                for n, seed in zip(own, r.seeds, strict=True)
+            ]
+            for own, r in zip(lengths, requests, strict=True)
+        ]
+
+
+class Threads:
+    """As much of Ray as `ActorPool` asks: an actor is an object with a thread of its own, a reference a `Future`."""
+
+    class Lost(Exception):
+        """Stands for what Ray raises."""
+
+    class Raised(Exception):
+        """Likewise."""
+
+    exceptions = SimpleNamespace(RayError=Lost, RayTaskError=Raised)
+
+    def remote(self, **wants: Any) -> Any:
+        """See `ray.remote`."""
+        return lambda kind: SimpleNamespace(remote=lambda *arguments: self._actor(kind(*arguments)))
+
+    def _actor(self, made: Any) -> Any:
+        thread = ThreadPoolExecutor(1)
+        method = lambda name: SimpleNamespace(remote=lambda *given: thread.submit(getattr(made, name), *given))  # noqa: E731
+        return SimpleNamespace(ready=method("ready"), sample=method("sample"), thread=thread)
+
+    def wait(self, refs: Sequence[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Future[Any]], list[Any]]:
+        """See `ray.wait`."""
+        return list(wait(refs, timeout, FIRST_COMPLETED).done), []
+
+    def get(self, ref: Future[Any]) -> Any:
+        """See `ray.get`."""
+        return ref.result()
+
+    def put(self, held: Any) -> Any:
+        """See `ray.put`."""
+        return held
+
+    def kill(self, actor: Any) -> None:
+        """See `ray.kill`."""
+        actor.thread.shutdown(wait=False)
+
+
+class LengthScorer:
+    """Rewards each completion by its length, at once."""
+
+    def begin(self) -> Scoring:
+        """See `Scorer`."""
+        return Scoring(lambda groups: [Scored(float(len(ids))) for group in groups for ids in group.completion_ids])
+
+
+@contextmanager
+def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1) -> Iterator[RaySampler]:
+    """What samples on stand-ins."""
+    connect, actor_pool._connect = actor_pool._connect, lambda address: Threads()
+    try:
+        wants: Any = {"name": "sampler", "address": "", "cpus": 1, "minutes": 1.0, "tell": lambda *a, **k: None}
+        pool = ActorPool(Engine, (shape,), count=shape.samplers, **wants)
+    finally:
+        actor_pool._connect = connect
+    try:
+        weights = lambda: iter([("weight", torch.zeros(1))])  # noqa: E731
+        yield RaySampler(pool, weights, versions, exact=True, prompts_per_task=prompts_per_task)
+    finally:
+        pool.close()
+
+
+def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
+    """Seconds of a run with this lag, and what its steps trained on."""
+    moved, trained = [0], []
+    prompts = [Prompt(i, (1,), Row("overlap", prompt=str(i))) for i in range(shape.prompts * 8)]
+    config = replace(OnlineConfig(), lag=lag, prompts_per_step=shape.prompts, num_generations=shape.generations)
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    with ThreadPoolExecutor(lag + 1) as collector, sampler_of(shape, lambda: moved[0]) as sampler:
+        parts: dict[str, Any] = {"model": SimpleNamespace(tokenizer=tokenizer), "journal": SimpleNamespace(world=ALONE)}
+        job = Online(
+            config=config,
+            algorithm=catalog.GRPO,
+            reference=None,
+            sampler=sampler,
+            scorer=LengthScorer(),
+            optimizer=None,  # type: ignore[arg-type]
+            prompts=prompts,
+            params=SamplingParams(max_tokens=10_000),
+            total_steps=shape.steps,
+            collector=collector if lag else None,
+            **parts,
+        )
+        begin = time.monotonic()
+        for found in steps(job, State(), moved):
+            trained.append(found)
+            tokens = sum(len(t.completion.ids) for t in found.trajectories)
+            time.sleep(shape.token * tokens / shape.generations / shape.samplers)
+        return time.monotonic() - begin, trained
+
+
+def steps(job: Any, state: State, moved: list[int]) -> Iterator[Collected]:
+    """What each step of a run trains on."""
+    for step in range(job.total_steps):
+        collected, pending = next_collection(job, state, lambda name: nullcontext(), None)
+        yield collected
+        moved[0] += 1
+        state = replace(state, step=step + 1, cursor=collected.cursor, pending=pending)
+
+
+def digest(trained: Sequence[Collected]) -> str:
+    """The sum of all that was trained on."""
+    return hashlib.sha256("".join(found.to_json() for found in trained).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samplers", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--steps", type=int, default=Shape.steps)
+    given = parser.parse_args()
+    for samplers in given.samplers:
+        base = 0.0
+        for lag in given.lags:
+            seconds, trained = run(replace(Shape(), samplers=samplers, prompts=2 * samplers, steps=given.steps), lag)
+            base = base or seconds
+            print(f"{samplers:3} samplers  lag {lag}  {seconds:6.2f} s  {base / seconds:.2f}x  {digest(trained)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

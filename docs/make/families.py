@@ -1,0 +1,138 @@
+"""Writes docs/families.md: how each family of models is computed, as tiny random models show it: python docs/make/families.py"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from psigrad.errors import reason_of
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import LanguageModel, prepare
+from psigrad.language.models.packing import Groups
+
+PAGE = Path(__file__).parents[1] / "families.md"
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 1,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 48}
+SCALED = {"attention_multiplier": 0.25, "residual_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+# transformers' name: (what it is known as, settings that bring out what is its own)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama, SmolLM2", {}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "qwen2": ("Qwen 2 and 2.5", {}),
+    "qwen3": ("Qwen 3", {}),
+    "smollm3": ("SmolLM3", {}),
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma 2", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
+    "gemma3_text": ("Gemma 3", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
+    "phi": ("Phi 1 and 2", {}),
+    "phi3": ("Phi 3 and 4", {}),
+    "olmo": ("OLMo", {}),
+    "olmo2": ("OLMo 2", {}),
+    "olmo3": ("OLMo 3", {"sliding_window": 6}),
+    "granite": ("Granite 3", SCALED),
+    "cohere": ("Command R", {}),
+    "glm4": ("GLM 4", {}),
+    "exaone4": ("EXAONE 4", {"sliding_window": 6}),
+    "stablelm": ("StableLM", {}),
+    "starcoder2": ("StarCoder 2", {}),
+    "nemotron": ("Nemotron", {}),
+    "gpt2": ("GPT-2", {}),
+    "gpt_neox": ("Pythia", {}),
+    "granitemoe": ("Granite 3 with experts", {**EXPERTS, **SCALED}),
+    "qwen2_moe": ("Qwen 2 with experts", EXPERTS),
+    "qwen3_moe": ("Qwen 3 with experts", EXPERTS),
+    "mixtral": ("Mixtral", EXPERTS),
+    "gpt_oss": ("gpt-oss", {**EXPERTS, "sliding_window": 6}),
+}
+
+
+def row(name: str, tokenizer: Any) -> str:
+    """One line of the table."""
+    known, own = FAMILIES[name]
+    torch.manual_seed(0)
+    hf: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=len(tokenizer), **{**SIZES, **own}))
+    for p in hf.parameters():
+        torch.nn.init.normal_(p, mean=0.0, std=0.2) if p.dim() > 1 else torch.nn.init.normal_(p, mean=0.5, std=0.2)
+    oracle = copy.deepcopy(hf).eval()
+    oracle.set_attn_implementation("eager")
+    model = prepare(hf, tokenizer)
+    way = "padded" if model.why_padded else "packed" if model.decoder is None else "fused"
+    reason = model.why_padded.partition(": ")[2]
+    return f"| {known} | `{name}` | **{way}** | {gap(model, oracle):.1e} | {reason} |"
+
+
+@torch.no_grad()
+def gap(model: LanguageModel, oracle: Any) -> float:
+    """The largest difference of a token's log-prob from that of transformers' eager modules, one row at a time, in float32."""
+    draw = torch.Generator().manual_seed(1)
+
+    def text(n: int) -> list[int]:
+        return torch.randint(4, 60, (n,), generator=draw).tolist()
+
+    groups = Groups([text(9), text(3)], [[text(14), text(5)], [text(20), text(1)]])
+    found, ours = [], model.evaluate(groups).logp
+    rows = [(p, ids) for p, group in zip(groups.prompts, groups.completions, strict=True) for ids in group]
+    for (prompt, ids), logp in zip(rows, ours, strict=True):
+        logits = oracle(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(float((logits[torch.arange(len(ids)), torch.tensor(ids)] - logp[: len(ids)]).abs().max()))
+    return max(found)
+
+
+def page() -> str:
+    """The text of docs/families.md."""
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    rows = []
+    for name in FAMILIES:
+        try:
+            rows.append(row(name, tokenizer))
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+            rows.append(f"| {FAMILIES[name][0]} | `{name}` | not run | | {reason_of(error)} |")
+    table = "\n".join(rows)
+    return f"""# Families of models
+
+How psigrad computes a model on a CPU. `psigrad check` says it of yours, and the first lines of a run.
+
+- **fused**: whole layers in psigrad's own kernels. The sampler decodes through all layers in one call and gives every token the log-prob that
+  training gives it, to the last bit.
+- **packed**: transformers' modules with psigrad's attention. Nothing is padded and a prompt is computed once for its group. It takes about twice
+  the time of fused layers. On a GPU every family that is not padded is packed.
+- **padded**: transformers' own forward pass, two to five times the time and memory.
+
+The gap is the largest difference of a token's log-prob from that of transformers' eager modules, in nats, on a small random model of the family
+in float32, with windows of attention that are shorter than the texts. A way that is not the model's own is never taken: the comparison that
+[performance](performance.md) describes runs as each model is loaded.
+
+| family | `model_type` | computed | gap | why not packed |
+|---|---|---|---|---|
+{table}
+
+The loss that balances experts is not added, and a router's choice in training is that of the same weights, not a recorded one.
+
+This page is made by `python docs/make/families.py`.
+"""
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    PAGE.write_text(page())

@@ -1,0 +1,14 @@
+"""The agent of docs/agents.md: it counts up."""
+
+from __future__ import annotations
+
+
+def solve(row, client):
+    messages, last, right = list(row["prompt"]), row["start"], 0
+    for _ in range(3):
+        answer = client.chat.completions.create(model="policy", messages=messages)
+        number = answer.choices[0].message.content
+        right += number > last
+        last = number
+        messages += [{"role": "assistant", "content": number}, {"role": "user", "content": "more"}]
+    return right / 3  # the reward

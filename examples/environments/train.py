@@ -1,0 +1,104 @@
+"""One game behind the environments of two libraries: python examples/environments/train.py openenv|verifiers [FOLDER]
+
+The environment says a number, and the policy has to say the next, three times. A tiny model is shown somebody who does so in
+half of the turns. GRPO makes it do so in nearly all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psigrad
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import tiny
+from psigrad.runs.result import Result
+
+HERE = Path(__file__).parent
+
+
+def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
+    """Games of somebody careless: six in ten numbers are drawn."""
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        talk = []
+        for number in rng.choices(range(1, 6), k=3):
+            said = number + 1 if rng.random() < 0.4 else rng.randint(1, 6)
+            talk += [{"role": "user", "content": str(number)}, {"role": "assistant", "content": str(said)}]
+        rows.append({"messages": talk})
+    return rows
+
+
+def prepare(folder: Path) -> str:
+    """A model that plays at random; its folder."""
+    tokenizer = tiny.tokenizer(["user assistant system"], 300)
+    tokenizer.chat_template = CHATML
+    tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, heads=4, max_length=128).save_pretrained(folder / "random")
+    tokenizer.save_pretrained(folder / "random")
+    settings = {"learning_rate": 3e-3, "batch_size": 16, "max_steps": 400, "eval_prompts": 0}
+    psigrad.train("sft", model=folder / "random", dataset=demonstrations(1000, 0), output_dir=folder / "base", **settings)
+    return str(folder / "base" / "model")
+
+
+def learn(model: str, environment: str, folder: Path, steps: int) -> Result:
+    """GRPO on what the environment brings along."""
+    return psigrad.train(
+        {"preset": "grpo", "kl": None},
+        model=model,
+        environment=environment,
+        max_turns=3,
+        max_completion_length=4,
+        prompts_per_step=8,
+        num_generations=8,
+        eval_prompts=50,
+        max_steps=steps,
+        learning_rate=3e-3,
+        environment_timeout=120.0,
+        output_dir=folder / "grpo",
+    )
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def main(field: str, folder: Path, steps: int = 20) -> Result:
+    """Teach it, and say what came of it."""
+    model, server = prepare(folder), None
+    environment = "verifiers:successor:player"
+    if field == "verifiers":
+        sys.path.append(str(HERE))  # where verifiers looks for a taskset of that name, in the workers too
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    else:
+        port = free_port()
+        server = subprocess.Popen([sys.executable, HERE / "openenv_server.py", str(port)])
+        environment = f"openenv:http://127.0.0.1:{port}"
+        for _ in range(600):
+            with socket.socket() as tried:
+                if tried.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+    try:
+        found = learn(model, environment, folder, steps)
+    finally:
+        if server is not None:
+            server.kill()
+            server.wait()
+    for when, figures in (("before", found.before), ("after", found.after)):
+        mean, low, high = (figures[f"eval/reward/{part}"] for part in ("mean", "low", "high"))
+        print(f"{field:9} {when:6} GRPO  reward {mean:.3f} [{low:.3f}, {high:.3f}]")
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] not in (["openenv"], ["verifiers"]):
+        sys.exit("python examples/environments/train.py openenv|verifiers [FOLDER]")
+    main(sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/{sys.argv[1]}"))

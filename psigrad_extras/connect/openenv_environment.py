@@ -1,0 +1,174 @@
+"""Environments behind OpenEnv servers: `--environment openenv:http://127.0.0.1:8000`.
+
+A session of the server is an episode. The policy's turn becomes an action, and what the server answers becomes text.
+
+Source: https://github.com/meta-pytorch/OpenEnv.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from psigrad import seeds
+from psigrad.errors import UserError, reason_of
+from psigrad.language.rollout.episodes.environments import Observation
+
+T = TypeVar("T")
+# Fields of every observation that are no business of the policy.
+_OWN = ("done", "reward", "metadata")
+SEED, RESET = "seed", "reset"
+"""Columns of a row: the seed that the server is reset with, and an object of other arguments of its `reset`."""
+Act = Callable[[str], Mapping[str, Any]]
+Show = Callable[[Mapping[str, Any]], str]
+
+
+def adapt(url: str, action: Act | None = None, observation: Show | None = None) -> type:
+    """The environment of the server at `url`, as a class for `--environment`.
+
+    `action` makes an action of the policy's turn, and may raise `ValueError` where it is none: then the policy is told so.
+    Without it an action of one field gets the turn, as text or as the number that it is, and one of several the JSON object that
+    the turn is. `observation` makes text of what the server observes; without it that is its one field of text, or all as JSON.
+    """
+    own: dict[str, Any] = {"act": action, "show": observation}
+    given = {name: staticmethod(function) for name, function in own.items() if function is not None}
+    return type("OpenEnvEpisode", (OpenEnvEpisode,), {"url": url.rstrip("/"), **given})
+
+
+def adapt_named(url: str) -> type:
+    """What `openenv:URL` means."""
+    return adapt(url)
+
+
+class OpenEnvEpisode:
+    """One episode; `adapt` makes a class of it."""
+
+    url: ClassVar[str] = ""
+    act: ClassVar[Any] = None
+    show: ClassVar[Any] = None
+    _client: Any = None
+
+    def reset(self, row: Mapping[str, Any]) -> Observation | None:
+        """Begin with the row's seed and arguments; the opening, where it is not the row's prompt."""
+        more = {SEED: row[SEED]} if row.get(SEED) is not None else {}
+        opening = self._say(self._open(**more, **(row.get(RESET) or {})))
+        own = [{"role": "user", "content": opening}]
+        if row.get("opening") is None:
+            return own if opening else None
+        if opening != row["opening"]:
+            before = row["opening"][:80]
+            raise ValueError(f"by one seed the server opens with {before!r} and {opening[:80]!r}; a group must begin alike")
+        return None
+
+    def step(self, completion: str) -> tuple[Observation, float, bool]:
+        """The server's answer."""
+        try:
+            action = type(self).act(completion) if type(self).act else _action(_schema(self.url)["action"], completion)
+        except ValueError as error:
+            return f"error: {error}", 0.0, False
+        found = _run(self._client.step(dict(action)))
+        if found.done:
+            self._close()
+        return self._say(found), float(found.reward or 0.0), bool(found.done)
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
+        """A row for each of `count` seeds: the server's opening is its prompt."""
+        rows: list[Mapping[str, Any]] = []
+        for number in range(count):
+            drawn = seeds.derive(seed, "openenv", number) % 2**31
+            episode = cls()
+            opening = episode._say(episode._open(seed=drawn))
+            episode._close()
+            if not opening:
+                raise UserError(f"The server at {cls.url} opens with nothing to read; give a dataset with prompts (--dataset).")
+            rows.append({"prompt": [{"role": "user", "content": opening}], SEED: drawn, "opening": opening})
+        return rows
+
+    def _open(self, **arguments: Any) -> Any:
+        client = _client_of(self.url)
+        try:
+            found = _run(client.reset(**arguments))
+        except Exception as error:
+            _run(client.close())
+            full = "; it takes no more sessions: start it with a larger max_concurrent_envs" if "CAPACITY" in str(error) else ""
+            raise UserError(f"The OpenEnv server at {self.url} does not begin an episode ({reason_of(error)}){full}.") from error
+        self._client = client
+        return found
+
+    def _say(self, found: Any) -> str:
+        return type(self).show(found.observation) if type(self).show else _text(found.observation)
+
+    def _close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(Exception):
+                _run(client.close())
+
+    def __del__(self) -> None:
+        self._close()
+
+
+def _text(observation: Mapping[str, Any]) -> str:
+    """What is observed, without what is no business of the policy."""
+    told = {name: value for name, value in observation.items() if name not in _OWN and value is not None}
+    words = [value for value in told.values() if isinstance(value, str)]
+    return words[0] if len(words) == len(told) == 1 else json.dumps(told) if told else ""
+
+
+def _action(schema: Mapping[str, Any], turn: str) -> Mapping[str, Any]:
+    """The action that a turn means. Raises `ValueError`."""
+    fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
+    if len(fields) != 1:
+        try:
+            found = json.loads(turn)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not set(found) <= set(fields) or not set(schema.get("required", ())) <= set(found):
+            raise ValueError(f"expected a JSON object of {', '.join(fields)}")
+        return found
+    ((name, field),) = fields.items()
+    if field.get("type", "string") == "string":
+        return {name: turn}
+    try:
+        return {name: json.loads(turn)}
+    except ValueError:
+        raise ValueError(f"expected a value of type {field['type']}") from None
+
+
+@functools.cache
+def _schema(url: str) -> dict[str, Any]:
+    """What the server at `url` takes and gives."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/schema", timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (OSError, ValueError) as error:
+        raise UserError(f"There is no OpenEnv server at {url} ({reason_of(error)}); start it first.") from error
+
+
+def _client_of(url: str) -> Any:
+    try:
+        from openenv.core.generic_client import GenericEnvClient
+    except ImportError as error:
+        raise UserError(f"OpenEnv's client is not there ({error}): pip install 'psigrad[openenv]'.") from error
+    _schema(url)
+    return GenericEnvClient(base_url=url)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of all connections of this process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="openenv", daemon=True).start()
+    return loop
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result()

@@ -1,0 +1,185 @@
+"""What a request wants of the draws: penalties, biases, and a form that the answer must have: JSON, or a call of a tool.
+
+Forms are grammars of llguidance, which says at each place what tokens may stand there. A token is drawn from the policy's
+distribution over those.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.episodes.tool_calls import FAMILIES
+from psigrad.language.rollout.types import DrawnToken
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.engine.streams import Steer
+
+if TYPE_CHECKING:
+    from psigrad_serve.writer import Offered
+
+# As models write JSON; white space without end would be JSON too.
+_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# A form that shows its arguments as JSON can be forced.
+_SHOWN = re.compile(r'(.*?)\badd\b(.*?)\{"a": 1\}(.*)', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request wants of the draws. With c_j the number of times that token j was drawn, its logit is
+    l_j + bias_j - frequency · c_j - presence · [c_j > 0], before the temperature, as OpenAI defines it.
+    """
+
+    frequency: float = 0.0
+    presence: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str = ""
+    """Of llguidance; empty: none."""
+
+    def __bool__(self) -> bool:
+        return bool(self.frequency or self.presence or self.bias or self.grammar)
+
+    def steer(self, forms: Forms) -> Steer:
+        """For one completion."""
+        counts: Counter[int] = Counter()
+        matcher = forms.matcher(self.grammar) if self.grammar else None
+
+        def steer(logits: Tensor, drawn: Sequence[DrawnToken]) -> Tensor:
+            counts.update(token.id for token in drawn[-1:])
+            for token, bias in self.bias.items():
+                logits[token] += bias
+            for token, count in counts.items():
+                logits[token] -= self.frequency * count + self.presence
+            if matcher is None:
+                return logits
+            for last in drawn[-1:]:
+                matcher.consume_token(last.id)
+            allowed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+            if matcher.is_error():
+                raise ApiError(f"The form can't be kept: {matcher.get_error()[:200]}", status=500)
+            bits = (allowed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+            mask = torch.nn.functional.pad(bits.flatten().bool()[: len(logits)], (0, max(0, len(logits) - 8 * len(allowed))))
+            return logits.masked_fill(~mask.to(logits.device), -torch.inf)
+
+        return steer
+
+
+class Forms:
+    """The grammars of a model's tokens."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model, self._lock = model, threading.Lock()
+        self._known: Any = None
+
+    def matcher(self, grammar: str) -> Any:
+        """Who says what may stand where in one completion."""
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokens(), grammar, log_level=0)
+
+    def check(self, grammar: str, param: str) -> None:
+        """Refuse a grammar that is none, asked for in the field `param`."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise ApiError(
+                f"{param} needs llguidance: pip install 'psigrad[serve]'.", param=param, code="unsupported_parameter"
+            ) from None
+        wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens())
+        if wrong:
+            why = messages[0].splitlines()[0][:300]
+            raise ApiError(f"Invalid value for {param!r}: {why}.", param=param, code="invalid_value")
+
+    def _tokens(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        with self._lock:
+            if self._known is None:
+                ends = sorted(self._model.eos_token_ids)
+                tokenizer: Any = self._model.tokenizer
+                self._known = from_tokenizer(tokenizer, self._model.vocabulary, ends)
+            return self._known
+
+
+def json_grammar(response_format: Any, param: str) -> str:
+    """The grammar of OpenAI's `response_format`, or of the `format` of its responses; empty where that is text."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if response_format is None or kind == "text":
+        return ""
+    if kind == "json_object":
+        return _lark(f"%json {json.dumps({'type': 'object', 'x-guidance': _WRITTEN})}")
+    if kind != "json_schema":
+        raise ApiError(
+            f"{param} is {json.dumps(response_format)[:80]}; its type is text, json_object or json_schema.",
+            param=param, code="invalid_value",
+        )  # fmt: skip
+    schema = response_format.get("json_schema", response_format).get("schema")
+    if not isinstance(schema, dict):
+        raise ApiError(f"{param} has no schema.", param=param, code="missing_required_parameter")
+    return _lark(f"%json {json.dumps({**schema, 'x-guidance': _WRITTEN})}")
+
+
+def chosen_tool(choice: Any) -> str | None:
+    """The tool that `tool_choice` forces in any of the APIs: its name, empty where any will do, None where none has to be."""
+    if choice in (None, "auto", "none", {"type": "auto"}, {"type": "none"}):
+        return None
+    if choice in ("required", {"type": "any"}):
+        return ""
+    named = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") in ("function", "tool") else None
+    if isinstance(named, dict) and isinstance(named.get("name"), str):
+        return str(named["name"])
+    raise ApiError(
+        f"tool_choice is {json.dumps(choice)[:80]}; expected auto, none, one that requires a call, or one that names a tool.",
+        param="tool_choice", code="invalid_value",
+    )  # fmt: skip
+
+
+def call_grammar(offered: Offered | None, name: str, added: Mapping[str, int]) -> str:
+    """The grammar of one call of the tool, or of any where that is empty, in the form of the model's family. `added` are the
+    tokens of whole words beside the vocabulary: what they spell is written by them.
+    """
+    if offered is None or (name and name not in offered.schemas):
+        there = "no tools" if offered is None else ", ".join(offered.schemas)
+        raise ApiError(
+            f"tool_choice forces {name or 'a call'!r}, and there is {there}.", param="tool_choice", code="invalid_value"
+        )
+    family = next(one for one in FAMILIES if one.name == (offered.form.family or "Hermes"))
+    form = None if offered.form.response_template is not None else _SHOWN.fullmatch(family.shown)
+    if form is None:
+        raise ApiError(
+            f"tool_choice can't force a call in the form of this model ({family.name}); give auto or none.",
+            param="tool_choice", code="unsupported_parameter",
+        )  # fmt: skip
+    opens, between, closes = form.groups()
+    calls = [
+        " ".join(
+            (
+                *_words(f"{family.lead}{family.opens}{opens}{tool}{between}", added),
+                f"%json {json.dumps({**schema, 'x-guidance': _WRITTEN})}",
+                *_words(f"{closes}{family.closes}", added),
+            )
+        )
+        for tool, schema in offered.schemas.items()
+        if name in ("", tool)
+    ]
+    return _lark("\n | ".join(calls))
+
+
+def _lark(rule: str) -> str:
+    return f"%llguidance {{}}\nstart: {rule}\n"
+
+
+def _words(text: str, added: Mapping[str, int]) -> Iterator[str]:
+    """Text in a grammar: in quotes, and by its number what is one token."""
+    known = sorted(filter(None, added), key=len, reverse=True)
+    for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]:
+        if part:
+            yield f"<[{added[part]}]>" if part in added else json.dumps(part)

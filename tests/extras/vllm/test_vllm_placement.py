@@ -1,0 +1,73 @@
+"""Where vLLM's engine is, how long a text may be in it, and in which order it wakes: on stand-ins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from psigrad.config import OnlineConfig
+from psigrad.config.sections import Sampling
+from psigrad.errors import UserError
+from psigrad.language.recipes.online import longest_of
+from psigrad_extras.vllm.vllm_backend import devices_of
+from psigrad_extras.vllm.vllm_engine import Engine
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "visible", "expected"),
+    [
+        ("cpu", 1, None, ""),
+        ("cuda", 1, None, "0"),
+        ("cuda:3", 1, None, "3"),
+        ("cuda:2", 2, None, "2,3"),
+        ("cuda:1", 1, "4,6,7", "6"),
+        ("cuda:0", 2, "GPU-aa,GPU-bb", "GPU-aa,GPU-bb"),
+    ],
+)
+def test_each_ranks_engine_is_on_the_ranks_device(device, count, visible, expected):
+    assert devices_of(torch.device(device), count, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_more_devices_than_there_are_is_a_sentence():
+    with pytest.raises(UserError, match="tensor_parallel_size is 2 and the trainer on cuda:1 sees 2 devices"):
+        devices_of(torch.device("cuda:1"), 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+class Recorder:
+    """Writes down what is called, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*arguments, **named):
+            self.calls.append(f"{name} {named['tags'][0]}" if "tags" in named else name)
+            return {
+                "collective_rpc": [([], [])],
+                "get_weight_version": "7",
+                "generate": [SimpleNamespace(num_cached_tokens=0)],
+            }.get(name)
+
+        return call
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_an_engine_that_slept_wakes_weights_first_and_its_cache_last(asleep, monkeypatch):
+    engine = Engine.__new__(Engine)
+    engine.llm, engine.asleep, engine.sleep = Recorder(), asleep, True
+    monkeypatch.setattr(Engine, "_cached", lambda self, probe: self.llm.calls.append("probe") or 0)
+    (answer,) = engine.update("file", 7, [], [], [1, 2])
+    assert answer == ["updated", 7, [], [], 0] and not engine.asleep
+    calls = [call for call in engine.llm.calls if call.partition(" ")[0] in ("wake_up", "update_weights", "probe")]
+    woken = ["wake_up weights", "update_weights", "wake_up kv_cache", "probe"]
+    assert calls == (woken if asleep else ["probe", "update_weights", "probe"])
+
+
+def test_the_room_of_a_text_is_the_runs():
+    config = OnlineConfig(sampling=Sampling(max_completion_length=100))
+    prepared = SimpleNamespace(made=[(0, [1] * 7), (1, [1] * 30)])
+    held_out = SimpleNamespace(prompts=[SimpleNamespace(ids=(1,) * 41)])
+    assert longest_of(config, prepared, None) == 130 and longest_of(config, prepared, held_out) == 141
+    assert longest_of(OnlineConfig(tools=("x",)), prepared, None) == 0

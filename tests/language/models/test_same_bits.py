@@ -1,0 +1,70 @@
+"""Sampler and trainer give a token the same log-prob, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cached import sample
+from fused_models import CONFIGS, adapted, made, some_groups
+
+from psigrad.language.models import logprobs
+from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.native.kernels import kernels
+from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams
+
+pytestmark = pytest.mark.needs("compiler")
+PROMPTS = some_groups().prompts
+
+
+@pytest.fixture(autouse=True)
+def _own_products(monkeypatch):
+    """Training multiplies by our kernels, as it does on AMD's processors; where MKL is faster the bits are its own."""
+    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
+    monkeypatch.setattr(kernels().products, "bfloat16", True)
+    monkeypatch.setattr(kernels().products, "float32", True)
+
+
+def unlike(model, temperature=1.0, members=5, tokens=40) -> tuple[int, float]:
+    """Of how many tokens the log-probs differ, and by how much at most."""
+    requests = [Request(tuple(p), tuple(range(members * i, members * (i + 1)))) for i, p in enumerate(PROMPTS)]
+    drawn = sample(EmbeddedSampler(model), requests, SamplingParams(max_tokens=tokens, temperature=temperature), None)
+    groups = Groups(PROMPTS, [[c.ids for c in group] for group in drawn])
+    trained = model.evaluate(groups, temperature=temperature).logp.detach()
+    gaps = [
+        (row[: len(c.ids)] - torch.tensor(c.logprobs)).abs()
+        for row, c in zip(trained, (c for group in drawn for c in group), strict=True)
+    ]
+    gap = torch.cat(gaps)
+    assert len(gap) > 2 * members * len(PROMPTS)
+    return int((gap != 0).sum()), float(gap.max())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*CONFIGS, "lora"])
+def test_no_bit_differs(name, kind, tokenizer):
+    """Heads of 8 to 64, windows, biases, head norms, adapters; at another temperature than 1."""
+    model = adapted(CONFIGS["qwen2"], tokenizer, kind) if name == "lora" else made(CONFIGS[name], tokenizer, kind)
+    assert unlike(model, 0.7) == (0, 0.0)
+
+
+def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkeypatch):
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 4096)
+    model = made(CONFIGS["qwen3"], tokenizer)
+    wide = torch.nn.Embedding(3000, 40)
+    torch.nn.init.normal_(wide.weight, std=0.3)
+    hf = model.as_transformers()
+    hf.config.vocab_size = 3000
+    hf.model.embed_tokens = wide
+    hf.lm_head = torch.nn.Linear(40, 3000, bias=False)
+    torch.nn.init.normal_(hf.lm_head.weight, std=0.3)
+    model.decoder.parameters = list(hf.model.parameters())
+    assert unlike(model) == (0, 0.0)
+
+
+def test_negative_control_without_packed_matrices_the_last_bits_differ(tokenizer, monkeypatch):
+    """As where fewer sequences than pay for the packing are decoded."""
+    monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
+    count, most = unlike(made(CONFIGS["qwen3"], tokenizer), members=4)
+    assert count and most < 1e-5
