@@ -139,15 +139,13 @@ MOODY += "{% if add_generation_prompt %}assistant:{% endif %}"
 
 
 def test_a_run_goes_on_with_the_templates_arguments_eos_and_text_that_it_began_with(tmp_path):
-    """The audit's C6: what a run reads from outside is pinned. `mood: calm` renders what no argument does, and is still another."""
+    """What a run reads from outside is pinned. `mood: calm` renders what no argument does, and is another all the same."""
     folder = model(tmp_path / "model", "qwen2_5", ("<|im_end|>", "<|other|>"))
     (own := tmp_path / "mine.jinja").write_text(MOODY)
     config = sft_config(tmp_path, folder, [{"messages": talk("2")}, {"messages": talk("4")}])
     config = replace(
         config,
-        model=replace(
-            config.model, chat_template_path=str(own), chat_template_kwargs='{"mood": "gay"}', eos_token="<|im_end|>"
-        ),
+        model=replace(config.model, chat_template_path=str(own), chat_template_kwargs='{"mood": "gay"}', eos_token="<|im_end|>"),
         run=replace(config.run, save_steps=1, max_steps=1),
     )
     sft.run(config)
