@@ -337,8 +337,8 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     """The shape of the rows: they are asked and judged as that benchmark's are, unless a reward is named."""
     num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
     """With a benchmark: worked examples before each question."""
-    likelihood: Annotated[bool, Needs("benchmark=mmlu")] = False
-    """Answer by the letter that the model finds likeliest, as lm-eval does, instead of sampling an answer and reading it."""
+    likelihood: bool = False
+    """Answer by the letter of the choice that the model finds likeliest, as lm-eval does, instead of sampling an answer."""
     fewshot_dataset: Annotated[str, Needs("num_fewshot")] = ""
     """Rows that the examples are taken from, the first ones; empty: the first ones of the dataset, which are then not asked."""
     output: Annotated[str, MAIN] = ""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from psigrad.language import data
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError
 from psigrad.language.data.templates import encode_after, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids
@@ -21,6 +21,7 @@ from psigrad.language.rollout.types import Completion
 EVERYDAY = Path(data.__file__).parent / "everyday.jsonl"
 """110 beginnings of sentences with two or four ends, of which one is right: 60 facts that every child knows, and 50 points of
 English grammar. No item has to do with sums."""
+_CHOICES = "give a list of at least one, or the columns A, B, …; or leave out --likelihood"
 
 
 class Likelihood(NamedTuple):
@@ -80,12 +81,15 @@ def _fill(
 def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[tuple[int, ...], Completion, int, str]]:
     """Of each question with choices the prompt's tokens, the letter that log p of the letters behind it is highest for, as a
     completion of version 0, and as text. Behind a text, as in lm-eval, a space comes first; an assistant's turn begins without.
+    Raises `RowError` for a row without choices.
     """
     prompts = [tuple(prompt_ids(model.tokenizer, row)) for row in rows]
     written: list[list[tuple[str, tuple[int, ...]]]] = []
     for row in rows:
         gap, text = (" ", row.prompt) if isinstance(row.prompt, str) else ("", "")
         letters = letters_of(row.columns)
+        if not letters:
+            raise RowError(BadRow(row.source, "choices", f"is missing, of which likelihood takes one: {_CHOICES}"))
         written.append([(x, tuple(encode_after(model.tokenizer, str(text), gap + x))) for x in letters])
     asked = [(prompt, ids) for prompt, own in zip(prompts, written, strict=True) for _, ids in own]
     found = iter(likelihoods(model, asked))

@@ -136,3 +136,12 @@ def test_mmlu_by_likelihood_takes_the_letter_that_the_model_finds_likeliest(tmp_
     assert [one["score"] for one in found["completions"]] == [float(one) for one in right]
     assert found["settings"]["decoding"] == "none: the likeliest letter"
     assert main([*command, "--likelihood", "--best-of", "4"]) != 0 and "once for each question" in capsys.readouterr().err
+    # rows of one's own: with letters they are answered so too, and a row without is refused by its place
+    lettered = {"prompt": "What is it?", "A": "a", "B": "b", "answer": "B"}
+    own = [*command[:-3], str(tmp_path / "own.jsonl"), "--reward", "choice", "--likelihood"]
+    for second, status, said in (
+        (lettered, 0, ""),
+        ({**lettered, "A": "", "B": None}, 2, "own.jsonl:2: column 'choices' is missing"),
+    ):
+        (tmp_path / "own.jsonl").write_text(json.dumps(lettered) + "\n" + json.dumps(second) + "\n")
+        assert main(own) == status and said in (err := capsys.readouterr().err) and "no effect" not in err
