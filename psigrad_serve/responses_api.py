@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.chat_completions import event, identity, token_logprobs, tool_calls
+from psigrad_serve.chat_completions import event, token_logprobs, tool_calls
 from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, offers, read_form
 from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
@@ -66,6 +67,8 @@ class Responses:
         wish = served.wish({}, chosen_tool(form.tool_choice), offered, json_grammar(form.text.get("format"), place), place)
         self.calls = [served.call(body, row, None, asked, offered=offered, top=form.top_logprobs, wish=wish)]
         self.stream, self.created = form.stream, int(time.time())
+        # never that of another, by which a conversation is found: one seed may draw two answers, with other settings
+        self.own_name = secrets.token_hex(8)
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
         """The first events of a stream."""
@@ -149,7 +152,7 @@ class Responses:
             held.popitem(last=False)
 
     def _name(self, prefix: str) -> str:
-        return f"{prefix}_{identity(self.calls[0])}"
+        return f"{prefix}_{self.own_name}"
 
     def _response(self, status: str, output: list[Any], count: int) -> dict[str, Any]:
         form, prompt = self.form, len(self.calls[0].prompt_ids)

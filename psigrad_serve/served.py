@@ -304,9 +304,9 @@ async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, S
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for answer, k in sources:  # who was cancelled before it began
+        for answer, k in sources:  # before anything is awaited, for that may be cancelled again; some tasks never began
             answer.streams[k].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gathered(answers: Sequence[ServedAnswer]) -> list[list[ServedChoice]]:

@@ -7,9 +7,7 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,12 +16,13 @@ import uvicorn
 from psigrad.errors import UserError
 from psigrad_serve.gateway import gateway, guarded
 from psigrad_serve.served import Served
+from psigrad_serve.threads import await_end
 from psigrad_serve.tinker_api import TinkerServer
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 8500, 20
-PATIENCE = 60
-"""Seconds that a gateway in a thread has to end; it gives its requests two."""
+GRACE = 2
+"""Seconds that requests have to end when the server does; then they are cancelled, and have as long to see to that."""
 VARIABLE = "PSIGRAD_SERVE_TOKEN"
 """The environment variable that may have the token; arguments of a program are seen by everybody on the machine."""
 
@@ -90,7 +89,7 @@ def running(served: Served | TinkerServer, token: str | None = None) -> Iterator
     listening, ready = socket.create_server((LOOPBACK, 0), backlog=1024), threading.Event()
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = _server(served, token, ready.set)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), name="gateway", daemon=True)
+    thread = threading.Thread(target=_run, args=(server, listening), name="gateway", daemon=True)
     thread.start()
     try:
         while not ready.wait(0.1):
@@ -99,17 +98,34 @@ def running(served: Served | TinkerServer, token: str | None = None) -> Iterator
         yield Running(f"http://{LOOPBACK}:{listening.getsockname()[1]}", token)
     finally:
         server.should_exit = True
-        _await_end(thread)
-        listening.close()
+        try:
+            await_end(thread)
+        finally:
+            listening.close()
 
 
-def _await_end(thread: threading.Thread) -> None:
-    """Raises `RuntimeError` with what the thread is at, where it does not end: a run is not to wait for its gateway for ever."""
-    thread.join(PATIENCE)
-    if thread.is_alive():
-        frame = sys._current_frames().get(thread.ident or 0)
-        at = "".join(traceback.format_stack(frame)) if frame else "It cannot be seen.\n"
-        raise RuntimeError(f"The gateway did not end within {PATIENCE} s. It is at\n{at}")
+def _run(server: _Server, listening: socket.socket) -> None:
+    """As `asyncio.run`, but that waits for ever for a task that goes on when it is cancelled, and for the default executor."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(server.serve([listening]))
+    finally:
+        left = loop.run_until_complete(_cancelled())
+        loop.close()
+    if left:
+        raise RuntimeError(f"The gateway ended without {len(left)} requests that cannot be cancelled, such as {left.pop()}.")
+
+
+async def _cancelled() -> set[asyncio.Task[object]]:
+    """Cancel all other tasks of this loop until they have ended, and close its generators; what does not end."""
+    loop, own = asyncio.get_running_loop(), {asyncio.current_task()}
+    until = loop.time() + GRACE
+    while (left := asyncio.all_tasks() - own) and loop.time() < until:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=0.1)
+    await asyncio.wait({closing := asyncio.ensure_future(loop.shutdown_asyncgens())}, timeout=GRACE)
+    return left if closing.done() else {*left, closing}
 
 
 def _server(served: Served | TinkerServer, token: str, ready: Callable[[], None]) -> _Server:
@@ -127,6 +143,6 @@ def _server(served: Served | TinkerServer, token: str, ready: Callable[[], None]
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=60,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=GRACE,
     )
     return _Server(config, ready)

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 Reach = Callable[[], socket.socket]
@@ -27,7 +28,11 @@ def opened(reach: Reach) -> Iterator[str]:
         os.chmod(folder, 0o711)
         listening.listen(64)
         lead(listening, reach)
-        yield path
+        try:
+            yield path
+        finally:  # closing alone does not wake who accepts
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
 
 
 def through(path: str) -> int:
@@ -47,10 +52,15 @@ def _accept(listening: socket.socket, reach: Reach) -> None:
     while True:
         try:
             come, _ = listening.accept()
-            there = reach()
-        except OSError:  # closed, or nobody is there
+        except OSError:
             if listening.fileno() < 0:
                 return
+            time.sleep(0.05)  # of files there are too many, or it is about to be closed
+            continue
+        try:
+            there = reach()
+        except OSError:  # nobody is there
+            come.close()
             continue
         for ends in ((come, there), (there, come)):
             threading.Thread(target=_pass_on, args=ends, daemon=True).start()

@@ -18,6 +18,7 @@ from psigrad.language.rollout.samplers.transformers_backend import TransformersS
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams
 from psigrad_serve.engine.live_batch import Decoding, LiveBatch, SamplerBatch, StepwiseBatch
 from psigrad_serve.engine.streams import Steer, TokenStream
+from psigrad_serve.threads import await_end
 
 
 class SamplingEngine:
@@ -108,7 +109,7 @@ class SamplingEngine:
             self._closed = True
             self.changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            await_end(self._thread)
 
     def _run(self) -> None:
         while True:
@@ -120,13 +121,17 @@ class SamplingEngine:
                 gone = self._take_cancelled()
             if self._closed:
                 self._fail(RuntimeError("The engine was closed."))
+                self._tell(gone)
+                with self.changed:  # who holds a closed engine waits for no step
+                    self._stepping = False
+                    self.changed.notify_all()
                 return
             try:
                 self._batch.leave([stream for stream in self._batch.rows if stream in gone])
                 self._tell(self._batch.admit(self._waiting))
                 if self._batch.rows:
                     self._tell(self._batch.step())
-            except Exception as error:  # the next requests are not to blame
+            except BaseException as error:  # the next requests are not to blame, and nobody waits for a thread that is gone
                 self._fail(error)
             self._tell(gone)
 
@@ -141,7 +146,7 @@ class SamplingEngine:
                 self._waiting.remove(stream)
         return gone
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End all that is under way; when the engine closes also what waits."""
         failed = [*self._batch.rows, *(self._waiting if self._closed else ())]
         for stream in failed:

@@ -114,5 +114,5 @@ def test_other_threads_of_the_process_may_ask_the_engine_meanwhile(served):
     asking = threading.Thread(target=lambda: found.append(served.engine.submit((5, 6), SamplingParams(9), 1).result()))
     asking.start()
     assert posted(served, json.dumps({**ASK, "max_tokens": 9}).encode())[0] == 200
-    asking.join()
+    asking.join(60)
     assert found[0].ids == served.sampled((5, 6), 1, max_tokens=9).ids

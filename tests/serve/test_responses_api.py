@@ -62,6 +62,18 @@ def test_a_call_its_output_and_the_response_before_are_one_conversation(acting, 
     assert text.index("Add it") < text.index("So.") < text.index('"a": 3') < text.index("The sum is 3")
 
 
+def test_two_answers_to_one_question_by_one_seed_are_two_conversations(acting, actor):
+    answers = []
+    for word in ("One.", "Two."):
+        actor.says(word)
+        answers.append(acting.responses.create(model="tiny", input="Go on", extra_body={"seed": 1}))
+    assert answers[0].id != answers[1].id
+    for answer, word in zip(answers, ("One.", "Two."), strict=True):
+        acting.responses.create(model="tiny", input="And?", previous_response_id=answer.id)
+        asked = actor.scripted.tokenizer.decode(actor.heard.completions[-1][2])
+        assert [one for one in ("One.", "Two.") if one in asked] == [word]
+
+
 @pytest.mark.parametrize(
     ("bad", "param", "words"),
     [({"previous_response_id": "resp_9"}, "previous_response_id", "not remembered"),

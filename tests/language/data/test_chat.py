@@ -335,6 +335,13 @@ def test_a_header_of_words_that_no_generation_prompt_opens_is_refused_too(build:
 def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
     tokenizer = build("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}")
     assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)
+    row, told = Row("my.jsonl:7", prompt=[USER]), list[str]()
+    tell_translations(tokenizer, [row], lambda kind, text, **_: told.append(text))
+    tell_translations(build(PLAIN), [row], lambda kind, text, **_: told.append(text))
+    assert told == [
+        "The chat template has no words for some of my.jsonl:7: turns have no end of their own, so that only the EOS "
+        "(and --stop-token-ids) ends a completion."
+    ], "what the fallback costs, once, and nothing where there is an end"
     with pytest.raises(RowError, match="shows no end of the assistant's turn"):
         observation_ids(tokenizer, Row("x", prompt=[USER]), "4")
 

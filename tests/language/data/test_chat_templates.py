@@ -57,9 +57,16 @@ def test_the_page_says_what_happens(name: str, page: dict[str, list[str]]) -> No
     assert [maker.SHOWN[cell] for cell in cells] == page[name], "run: python docs/make/chat_templates.py"
 
 
+def test_the_page_says_what_turns_cost() -> None:
+    (label, sizes, _) = maker.SIZES[2]
+    found = [maker.cost("qwen3", *sizes, turns)[0] for turns in (2, 4)]
+    assert f"| {label} | Qwen3 | {found[0]:.2f} | {found[1]:.2f} | " in maker.PAGE.read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
-def test_the_page_says_what_happens_on_every_template(page: dict[str, list[str]]) -> None:
-    assert rows_of(maker.table()) == page, "run: python docs/make/chat_templates.py"
+def test_the_page_says_what_happens_on_every_template() -> None:
+    text = maker.PAGE.read_text(encoding="utf-8")
+    assert maker.page(text) == text, "run: python docs/make/chat_templates.py"
 
 
 def _shift(made: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,6 +177,25 @@ def test_nothing_exact_computes_less(name: str, thought: int, least: float) -> N
     assert len(texts) == (1 if name == "phi3" else 5)
     beginnings = {tuple(text.ids[: end + 1]) for text in texts for end in range(len(text.ids))}
     assert len(beginnings) <= SFTTask(None, [texts]).tokens([0]) <= least * len(beginnings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v2", "gemma4_v4", "qwen2_5"])
+def test_what_is_said_beside_a_call_is_read_where_it_was_trained(name: str) -> None:
+    """Gemma 4 writes it behind the call, and behind the tool's answer once there is one; Qwen before the call."""
+    case, said = maker.Case(maker.tokenizer_of(name)), maker.bot("Look first.", tool_calls=[maker.CALL])
+    answer = {"role": "tool", "tool_call_id": "c1", "name": maker.CITY, "content": maker.RULE}
+    talk = [maker.user(maker.SAID), said, answer, maker.bot(maker.LAST)]
+    for trained, read, served in maker._recited(case, talk, tools=[maker.TOOL]):
+        assert trained == read == served
+    assert "Look first." in case.text(read)
+    row, form = case.row("prompt-only", prompt=talk[:1], tools=[maker.TOOL]), maker.tools.call_form_of(case.tokenizer)
+    shape, asked = turns.turn_form(turns.Talk(case.tokenizer, row), "user"), {maker.CITY: {"city": {"type": "string"}}}
+    ((_, bare),) = case.turns(messages=[maker.user(maker.SAID), {**said, "content": ""}], tools=[maker.TOOL])
+    end = maker.SPECIAL.findall(bare)[-1]
+    message = form.turn(
+        bare.partition(end)[0] + "Bye." if name == "qwen2_5" else bare.removesuffix(end) + f"Bye.{end}", asked, shape
+    )
+    assert message is not None and message["content"] == ("" if name == "qwen2_5" else "Bye."), "Qwen's has no place for it"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1_distill", "llama3_1", "phi3", "gptoss"])

@@ -132,3 +132,35 @@ def test_a_run_that_goes_on_tomorrow_reads_the_date_of_its_start(job, tmp_path, 
     first, seen[:] = list(seen), []
     sft.run(replace(config, run=replace(config.run, max_steps=2, extend=True)))
     assert first and all("03 Feb 2001" in text for text in (*first, *seen)) and seen, "the day of the start, on both days"
+
+
+MOODY = "{{ mood | default('calm') }}{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<|im_end|>' }}{% endfor %}"
+MOODY += "{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def test_a_run_goes_on_with_the_templates_arguments_eos_and_text_that_it_began_with(tmp_path):
+    """What a run reads from outside is pinned. `mood: calm` renders what no argument does, and is another all the same."""
+    folder = model(tmp_path / "model", "qwen2_5", ("<|im_end|>", "<|other|>"))
+    (own := tmp_path / "mine.jinja").write_text(MOODY)
+    config = sft_config(tmp_path, folder, [{"messages": talk("2")}, {"messages": talk("4")}])
+    config = replace(
+        config,
+        model=replace(config.model, chat_template_path=str(own), chat_template_kwargs='{"mood": "gay"}', eos_token="<|im_end|>"),
+        run=replace(config.run, save_steps=1, max_steps=1),
+    )
+    sft.run(config)
+    longer = replace(config, run=replace(config.run, max_steps=2, extend=True))
+    for changed, named in (
+        ({"chat_template_kwargs": '{"mood": "calm"}'}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": ""}, "chat_template_kwargs"),
+        ({"eos_token": "<|other|>"}, "eos_token"),
+        ({"eos_token": ""}, "eos_token"),
+    ):
+        with pytest.raises(UserError, match=rf"model\.{named}.*{named}"):
+            sft.run(replace(longer, model=replace(longer.model, **changed)))
+    own.write_text(MOODY.replace("calm", "tame"))
+    with pytest.raises(UserError, match="another chat template"):
+        sft.run(longer)
+    own.write_text(MOODY)
+    sft.run(longer)
+    assert (tmp_path / "run" / "model" / "config.json").exists(), "the same goes on"

@@ -70,9 +70,14 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
     found = add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
     assert tally.compares is not again, "where the sampler's stand, the first step holds them against the trainer's"
     torch.testing.assert_close(found.logp_old, own if again else torch.zeros(2, 2), rtol=0, atol=2e-5)
+    gap = float(own.abs().mean())  # the sampler's are 0
+    computed = gap if (again and step == 0) else 0.0  # the first case holds them later, and of older weights they may differ
+    assert tally.mean_gap == pytest.approx(computed, abs=2e-5)
     settings.model = Model(lora_dropout=0.5)  # then they differ by what is dropped, which is no fault
+    tally = Tally(world=ALONE)
     add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
     assert not tally.compares
+    assert tally.mean_gap == pytest.approx(0.0 if step else gap, abs=2e-5), "one completion is compared without the dropout"
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])

@@ -250,6 +250,7 @@ def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) ->
         "the developer's turn is a system prompt": "developer" in roles and not dialect.developer,
         "the system prompt stands before the first turn of the user": "system" in roles and not dialect.system,
         "thoughts stand in <think> tags before the answer": thoughts and dialect.reasoning == "content",
+        "turns have no end of their own, so that only the EOS (and --stop-token-ids) ends a completion": not dialect.turn_end,
     }
     return [note for note, holds in notes.items() if holds]
 

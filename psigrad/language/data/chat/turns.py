@@ -274,6 +274,8 @@ class TurnForm:
     """What stands before a thought, and between it and an answer; empty where no thoughts are said."""
     ends: str = ""
     """What of that stands behind a thought with no answer, too: before a call."""
+    beside: str = ""
+    """What ends a turn in which words stand behind a call (Gemma 4); empty where they stand before it."""
 
     def read_back(self, text: str) -> Message:
         """What the assistant wrote, without its calls, as the message that is rendered so."""
@@ -315,7 +317,9 @@ def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
     (lead,) = around({"role": "assistant", "content": SENTINEL}, SENTINEL)
     opens, closes = around({"role": "assistant", "content": SENTINEL, "reasoning_content": THIRD}, THIRD, SENTINEL)
     _, called = around({**call_of(), "reasoning_content": THIRD}, THIRD, OTHER)
-    return TurnForm(lead, opens, closes, closes[: alike(closes, called)] if called else closes)
+    first, behind = around(call_of(content=THIRD), THIRD, OTHER)
+    ends = closes[: alike(closes, called)] if called else closes
+    return TurnForm(lead, opens, closes, ends, behind.strip() if OTHER in first else "")
 
 
 def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:

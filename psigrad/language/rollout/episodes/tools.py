@@ -156,6 +156,11 @@ class CallForm:
         leads = (self.seen.partition(family.opens)[0].rpartition(family.thought)[2], family.lead)
         return at - next((len(lead) for lead in leads if lead and text[:at].endswith(lead)), 0)
 
+    def end(self, text: str) -> int:
+        """Where the last call ends: behind its mark, or, without one, with the text."""
+        ends = {family.closes for family in FAMILIES if self.family in ("", family.name)} - {""}
+        return max((at + len(mark) for mark in ends if (at := text.rfind(mark)) >= 0), default=len(text))
+
     def turn(self, text: str, parameters: Mapping[str, Mapping[str, Any]], form: TurnForm) -> Message | None:
         """A turn with calls as a message; None where one cannot be read, or there is none."""
         calls = self.read(text, parameters)
@@ -163,7 +168,8 @@ class CallForm:
             return None
         said = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]  # type: ignore[union-attr]
         before = form.read_back(text[: self.begin(text)])
-        return {**before, "content": before["content"].rstrip(), "tool_calls": said}
+        parts = before["content"].rstrip(), text[self.end(text) :].removesuffix(form.beside).strip() if form.beside else ""
+        return {**before, "content": "\n".join(filter(None, parts)), "tool_calls": said}
 
 
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:

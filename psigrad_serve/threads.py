@@ -1,0 +1,19 @@
+"""The ends of threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+PATIENCE = 60
+"""Seconds that a thread has to end."""
+
+
+def await_end(thread: threading.Thread) -> None:
+    """Raises `RuntimeError` with what the thread is at, where it does not end: a run is not to wait for it for ever."""
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)
+        at = "".join(traceback.format_stack(frame)) if frame else "It cannot be seen.\n"
+        raise RuntimeError(f"The thread {thread.name!r} did not end within {PATIENCE} s. It is at\n{at}")
