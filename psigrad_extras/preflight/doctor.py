@@ -31,6 +31,7 @@ EXTRAS = {
     "lm-eval": "lm_eval",
     "mcp": "mcp",
     "mlflow": "mlflow",
+    "openenv": "openenv",
     "postgres": "psycopg",
     "serve": "uvicorn",
     "studio": "fastapi",

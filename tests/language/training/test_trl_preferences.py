@@ -189,6 +189,8 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
         {"prompt": row["prompt"], "completion": row["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
         for i, row in enumerate(rows())
     ]
+    # before the trainer is there: accelerate puts a forward on hf, and that of a copy would compute hf
+    reference = language_model.prepare(copy.deepcopy(hf), tokenizer)
     trainer = KTOTrainer(
         model=hf,
         ref_model=copy.deepcopy(hf),
@@ -196,7 +198,6 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
         train_dataset=Dataset.from_list(given),
         processing_class=tokenizer,
     )
-    reference = language_model.prepare(copy.deepcopy(hf), tokenizer)
     peer = peer_loss(trainer, moved(hf))
     made = [pairs.encode_judged(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
     answers = [[row.answer, other] for row, other in zip(made, mismatched(made), strict=True)]
