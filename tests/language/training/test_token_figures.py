@@ -56,7 +56,7 @@ def test_reference_and_advantages_by_token(tokenizer):
     _, _, _, rows = lines(tokenizer, {"preset": "grpo", "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.04}})
     assert all(row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=2e-4) for row in rows)
     assert not any("advantages" in row for row in rows)
-    _, _, _, rows = lines(tokenizer, {"preset": "ppo", "psi": {"psi": {"name": "gae", "lam": 0.9}}})  # lam 1 gives all tokens one
+    _, _, _, rows = lines(tokenizer, {"preset": "ppo", "psi": {"psi": {"lam": 0.9}}})  # lam 1 gives all tokens one
     varying = [row for row in rows if "advantages" in row]
     assert varying
     for row in varying:
