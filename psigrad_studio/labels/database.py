@@ -149,8 +149,10 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
         if not ready:
             if before is not None and migrate.is_known(before) and url.get_backend_name() == "sqlite":
                 label_backup.before_migration(Path(str(url.database)), before)
+            # of eight servers that start at the same moment the last waits for seven migrations
             with engine.execution_options(psigrad_write=True, psigrad_patience=60_000).begin() as connection:
                 migrate.upgrade(connection)
+            engine.dispose()  # the next connections have the usual patience
     except DBAPIError as error:
         engine.dispose()
         if _is_damaged(error):
@@ -211,6 +213,6 @@ def _prepare(connection: Any, record: object) -> None:
 
 def _begin(connection: Connection) -> None:
     options = connection.get_execution_options()
-    # of eight servers that start at the same moment the last waits for seven migrations
-    connection.exec_driver_sql(f"PRAGMA busy_timeout = {options.get('psigrad_patience', PATIENCE)}")
+    if "psigrad_patience" in options:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {options['psigrad_patience']}")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("psigrad_write") else "BEGIN")
