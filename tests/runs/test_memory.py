@@ -45,16 +45,17 @@ def test_what_is_held_after_it_was_given_back_is_needed(held: list[int]) -> None
         assert held[1:] == ([-bytes_held] if given else []), bytes_held
 
 
-def see_peaks(trims: int, leak: int, flat: int) -> None:
-    """Whether the peak after 40 steps is that after 15, with tensors of ever new sizes between small ones that stay. By then it
-    has settled, at 1.04 to 1.054 times that after 5.
+def see_peaks(trims: int, leak: int) -> None:
+    """Prints the peak after 60 steps as a share of that after 25, with tensors of ever new sizes between small ones that stay.
+
+    Until it has settled it goes up by a twentieth; what leaks 2 MB a step goes up by a fifth meanwhile.
     """
     machine.keep_freed_memory()
     machine.give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
     draw, caches, leaked, found = random.Random(0), [], [], []
     ours = Trimmer() if trims else machine.memory
-    for _ in range(40):
+    for _ in range(60):
         live: list[torch.Tensor] = []
         for _ in range(30):
             live.append(torch.ones(draw.randrange(1 << 16, 1 << 20)))
@@ -65,26 +66,31 @@ def see_peaks(trims: int, leak: int, flat: int) -> None:
         del live, caches[:-200]
         leaked.append(torch.ones(leak))
         found.append(ours()["peak_memory_bytes"])
-    print([one // MB for one in found[::5]], found[-1] / found[14], file=sys.stderr)
-    assert (found[-1] <= 1.05 * found[14]) == flat
+    print(found[-1] / found[24])
 
 
-def peaks(trims: int, leak: int, flat: bool) -> None:
-    """`see_peaks` in a process of its own: the holes that other tests left in the heap of this one would take what comes."""
-    words = [sys.executable, __file__, str(trims), str(leak), str(int(flat))]
+def is_flat(trims: int, leak: int) -> bool:
+    """Whether one of three processes of its own ends within a twentieth of where it had settled. Where holes in the heap lie is a
+    matter of luck, which only ever raises a peak: about one process in fourteen ends higher.
+    """
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests/support"))
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    for _ in range(3):
+        words, env = [sys.executable, __file__, str(trims), str(leak)], {**os.environ, "PYTHONPATH": paths}
+        if float(subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout) <= 1.05:
+            return True
+    return False
 
 
-@pytest.mark.parametrize(("leak", "flat"), [(1, True), (MB // 2, False)])
-def test_the_peak_stays_what_it_was(leak: int, flat: bool) -> None:
-    """A leak of 2 MB a step is seen."""
-    peaks(1, leak, flat)
+def test_the_peak_stays_what_it_was() -> None:
+    assert is_flat(trims=1, leak=1)
+
+
+def test_negative_control_a_leak_of_two_megabytes_a_step_is_seen() -> None:
+    assert not is_flat(trims=1, leak=MB // 2)
 
 
 def test_negative_control_the_peak_rises_where_nothing_is_given_back() -> None:
-    peaks(0, 1, False)
+    assert not is_flat(trims=0, leak=1)
 
 
 def test_every_row_of_timings_says_what_the_process_holds() -> None:
