@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
@@ -52,8 +53,24 @@ def test_what_is_given_stays(monkeypatch, tmp_path):
     (tmp_path / "run.yaml").write_text("model: {dtype: float32}\nmicro_batch_tokens: 512\n")
     assert values(loading.load(SFTConfig, tmp_path / "run.yaml")) == ("float32", True, 512)
     assert values(loading.load(SFTConfig, flags={"dtype": "float32", "gradient_checkpointing": False})) == ("float32", False, 0)
-    # TRL's names count as given
-    assert loading.load(SFTConfig, flags={"bf16": False, "torch_dtype": "float32"}).model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bf16: false", ("float32", True, 0)),
+        ("bf16: false\ntorch_dtype: bfloat16", ("bfloat16", True, 0)),
+        ("bf16: true\ngradient_checkpointing: false", ("bfloat16", False, 0)),
+        ("fp16: false", ("bfloat16", True, 0)),
+        ("use_cpu: true", ("float32", False, 4096)),
+    ],
+)
+def test_what_is_given_under_trls_names_stays(text, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "sees_cuda", lambda: True)
+    (tmp_path / "run.yaml").write_text(text + "\n")
+    assert values(loading.load(SFTConfig, tmp_path / "run.yaml")) == expected
+    flags = {name: yaml.safe_load(value) for name, _, value in (line.partition(": ") for line in text.split("\n"))}
+    assert values(loading.load(SFTConfig, flags=flags)) == expected
 
 
 def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
