@@ -136,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from psigrad import redaction
         from psigrad.cli import mistakes
 
-        more = f" More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
+        stop = "" if str(error).endswith((".", "!", "?", "…", ")")) else "."
+        more = f"{stop} More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
         print(f"psigrad: {redaction.hide(str(error))}{more}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:
