@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server: JSON out, JSON back, and why there was no answer."""
+"""Requests to a server, such as an OpenAI-compatible one: JSON out, JSON back, and why there was no answer."""
 
 from __future__ import annotations
 
