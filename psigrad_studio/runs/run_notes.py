@@ -47,7 +47,7 @@ class RunNotes:
         try:
             status = self.path.stat(follow_symlinks=False)
             if status.st_mtime_ns != self._known[0] and status.st_size <= MOST_BYTES:
-                self._known = (status.st_mtime_ns, _checked(json.loads(self.path.read_text())))
+                self._known = (status.st_mtime_ns, _checked(json.loads(self.path.read_text("utf-8"))))
         except FileNotFoundError:
             self._known = (0, {})
         except (OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
@@ -88,3 +89,19 @@ def test_a_service_that_is_not_there_or_no_url_is_named():
         RemoteExecutor("http://127.0.0.1:9").run([Program("x")], Limits())
     with pytest.raises(SandboxError, match="is not a URL"):
         RemoteExecutor("sandbox.example")
+
+
+def test_what_is_no_http_is_no_answer():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            come, _ = listening.accept()
+            with come:
+                come.recv(1 << 16)
+                come.sendall(b"HTTP/1.1 fine\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(SandboxError, match="no usable answer \\(BadStatusLine"):
+            RemoteExecutor(f"http://127.0.0.1:{listening.getsockname()[1]}").run([Program("x")], Limits())
+        thread.join(10)
