@@ -75,6 +75,7 @@ def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():
         torch_has = replace(run, device=where, threads=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "device_count", lambda: 1)
             with machine.prepared_torch(torch_has, tf32=True):
                 seen[where] = machine.exact_products(torch.device("cuda"))
     assert seen == {"cpu": True, "cuda": False}
