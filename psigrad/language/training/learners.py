@@ -20,7 +20,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.language.rollout.types import Collected, Pending
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
-from psigrad.processes.parallel.world import ALONE, World, agree
+from psigrad.processes.parallel.world import World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
@@ -80,28 +80,6 @@ class Follower:
 
 
 Learners = Sequence[Learner | Follower]
-
-
-def save(
-    root: Path,
-    state: State,
-    learners: Learners,
-    *,
-    keep: int,
-    spare: int = 0,
-    meta: Mapping[str, Any] | None = None,
-    world: World = ALONE,
-) -> Path | None:
-    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go,
-    but for that of the step `spare`.
-
-    Where models are in shards each process writes its rows of both, and rank 0 all else. Returns the folder on rank 0.
-    """
-    write = staged(state, learners, world, copies=False)
-    path = commit(root, state.step, write, world, {**machine.versions(), **(meta or {})})
-    if path is not None:
-        checkpoint.prune(root, keep, spare)
-    return path
 
 
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
