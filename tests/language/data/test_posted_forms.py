@@ -212,7 +212,7 @@ def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
 
 
 def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    """By their settings those of every method, eval, sample, check, plan, compare and bench; the others by reading mapped rows."""
+    """By their settings those of every method, eval, sample, check, plan and compare; the others by mapped rows."""
     for cls in {method.settings for method in declared().values()} | {OnlineConfig, EvalConfig, SampleConfig}:
         assert columns_of(flags.parse(cls, "it", ["--columns", "question=prompt"]).data.columns) == {"question": "prompt"}
     file = tmp_path / "rows.jsonl"
