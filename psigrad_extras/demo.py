@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from psigrad import seeds
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
+from psigrad.errors import UserError
 from psigrad.language.data import tasks
 from psigrad.language.models import tiny
 from psigrad.language.recipes import evaluate, online, sft
@@ -39,8 +40,12 @@ def run(
 ) -> Result:
     """Build a model, fine-tune it, train it by GRPO, evaluate both; figures, samples and report.html stand in `output_dir`/grpo.
 
-    Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call.
+    Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call. Raises `UserError`
+    where there is a stage without a step.
     """
+    for name, steps in (("sft_steps", sft_steps), ("rl_steps", rl_steps)):
+        if steps < 1:
+            raise UserError(f"{name} is {steps}; expected at least 1.")
     start, folder = time.perf_counter(), Path(output_dir)
     machine.prepare_torch(Run())
     files = prepare(folder, seed, progress)

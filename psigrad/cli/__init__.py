@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from psigrad import __version__
@@ -25,22 +26,17 @@ def _training(settings: type[Any]) -> dict[str, Command]:
     return {name: Command(m.summary, language.train(name)) for name, m in declared().items() if m.settings is settings}
 
 
+# The commands of the packages beside the core, by name.
+_extra, _serve, _studio = (partial(command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
+
 GROUPS = {
     "begin": {
         "init": Command("write a project to start from: verifiable reward, preferences, tools or control", begin.init),
-        "demo": Command(
-            "train a small model from nothing by SFT and GRPO, and show what came of it", command("psigrad_extras", "demo")
-        ),
-        "doctor": Command("what this machine offers, and what is missing", command("psigrad_extras", "doctor")),
-        "completion": Command(
-            "what makes your shell (bash, zsh, fish) complete commands and flags", command("psigrad_extras", "completion")
-        ),
-        "from-trl": Command(
-            "settings of TRL, a script or a YAML file, as psigrad's, and what differs", command("psigrad_extras", "from_trl")
-        ),
-        "check": Command(
-            "whether a model, its data and its settings will train rightly, before they do", command("psigrad_extras", "check")
-        ),
+        "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", _extra("demo")),
+        "doctor": Command("what this machine offers, and what is missing", _extra("doctor")),
+        "completion": Command("what makes your shell (bash, zsh, fish) complete commands and flags", _extra("completion")),
+        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", _extra("from_trl")),
+        "check": Command("whether a model, its data and its settings will train rightly, before they do", _extra("check")),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),
     "train on recorded comparisons (preferences)": _training(PreferenceConfig),
@@ -54,44 +50,29 @@ GROUPS = {
         "pairs": Command("pairs out of rankings or ratings, ties left out and counted", language.pairs),
         "tasks": Command("names of the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
-        "lm-eval": Command(
-            "tasks of EleutherAI's lm-eval, and what training has broken of them", command("psigrad_extras", "lm_eval")
-        ),
-        "judge-report": Command(
-            "how a judge compares with people's votes, and with itself", command("psigrad_studio", "judge_report")
-        ),
-        "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", command("psigrad_extras", "plan")),
-        "bench": Command(
-            "training steps of a model, timed by phase; in a source checkout beside TRL", command("psigrad_extras", "bench")
-        ),
-        "compare": Command(
-            "several methods from one checkpoint, over seeds, with equal samples", command("psigrad_extras", "compare")
-        ),
-        "sweep": Command("search over any settings of a method by Optuna, over seeds", command("psigrad_extras", "sweep")),
-        "replay": Command("a step of a run once more, bit for bit, and by other methods", command("psigrad_extras", "replay")),
+        "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", _extra("lm_eval")),
+        "judge-report": Command("how a judge compares with people's votes, and with itself", _studio("judge_report")),
+        "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", _extra("plan")),
+        "bench": Command("training steps of a model, timed by phase; in a source checkout beside TRL", _extra("bench")),
+        "compare": Command("several methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
+        "sweep": Command("search over any settings of a method by Optuna, over seeds", _extra("sweep")),
+        "replay": Command("a step of a run once more, bit for bit, and by other methods", _extra("replay")),
         "report": Command("draw report.html of a run again, or compare several runs", language.report),
-        "export": Command(
-            "a model as a GGUF file with a Modelfile for Ollama, merged, or its adapter", command("psigrad_extras", "export")
-        ),
-        "merge": Command("a model with its adapter merged in: export --to merged", command("psigrad_extras", "merge")),
-        "push": Command(
-            "upload a finished run's model with its model card to the Hugging Face hub", command("psigrad_extras", "push")
-        ),
-        "studio": Command("the web application: grid world, runs, labelling desk, chat", command("psigrad_studio", "studio")),
+        "export": Command("a model as a GGUF file with a Modelfile for Ollama, merged, or its adapter", _extra("export")),
+        "merge": Command("a model with its adapter merged in: export --to merged", _extra("merge")),
+        "push": Command("upload a finished run's model with its model card to the Hugging Face hub", _extra("push")),
+        "studio": Command("the web application: grid world, runs, labelling desk, chat", _studio("studio")),
     },
     "answer with a model": {
-        "serve": Command(
-            "a model or a run behind the APIs of OpenAI and Anthropic, for any agent", command("psigrad_serve", "serve")
-        ),
-        "chat": Command("talk to a model or a run on the terminal", command("psigrad_serve", "chat")),
+        "serve": Command("a model or a run behind the APIs of OpenAI and Anthropic, for any agent", _serve("serve")),
+        "chat": Command("talk to a model or a run on the terminal", _serve("chat")),
     },
     "the same mathematics, small": {
         "explain": Command("the formula a method optimises, term by term, or how two differ", maths.explain),
         "grid": Command("a grid world solved sweep by sweep, in the terminal", maths.grid),
         "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
         "experiment": Command(
-            "claims about policy gradients, shown on problems whose exact answer is known",
-            command("psigrad_extras", "experiment"),
+            "claims about policy gradients, shown on problems whose exact answer is known", _extra("experiment")
         ),
     },
 }
@@ -136,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from psigrad import redaction
         from psigrad.cli import mistakes
 
-        more = f" More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
+        stop = "" if str(error).endswith((".", "!", "?", "…", ")")) else "."
+        more = f"{stop} More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
         print(f"psigrad: {redaction.hide(str(error))}{more}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:

@@ -92,10 +92,18 @@ def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or default_threads())
     keep_freed_memory(up_to=_PIECE if recompute or run.max_memory else _ALL)
-    if run.device.startswith("cuda") and not torch.cuda.is_available():
+    if run.device == "auto":
+        return
+    try:
+        there = torch.device(run.device)
+    except RuntimeError:
+        raise UserError(f"device is {run.device!r}; expected auto, cpu, cuda or one of several, as cuda:1.") from None
+    if there.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."
         )
+    if there.type == "cuda" and (there.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device is {run.device!r} and there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on.")
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""Requests to an OpenAI-compatible server: JSON out, JSON back, and why there was no answer."""
+"""Requests to a server, such as an OpenAI-compatible one: JSON out, JSON back, and why there was no answer."""
 
 from __future__ import annotations
 
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 LARGEST = 64 << 20
@@ -40,7 +41,7 @@ def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: i
         raise NoAnswerError(
             f"HTTP {error.code} {error.reason}{_said(error)}", again=passes, status=error.code, wait=_wait(error)
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)  # urllib wraps what the socket said
         slow = f" in {seconds:g} s" if isinstance(reason, TimeoutError) else ""
         raise NoAnswerError(f"{type(reason).__name__}: {reason}"[:_WORDS] + slow, again=True) from error
@@ -55,7 +56,7 @@ def _said(error: urllib.error.HTTPError) -> str:
     """The server's own message, as OpenAI's API and its kin give it."""
     try:
         text = error.read(1 << 16).decode(errors="replace")
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return ""
     try:
         found = json.loads(text)

@@ -159,21 +159,27 @@ class ServedModel:
     def _served(self) -> list[str]:
         """The names of the models there; none where it does not tell."""
         try:
-            found = ask(f"{self.url}/models", key=os.environ.get(self.key_variable, ""), seconds=min(30.0, self.seconds))
+            return self._ask_names()
+        except NoAnswerError:
+            return []
+
+    def _ask_names(self) -> list[str]:
+        """As `_served`. Raises `NoAnswerError`."""
+        found = ask(f"{self.url}/models", key=os.environ.get(self.key_variable, ""), seconds=min(30.0, self.seconds))
+        try:
             return [str(one["id"]) for one in found["data"]]
-        except (NoAnswerError, KeyError, TypeError):
+        except (KeyError, TypeError):
             return []
 
     def _only_model(self) -> str:
         for attempt in range(self.attempts):
             try:
-                found = ask(f"{self.url}/models", key=os.environ.get(self.key_variable, ""), seconds=min(30.0, self.seconds))
+                served = self._ask_names()
                 break
             except NoAnswerError as error:
                 if not error.again or attempt + 1 == self.attempts:
                     raise self._failure(error, attempt + 1) from error
                 time.sleep(pause(attempt, error))
-        served = [str(one.get("id")) for one in found.get("data", ())]
         if len(served) != 1:
             names = f" ({', '.join(served[:10])})" if served else ""
             raise UserError(f"{self.url} tells of {len(served)} models{names}; name the one that you mean with --model.")

@@ -14,6 +14,7 @@ import json
 import threading
 import urllib.request
 from collections.abc import Callable, Coroutine, Mapping
+from http.client import HTTPException
 from typing import Any, ClassVar, TypeVar
 
 from psigrad import seeds
@@ -149,7 +150,7 @@ def _schema(url: str) -> dict[str, Any]:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/schema", timeout=10) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise UserError(f"There is no OpenEnv server at {url} ({reason_of(error)}); start it first.") from error
 
 

@@ -10,15 +10,13 @@ booleans, strings and finite floats as they are, {"int": "0x2a"}, {"float": "nan
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, decode_values
+from psigrad_extras.connect.endpoint import NoAnswerError, ask
 
-_LARGEST = 64 << 20
 # Seconds beyond the programs' own: a service has a queue.
 _PATIENCE = 30.0
 
@@ -33,21 +31,14 @@ class RemoteExecutor:
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
         """See `Executor`."""
-        body = json.dumps(
-            {"programs": [_sent(p) for p in programs], "limits": {**asdict(limits), "wall_seconds": limits.wall}}
-        ).encode()
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
+        body = {"programs": [_sent(p) for p in programs], "limits": {**asdict(limits), "wall_seconds": limits.wall}}
+        seconds = limits.wall * sum(1 + len(p.expressions) for p in programs) + _PATIENCE
         try:
-            request = urllib.request.Request(self.url, body, headers)
-            with urllib.request.urlopen(
-                request, timeout=limits.wall * sum(1 + len(p.expressions) for p in programs) + _PATIENCE
-            ) as reply:
-                found = json.loads(reply.read(_LARGEST))
+            found = ask(self.url, body, key=self.token, seconds=seconds)
             outcomes = [_outcome(one, program) for one, program in zip(found["outcomes"], programs, strict=True)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SandboxError(
-                f"The sandbox service {self.url} gave no usable answer ({type(error).__name__}: {error})."
-            ) from error
+        except (NoAnswerError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = error if isinstance(error, NoAnswerError) else f"{type(error).__name__}: {error}"
+            raise SandboxError(f"The sandbox service {self.url} gave no usable answer ({why}).") from error
         return outcomes
 
 

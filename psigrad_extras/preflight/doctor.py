@@ -84,7 +84,7 @@ def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = che
     if as_json:
         return json.dumps({check.name: {k: v for k, v in check._asdict().items() if k != "name"} for check in found}, indent=1)
     absent = [check for check in found if check.name.startswith("extra ") and check.state == "missing"]
-    if absent:  # in one line: a new user has none of eighteen, and misses none
+    if absent:  # in one line: a new user has none of them, and misses none
         names = ", ".join(check.name.removeprefix("extra ") for check in absent)
         found = [check for check in found if check not in absent]
         found.append(Check("extras", "missing", names, 'where you need one: pip install "psigrad[NAME]"'))

@@ -6,15 +6,14 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.episodes.episodes import settle
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
-from psigrad.processes.sandbox import Enclosure
-from psigrad.processes.workers import Lost, WorkerPool, homes, pack
+from psigrad.processes.workers import Lost, PoolLimits, WorkerPool
 from psigrad_serve.agents.agent_session import Session
 from psigrad_serve.agents.agent_worker import Place, check_agent, decode
 from psigrad_serve.agents.token_tree import TokenTree
@@ -39,32 +38,13 @@ class Gateway(Protocol):
 
 
 class AgentPool:
-    """Processes that agents run in, one session at a time in each; a session has `timeout` seconds."""
+    """Processes that agents run in, one session at a time in each of the `workers` (4); it has `timeout` seconds (600)."""
 
-    def __init__(
-        self,
-        agent: Callable[..., Any],
-        *,
-        timeout: float = 600.0,
-        workers: int = 4,
-        memory_gb: float = 0.0,
-        variables: Sequence[str] = (),
-        enclosure: Enclosure | None = None,
-    ) -> None:
+    def __init__(self, agent: Callable[..., Any], **limits: Unpack[PoolLimits]) -> None:
         check_agent(agent)
-        packed = pack(agent, "agent")
-        self.workers: WorkerPool[int] = WorkerPool(
-            "psigrad_serve.agents.agent_worker:service",
-            packed,
-            homes([agent], [packed]),
-            decode,
-            what="agents",
-            workers=workers,
-            timeout=timeout,
-            memory_gb=memory_gb,
-            variables=variables,
-            enclosure=enclosure,
-        )
+        service = "psigrad_serve.agents.agent_worker:service"
+        all_limits = PoolLimits(timeout=600.0, workers=4) | limits
+        self.workers: WorkerPool[int] = WorkerPool.of(service, agent, decode, kind="agent", **all_limits)
 
     def run(self, places: Sequence[Place], ended: Callable[[int, float | str | None], None]) -> None:
         """A session at each place; `ended(number, reward)` is called with each as it ends, or with why it has no reward."""

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, check_room
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
@@ -25,10 +26,12 @@ class SamplingEngine:
     """Draws completions for any number of threads and event loops, at most `max_batch` at once; others wait in line.
 
     `sampler` decodes in place of the embedded one: those that wait when it is free are one call of it, and each completion comes
-    whole. Close the engine after use; the sampler stays its owner's.
+    whole. Close the engine after use; the sampler stays its owner's. Raises `UserError` where nothing could ever be drawn.
     """
 
     def __init__(self, model: LanguageModel, max_batch: int = 64, sampler: Sampler | None = None) -> None:
+        if max_batch < 1:
+            raise UserError(f"max_batch is {max_batch}; expected at least 1.")
         self.model, self.max_batch = model, max_batch
         self._batch: Decoding
         if sampler is None or isinstance(sampler, EmbeddedSampler):

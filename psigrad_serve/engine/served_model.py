@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from psigrad.config import Model, Run, Sampling
+from psigrad.config.load import from_dict
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import model_inside
 from psigrad.language.rollout.samplers import samplers
@@ -30,17 +32,12 @@ def opened_engine(
     """The engine of a model: a folder, a hub name, an adapter, which is merged, or a run, whose trained model is meant, or that
     of its newest checkpoint. Raises `UserError` where it can't be loaded.
     """
-    run = Run(device=device, threads=threads)
+    run = from_dict(Run, {"device": device, "threads": threads}, "")
     machine.prepare_torch(run)
     inside = model_inside(Path(path).expanduser())
-    settings = Model(
-        path=path if inside is None else str(inside),
-        dtype=dtype,
-        adapter="merge",
-        chat_template_path=chat_template_path,
-        trust_remote_code=trust_remote_code,
-    )
-    sampling = Sampling(sampler=sampler, max_decode_batch=max_batch)
+    named = {"path": path if inside is None else str(inside), "dtype": dtype, "chat_template_path": chat_template_path}
+    settings = from_dict(Model, {**named, "adapter": "merge", "trust_remote_code": trust_remote_code}, "")
+    sampling = replace(from_dict(Sampling, {"sampler": sampler}, ""), max_decode_batch=max_batch)
     model = load_model(settings, run, None)
     made = samplers.make(sampling, model)
     engine = SamplingEngine(model, max_batch, made)

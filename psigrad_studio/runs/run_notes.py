@@ -5,12 +5,12 @@ where the runs are.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.records.row_lines import replace_file
 
 FILE, MOST_BYTES = "run_notes.json", 8 << 20
 EMPTY: dict[str, Any] = {"tags": [], "note": ""}
@@ -37,10 +37,8 @@ class RunNotes:
             found[key] = {"tags": words, "note": note.strip()}
             if found[key] == EMPTY:
                 del found[key]
-            beside = self.path.with_suffix(".tmp")
             try:
-                beside.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-                os.replace(beside, self.path)
+                replace_file(self.path, [json.dumps(found, indent=1, ensure_ascii=False).encode() + b"\n"])
             except OSError as error:
                 raise UserError(f"{self.path} could not be written ({error.strerror}); the note was not kept.") from error
         return self.of(name)
@@ -49,7 +47,7 @@ class RunNotes:
         try:
             status = self.path.stat(follow_symlinks=False)
             if status.st_mtime_ns != self._known[0] and status.st_size <= MOST_BYTES:
-                self._known = (status.st_mtime_ns, _checked(json.loads(self.path.read_text())))
+                self._known = (status.st_mtime_ns, _checked(json.loads(self.path.read_text("utf-8"))))
         except FileNotFoundError:
             self._known = (0, {})
         except (OSError, ValueError) as error:

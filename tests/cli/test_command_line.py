@@ -156,6 +156,7 @@ MISTAKES = {
     "unknown flag of report": (["report", "--outptu", "x"], "no flag --outptu.*did you mean '--output'"),
     "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
     "bad value of demo": (["demo", "--seed", "x"], "invalid int value: 'x'"),
+    "no step of demo": (["demo", "--sft-steps", "0"], "sft_steps is 0; expected at least 1"),
     "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
     "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
     "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),

@@ -1,10 +1,8 @@
-"""What a run has on a GPU unless it is given: one table, on the fields, shown by the doctor and by a run's first line."""
+"""What a run has on a GPU unless it is given: one table, on the fields, shown by a run's first line."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +11,6 @@ from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
 from psigrad.config.fields import usual_on
 from psigrad.runs import machine
-from psigrad_extras.preflight import doctor
-from psigrad_extras.preflight.plan import fit
-from psigrad_extras.preflight.plan.hardware import Machine
 
 TABLE = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "micro_batch_tokens": 0, "run.async_save": True}
 
@@ -54,40 +49,6 @@ def test_what_is_given_stays(monkeypatch, tmp_path):
     assert values(loading.load(SFTConfig, flags={"dtype": "float32", "gradient_checkpointing": False})) == ("float32", False, 0)
     # TRL's names count as given
     assert loading.load(SFTConfig, flags={"bf16": False, "torch_dtype": "float32"}).model.dtype == "float32"
-
-
-def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
-    """A token takes 10 bytes by the stand-in's arithmetic, so 90,000 have room for 9,000: 8,192 is the largest power of two."""
-    asked = []
-
-    def predict(config, lengths, here, dataset):
-        asked.append((config.micro_batch_tokens, here.memory))
-        return SimpleNamespace(fits=config.micro_batch_tokens * 10 <= here.memory)
-
-    planned = importlib.import_module("psigrad_extras.preflight.plan.predict")  # the package has a function of that name
-    monkeypatch.setattr(planned, "predict", predict)
-    monkeypatch.setattr(planned, "lengths_of", lambda config: (None, None, ""))
-    monkeypatch.setattr(fit, "machine", lambda where, dtype, measure: Machine(where, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (90_000, 500_000))
-    config = loading.load(SFTConfig, flags={"device": "cuda"})
-    assert fit.fit(config).micro_batch_tokens == 8192
-    assert asked[0] == (65536, 90_000) and asked[-1] == (8192, 90_000)
-    said = capsys.readouterr().err
-    assert (
-        "on cuda: micro_batch_tokens=8192, model.dtype=bfloat16, model.gradient_checkpointing=True, run.async_save=True." in said
-    )
-    monkeypatch.setattr(fit.launch, "is_rank", lambda: True)
-    assert fit.fit(config).micro_batch_tokens == 32768, "ranks see the whole device, which is the same for all"
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (1, 1))
-    assert fit.fit(config).micro_batch_tokens == 1024, "the run itself says that it does not fit"
-    assert fit.fit(replace(config, micro_batch_tokens=7)).micro_batch_tokens == 7
-
-
-def test_the_doctor_prints_the_table():
-    own = "on cpu: micro_batch_tokens 4096, dtype float32, gradient_checkpointing False, async_save False"
-    assert doctor.defaults("cpu").detail == own
-    there = "on cuda: micro_batch_tokens by free memory, dtype bfloat16, gradient_checkpointing True, async_save True; "
-    assert doctor.defaults("cuda").detail.startswith(there)
 
 
 def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():

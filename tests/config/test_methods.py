@@ -11,7 +11,7 @@ import pytest
 import psigrad
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run, algorithms
+from psigrad.config import OnlineConfig, PreferenceConfig, Run, algorithms
 from psigrad.config.load import load
 from psigrad.config.methods import declaration, declared, of_spec
 from psigrad.errors import UserError
@@ -111,13 +111,6 @@ def test_the_class_of_the_settings_says_which_recipe_runs(monkeypatch):
         "psigrad.language.recipes.preference",
         "psigrad.language.recipes.reward",
     ]
-
-
-def test_compare_refuses_what_it_cannot_compare():
-    asked = OnlineConfig(model=Model(path="m"), run=Run(max_steps=1))
-    for name, sentence in (("sft", "sft is neither"), ("grop", "did you mean 'grpo'"), ("dpo", "--pairs")):
-        with pytest.raises(UserError, match=sentence):
-            comparison.check(comparison.Comparison((name,), asked))
 
 
 @pytest.mark.parametrize("written", ["mine.py:ADVANTAGE", "mine:ADVANTAGE"])

@@ -9,6 +9,7 @@ from transformers.utils import logging
 
 from psigrad import control
 from psigrad.config import Model, Run
+from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.backbone import write
 from psigrad.language.recipes import online
@@ -60,3 +61,13 @@ def test_a_model_is_saved_and_loaded_without_bars_that_are_shown_again_behind_it
             assert logging.is_progress_bar_enabled() is shown and capsys.readouterr().err == ""
     finally:
         (logging.enable_progress_bar if was else logging.disable_progress_bar)()
+
+
+def test_a_device_that_is_none_is_refused_in_one_sentence(monkeypatch):
+    with pytest.raises(UserError, match=r"device is 'nope'; expected auto, cpu, cuda or one of several, as cuda:1\."):
+        machine.prepare_torch(Run(device="nope"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    machine.prepare_torch(Run(device="cuda:1"))
+    with pytest.raises(UserError, match="'cuda:2' and there are 2 CUDA devices, from cuda:0 on"):
+        machine.prepare_torch(Run(device="cuda:2"))

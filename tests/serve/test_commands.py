@@ -8,7 +8,9 @@ import openai
 import pytest
 
 from psigrad import cli
+from psigrad.errors import UserError
 from psigrad_serve import serving
+from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 
 
@@ -88,3 +90,15 @@ def test_help_is_there(capsys):
     for command in ("serve", "chat"):
         assert cli.main([command, "--help"]) == 0
         assert f"psigrad {command} MODEL_OR_RUN" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_a_batch_that_nothing_fits_into_is_refused(small_model, most):
+    with pytest.raises(UserError, match=f"max_batch is {most}; expected at least 1"):
+        SamplingEngine(small_model, most)
+
+
+@pytest.mark.parametrize(("flag", "value", "said"), [("threads", "-1", "at least 0"), ("dtype", "int4", "'float32' or")])
+def test_a_bad_value_is_said_as_by_every_command(run_folder, capsys, flag, value, said):
+    assert cli.main(["serve", str(run_folder), f"--{flag}", value]) == 2
+    assert f"{flag} is" in (told := capsys.readouterr().err) and said in told

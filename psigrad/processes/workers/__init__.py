@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from psigrad.processes.workers.process import Worker, WorkerGone
 from psigrad.processes.workers.shipping import ShippingError, homes, pack, unpack
-from psigrad.processes.workers.worker_pool import Lost, WorkerPool
+from psigrad.processes.workers.worker_pool import Lost, PoolLimits, WorkerPool
 
-__all__ = ["Lost", "ShippingError", "Worker", "WorkerGone", "WorkerPool", "homes", "pack", "unpack"]
+__all__ = ["Lost", "PoolLimits", "ShippingError", "Worker", "WorkerGone", "WorkerPool", "homes", "pack", "unpack"]

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from psigrad.errors import UserError
 from psigrad.processes.sandbox import Enclosure
 from psigrad.processes.workers.process import START_LIMIT, Worker, WorkerGone
+from psigrad.processes.workers.shipping import homes, pack
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -54,6 +55,16 @@ class SharedWait:
             if waits:
                 self._looking = False
                 self._stirred.notify_all()
+
+
+class PoolLimits(TypedDict, total=False):
+    """How many workers there are, and what each may take; see `WorkerPool`."""
+
+    workers: int
+    timeout: float
+    memory_gb: float
+    variables: Sequence[str]
+    enclosure: Enclosure | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,20 @@ class WorkerPool(Generic[C]):
         except OSError:
             self.close()
             raise
+
+    @classmethod
+    def of(
+        cls,
+        service: str,
+        function: Callable[..., Any],
+        decode: Callable[[C, Any], Any],
+        *,
+        kind: str,
+        **limits: Unpack[PoolLimits],
+    ) -> Self:
+        """Workers of one function of the user's, which is packed for the service; `kind` is what people call it."""
+        packed = pack(function, kind)
+        return cls(service, packed, homes([function], [packed]), decode, what=f"{kind}s", **limits)
 
     @property
     def processes(self) -> list[int]:

@@ -138,6 +138,13 @@ def test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_to
         asked(url)
 
 
+@pytest.mark.parametrize("told", [[], "ok", None, {"data": None}, {"data": ["small"]}])
+def test_a_server_that_tells_of_its_models_in_another_form_is_said_too(told, monkeypatch):
+    monkeypatch.setattr(module, "ask", lambda url, **how: told)
+    with pytest.raises(UserError, match="tells of 0 models; name the one that you mean with --model"):
+        asked("http://127.0.0.1:9")
+
+
 def sums(tmp_path, count: int = 4) -> str:
     rows = [{"prompt": [{"role": "user", "content": f"{n} + {n}?"}], "answer": str(2 * n)} for n in range(count)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -10,7 +10,7 @@ import pytest
 from tiny_jobs import online_config
 
 from psigrad import cli
-from psigrad.config import Evaluation
+from psigrad.config import Evaluation, Model, OnlineConfig, Run
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.records.report import terminal
@@ -143,3 +143,10 @@ def test_compared_methods_are_a_table_with_intervals(tmp_path, capsys):
     terminal.print_table(*page.rows(page.read(tmp_path)))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert lines == [["reinforce_moving_average", "0.9 [0.85, 0.95]", "1.25 [1, 1.5]", "2", "1,234"]]
+
+
+def test_compare_refuses_what_it_cannot_compare():
+    asked = OnlineConfig(model=Model(path="m"), run=Run(max_steps=1))
+    for name, sentence in (("sft", "sft is neither"), ("grop", "did you mean 'grpo'"), ("dpo", "--pairs")):
+        with pytest.raises(UserError, match=sentence):
+            compare.check(Comparison((name,), asked))

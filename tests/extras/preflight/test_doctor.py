@@ -110,3 +110,10 @@ def test_cores_are_those_of_this_process_and_all_of_them_where_the_system_cannot
     assert cores() == len(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cores() == os.cpu_count()
+
+
+def test_the_doctor_prints_the_table():
+    own = "on cpu: micro_batch_tokens 4096, dtype float32, gradient_checkpointing False, async_save False"
+    assert doctor.defaults("cpu").detail == own
+    there = "on cuda: micro_batch_tokens by free memory, dtype bfloat16, gradient_checkpointing True, async_save True; "
+    assert doctor.defaults("cuda").detail.startswith(there)

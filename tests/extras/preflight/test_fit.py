@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from psigrad.config import Model, Run, SFTConfig
+from psigrad.config import load as loading
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad_extras.preflight.plan import fit
-from psigrad_extras.preflight.plan.hardware import machine
+from psigrad_extras.preflight.plan.hardware import Machine, machine
 from psigrad_extras.preflight.plan.predict import Plan, lengths_of, predict
 
 
@@ -55,3 +59,30 @@ def test_micro_batches_become_smaller_and_then_activations_are_computed_anew(con
 def test_too_little_is_refused_with_what_would_be_enough(config: SFTConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"max_memory is 0.001GB and the run needs about \d+ MB with the smallest"):
         fit.fit(limited(config, 1e6))
+
+
+def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
+    """A token takes 10 bytes by the stand-in's arithmetic, so 90,000 have room for 9,000: 8,192 is the largest power of two."""
+    asked = []
+
+    def predict(config, lengths, here, dataset):
+        asked.append((config.micro_batch_tokens, here.memory))
+        return SimpleNamespace(fits=config.micro_batch_tokens * 10 <= here.memory)
+
+    planned = importlib.import_module("psigrad_extras.preflight.plan.predict")  # the package has a function of that name
+    monkeypatch.setattr(planned, "predict", predict)
+    monkeypatch.setattr(planned, "lengths_of", lambda config: (None, None, ""))
+    monkeypatch.setattr(fit, "machine", lambda where, dtype, measure: Machine(where, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (90_000, 500_000))
+    config = loading.load(SFTConfig, flags={"device": "cuda"})
+    assert fit.fit(config).micro_batch_tokens == 8192
+    assert asked[0] == (65536, 90_000) and asked[-1] == (8192, 90_000)
+    said = capsys.readouterr().err
+    assert (
+        "on cuda: micro_batch_tokens=8192, model.dtype=bfloat16, model.gradient_checkpointing=True, run.async_save=True." in said
+    )
+    monkeypatch.setattr(fit.launch, "is_rank", lambda: True)
+    assert fit.fit(config).micro_batch_tokens == 32768, "ranks see the whole device, which is the same for all"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (1, 1))
+    assert fit.fit(config).micro_batch_tokens == 1024, "the run itself says that it does not fit"
+    assert fit.fit(replace(config, micro_batch_tokens=7)).micro_batch_tokens == 7

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 
 import pytest
 import reasoning_gym
 
-from psigrad.config import Sampling
 from psigrad.errors import UserError
 from psigrad.language.data import spelling, tasks
 from psigrad.language.rewards import builtin
-from psigrad_extras import demo
 
 ITS_SCORER = reasoning_gym.get_score_answer_fn(spelling.TASK)
 
@@ -53,10 +50,3 @@ def test_it_needs_no_other_library(monkeypatch):
     for wider in ("max_word_len=9", "min_word_len=2,max_word_len=8", "min_word_len=8,max_word_len=3"):
         with pytest.raises(UserError, match="Without it there is task:spell_backward,max_word_len=8"):
             tasks.rows_by_name(f"task:spell_backward,size=1,{wider}")
-
-
-def test_the_demos_model_has_room_for_completions_of_the_default_length(tmp_path):
-    """Whoever tries a command on it after the demo gives no length."""
-    files = demo.prepare(tmp_path, 0, False, words=50, hidden=16, layers=1)
-    room = json.loads((files["base"] / "config.json").read_text())["max_position_embeddings"]
-    assert room >= Sampling().max_completion_length + 64

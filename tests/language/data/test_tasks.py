@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
-
 import pytest
-from reasoning_gym import create_dataset
 
-from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data import tasks
-from psigrad_extras import demo
 
 # Pairs of numbers to 60: 3,540 prompts, of which 3,000 are nearly all there are.
 GCD = {"max_numbers": 2, "max_value": 60}
@@ -37,19 +31,3 @@ def test_the_order_of_distinct_rows_says_nothing_of_how_often_a_task_makes_them(
 def test_a_task_with_too_few_prompts_is_refused():
     with pytest.raises(UserError, match=r"gave \d+ different prompts in \d+ draws, not 100"):
         tasks.distinct("gcd", 100, 1, max_value=5)
-
-
-def test_held_out_words_of_the_demo_are_drawn_from_the_whole_order(tmp_path):
-    """Their places in the order of generation have the mean of a random draw; the first rows in that order do not."""
-    words = 1600
-    files = demo.prepare(tmp_path, 1, False, words=words)
-    prompts = {name: [json.loads(line)["prompt"] for line in files[name].open()] for name in ("held_out", "prompts")}
-    assert len(prompts["held_out"]) == demo.HELD_OUT and not set(prompts["held_out"]) & set(prompts["prompts"])
-    size = words + demo.HELD_OUT
-    seed = seeds.derive(1, "demo") % 2**31
-    drawn = create_dataset(demo.TASK, size=2 * size, seed=seed, min_word_len=3, max_word_len=8)
-    places = {prompt: i for i, prompt in enumerate(dict.fromkeys(entry["question"] for entry in drawn))}
-    mean = sum(places[prompt] for prompt in prompts["held_out"]) / demo.HELD_OUT
-    spread = size / math.sqrt(12 * demo.HELD_OUT)  # standard deviation of the mean of uniform places
-    assert abs(mean - size / 2) < 4 * spread
-    assert abs(demo.HELD_OUT / 2 - size / 2) > 4 * spread

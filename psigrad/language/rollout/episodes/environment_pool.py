@@ -4,48 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from psigrad.errors import UserError
 from psigrad.language.rollout.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Playing, Step
-from psigrad.processes.sandbox import Enclosure
-from psigrad.processes.workers import Lost, WorkerPool, homes, pack, unpack
+from psigrad.processes.workers import Lost, PoolLimits, WorkerPool, unpack
 from psigrad.processes.workers.child import reason_for
 from psigrad.processes.workers.process import START_LIMIT
 from psigrad.processes.workers.shipping import Packed
 
 
 class EnvironmentPool(Playing):
-    """Episodes spread over `workers` processes; one call of an environment has `timeout` seconds.
+    """Episodes spread over `workers` processes (1); one call of an environment has `timeout` seconds (10).
 
     An environment that hangs, exits or crashes faults its own episode. The others of its process are played again in a fresh one
     from their rows and turns, which gives the same: an environment depends on these alone.
     """
 
-    def __init__(
-        self,
-        factory: Factory,
-        *,
-        timeout: float = 10.0,
-        workers: int = 1,
-        memory_gb: float = 0.0,
-        variables: Sequence[str] = (),
-        enclosure: Enclosure | None = None,
-    ) -> None:
-        packed = pack(factory, "environment")
-        self.workers: WorkerPool[Any] = WorkerPool(
-            "psigrad.language.rollout.episodes.environment_pool:service",
-            packed,
-            homes([factory], [packed]),
-            decode,
-            what="environments",
-            workers=workers,
-            timeout=timeout,
-            memory_gb=memory_gb,
-            variables=variables,
-            enclosure=enclosure,
-        )
-        self._waiting: list[list[EpisodeCall]] = [[] for _ in range(workers)]
+    def __init__(self, factory: Factory, **limits: Unpack[PoolLimits]) -> None:
+        service = "psigrad.language.rollout.episodes.environment_pool:service"
+        self.workers: WorkerPool[Any] = WorkerPool.of(service, factory, decode, kind="environment", **limits)
+        self._waiting: list[list[EpisodeCall]] = [[] for _ in range(len(self.workers))]
         """By worker, the calls that it is not at yet."""
 
     def close(self) -> None:
