@@ -150,7 +150,9 @@ def _tell_differences(values: Mapping[str, Any], script: TrlScript, made: Conver
             "bf16=True computes in bfloat16 from float32 weights; dtype=bfloat16 keeps float32 masters beside them."
         )
     elif values.get("bf16") is None and not values.get("fp16") and script.config != "PPOConfig":
-        made.differs.append("Without bf16=False TRL computes in bfloat16, psigrad in float32; dtype=bfloat16 comes near it.")
+        made.differs.append(
+            "Without bf16=False TRL computes in bfloat16, psigrad on a CPU in float32; dtype=bfloat16 comes near it."
+        )
     if values.get("eval_strategy", "no") == "no" and not script.trainer.get("eval_dataset"):
         made.settings["evaluation.eval_prompts"] = 0  # TRL holds nothing out
     if script.config == "SFTConfig" and not values.get("assistant_only_loss"):

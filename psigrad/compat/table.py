@@ -148,7 +148,7 @@ _ROWS = (
     Entry("epsilon_high", values={None: {}}),
     Entry("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
     # values that mean settings of ours
-    _is("bf16", {True: {"model.dtype": "bfloat16"}, False: {}}, _PRECISION),
+    _is("bf16", {True: {"model.dtype": "bfloat16"}, False: {"model.dtype": "float32"}}, _PRECISION),
     _is("fp16", {False: {}}, _PRECISION),
     _is("use_cpu", {True: {"run.device": "cpu"}, False: {}}),
     _is("tf32", {True: {}, False: {}}),

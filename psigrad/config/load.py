@@ -22,7 +22,7 @@ from psigrad.compat.translate import is_known, is_refused, one_value, our_name, 
 from psigrad.config.fields import STEPS, settings_of, unread_of, usual_on
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
-from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value
+from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value, value_below
 from psigrad.errors import UserError, kind_of, nearest
 
 T = TypeVar("T")
@@ -58,26 +58,25 @@ def load(
             )
         given.append(Given(name, read_value(text, types.get(our_name(cls, name)), name), f"override {override!r}"))
     given += [Given(name, value, f"--{name}") for name, value in (flags or {}).items()]
-    given += _of_device(cls, values, given)
     beside: set[str] = set()
     for name, value, source in translate(cls, values, given).or_refuse():
         put(values, name, value, source)
         beside = beside | {name} if source != str(path) else beside - {name}
+    _put_of_device(cls, values)
     return _build(cls, values, str(path) if path else "", beside)
 
 
-def _of_device(cls: type[Any], values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
-    """The defaults of the device that the run will be on, for settings that nobody has given."""
+def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
+    """Put the defaults of the device that the run will be on, for settings that nobody has given under any name."""
     table = usual_on(cls, "cuda")
-    named = {our_name(cls, one.name): one.value for one in given}
-    in_file = {f"{section}.{leaf}" for section, held in values.items() if isinstance(held, Mapping) for leaf in held}
-    run = values.get("run")
-    asked = named.get("run.device", run.get("device", "auto") if isinstance(run, Mapping) else "auto")
-    if not table or not ((asked == "auto" and sees_cuda()) or str(asked).startswith("cuda")):
-        return []
-    return [
-        Given(name, value, "default of a GPU") for name, value in table.items() if name not in named.keys() | in_file | {*values}
-    ]
+    asked = str(value_below(cls, values, "run.device")) if table else ""
+    if not (asked.startswith("cuda") or (asked == "auto" and sees_cuda())):
+        return
+    for name, value in table.items():
+        section, _, leaf = name.rpartition(".")
+        within = values.get(section, {}) if section else values
+        if isinstance(within, Mapping) and leaf not in within:
+            put(values, name, value, "default of a GPU")
 
 
 def sees_cuda() -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
@@ -47,8 +48,24 @@ def test_what_is_given_stays(monkeypatch, tmp_path):
     (tmp_path / "run.yaml").write_text("model: {dtype: float32}\nmicro_batch_tokens: 512\n")
     assert values(loading.load(SFTConfig, tmp_path / "run.yaml")) == ("float32", True, 512)
     assert values(loading.load(SFTConfig, flags={"dtype": "float32", "gradient_checkpointing": False})) == ("float32", False, 0)
-    # TRL's names count as given
-    assert loading.load(SFTConfig, flags={"bf16": False, "torch_dtype": "float32"}).model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bf16: false", ("float32", True, 0)),
+        ("bf16: false\ntorch_dtype: bfloat16", ("bfloat16", True, 0)),
+        ("bf16: true\ngradient_checkpointing: false", ("bfloat16", False, 0)),
+        ("fp16: false", ("bfloat16", True, 0)),
+        ("use_cpu: true", ("float32", False, 4096)),
+    ],
+)
+def test_what_is_given_under_trls_names_stays(text, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "sees_cuda", lambda: True)
+    (tmp_path / "run.yaml").write_text(text + "\n")
+    assert values(loading.load(SFTConfig, tmp_path / "run.yaml")) == expected
+    flags = {name: yaml.safe_load(value) for name, _, value in (line.partition(": ") for line in text.split("\n"))}
+    assert values(loading.load(SFTConfig, flags=flags)) == expected
 
 
 def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():
@@ -58,6 +75,7 @@ def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():
         torch_has = replace(run, device=where, threads=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "device_count", lambda: 1)
             with machine.prepared_torch(torch_has, tf32=True):
                 seen[where] = machine.exact_products(torch.device("cuda"))
     assert seen == {"cpu": True, "cuda": False}

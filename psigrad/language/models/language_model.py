@@ -93,8 +93,15 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """The log-probs of the completions."""
-        return self.evaluate(texts, packed=packed).logp
+        """The logits of the completions' tokens. Log-probs would hide small ones behind -ln V."""
+        self.switch(self.train_mode and torch.is_grad_enabled())
+        forward = lay_out(texts, self.device, packed)
+
+        def logits() -> Tensor:
+            hidden, head = self._target_hidden(forward)
+            return head(hidden).gather(1, forward.targets.ids[:, None])[:, 0]
+
+        return forward.targets.unpack(with_whole_weights(self, logits))
 
     def _sample_texts(self, length: int) -> list[list[int]]:
         """Two texts that the model writes itself."""

@@ -126,6 +126,29 @@ def test_a_fused_way_with_a_layer_off_by_a_hundredth_is_left(family, dtype, lora
         assert "the fused forward is not the model's own: in float32 its numbers differ by" in model.why_unfused
 
 
+@pytest.mark.parametrize("share", [1e-3, 1e-6])
+def test_a_head_that_says_next_to_nothing_hides_neither_an_honest_way_nor_one_that_is_off(share, tokenizer, monkeypatch):
+    """All log-probs are -ln V but for `share`, a millionth of which float32 does not have beside 5.6."""
+
+    def model():
+        hf = network("gpt2")
+        head = torch.nn.Linear(32, 280, bias=False)  # not the embeddings
+        hf.lm_head.weight = torch.nn.Parameter(head.weight.detach() * share)
+        return prepare(hf, tokenizer)
+
+    assert model().why_padded == ""
+    spoil_packed(monkeypatch, 0)
+    assert "in float32 its numbers differ by" in model().why_padded
+
+
+@pytest.mark.parametrize(("off", "right"), [(2**-24, True), (2**-14, False)])
+def test_a_model_that_bfloat16_holds_exactly_may_differ_in_its_last_bit(off, right):
+    """Numbers of 1: the last bit is worth 2^-23, and bfloat16 loses none of it."""
+    hf = network("gpt2")
+    own = torch.ones(4, 8)
+    assert (probe.difference(hf, lambda: own, lambda: own * (1 - off)) == "") is right
+
+
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "phi3"])
 def test_a_packed_way_without_the_window_is_left_though_no_text_reaches_it(family, tokenizer, monkeypatch):
     mask = PackedLayout.sequence_mask

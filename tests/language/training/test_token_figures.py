@@ -12,6 +12,8 @@ from psigrad.language.models import tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.online.figures import Tally
+from psigrad.objective import Batch
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +79,17 @@ def test_what_is_written_changes_nothing_of_what_is_learned(tokenizer):
 
     (some, figures), (none, same) = learned(4), learned(0)
     assert torch.equal(some, none) and figures == same
+
+
+def test_the_share_of_tokens_whose_bits_differ_is_of_those_that_were_compared():
+    """By hand: of three chosen tokens two differ, by 0.25 and by 0.5; the fourth place is padding, where anything may stand."""
+    zeros = torch.zeros(2, 2)
+    batch = Batch(
+        mask=torch.tensor([[True, True], [True, False]]), reward=zeros, logp_old=zeros - 1, group=torch.zeros(2, dtype=torch.long)
+    )
+    tally = Tally()
+    tally.steps = 1
+    tally.compare(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch)
+    name = "sampling/sampling_logp_difference/"
+    found = {key.removeprefix(name): value for key, value in tally.result().items() if key.startswith(name)}
+    assert found == {"mean": pytest.approx(0.75 / 3), "max": 0.5, "share": pytest.approx(2 / 3)}

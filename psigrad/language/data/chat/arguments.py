@@ -27,7 +27,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
     """Refuse templates that are no Jinja, an argument that none of them reads, and one of another kind than it is compared with
     or tested for: `"fals"` is neither true nor false. Raises `UserError`.
     """
-    read = [arguments_of(text) for text in templates]
+    read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)
     for name, value in kwargs.items():
         if name not in names:
@@ -40,7 +40,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
 
 
 @functools.lru_cache(maxsize=64)
-def arguments_of(template: str) -> dict[str, set[type]]:
+def _kinds_read(template: str) -> dict[str, set[type]]:
     """The names that a template reads without setting them first, each with the kinds of value that it takes; object: any."""
     try:
         environment: Environment = _compile_jinja_template(template).environment
@@ -49,16 +49,11 @@ def arguments_of(template: str) -> dict[str, set[type]]:
         raise UserError(f"The chat template is no Jinja ({where}); mend it, or set chat_template_path to another.") from None
     tree = environment.parse(template)
     found: dict[str, set[type]] = {name: set() for name in meta.find_undeclared_variables(tree)}
-    above = {id(child): node for node in _all(tree) for child in node.iter_child_nodes()}
+    above = {id(child): node for node in tree.find_all(nodes.Node) for child in node.iter_child_nodes()}
     for use in tree.find_all(nodes.Name):
         if use.name in found:
             found[use.name] |= set(_kinds(use, above))
     return found
-
-
-def _all(tree: nodes.Node) -> Iterator[nodes.Node]:
-    yield tree
-    yield from tree.find_all(nodes.Node)
 
 
 def _kinds(use: nodes.Node, above: Mapping[int, nodes.Node]) -> Iterator[type]:

@@ -249,8 +249,8 @@ def rollout_rows(
     """
     written = collected.trajectories
     if record_prompts:
-        groups = list(dict.fromkeys((t.row, t.prompt_ids) for t in written))[:record_prompts]
-        written = [t for t in written if (t.row, t.prompt_ids) in {*groups}]
+        groups = {*list(dict.fromkeys((t.row, t.prompt_ids) for t in written))[:record_prompts]}
+        written = [t for t in written if (t.row, t.prompt_ids) in groups]
     # prompts stand in the order of their rows; a look at all of them in every step would cost more than the step
     numbers = {t.row for t in written}
     rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
