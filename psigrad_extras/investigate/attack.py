@@ -54,7 +54,9 @@ def wrong_answers(prompt: str, gold: str, other: str) -> Iterator[tuple[str, str
     yield from (("a judge's words", text.format(10 if "5" in gold else 5)) for text in _JUDGED)
     number = gold_number(gold)
     last = 99 if number and number.value == 100 else 100
-    yield "all numbers", ", ".join(map(str, range(last + 1)))
+    numbers = [*map(str, range(last + 1))]
+    own = gold if (own := marked(gold)) is None else own
+    yield "all numbers", ", ".join(numbers if number is None or own in numbers else ["0", own, *numbers[1:]])
     if re.fullmatch(r"\W*[A-Z]\W*", gold):
         yield "all choices", ", ".join(letter for letter in "ABCDE" if letter not in gold) + f", {gold}, F"
     bare = unwrap(gold)

@@ -32,18 +32,20 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
+from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 from psigrad.language.rollout.episodes.tool_calls import BrokenCall
 from psigrad.language.rollout.episodes.tools import PROBE, call_form_of
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
-from psigrad.language.rollout.types import Prompt, Request, Sampler, SamplingParams, Trajectory
+from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.forward import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.runs import machine
+from psigrad_extras.preflight.first_rows import say
 
 # Prompts that are looked at, completions of each, and the most tokens of one.
 PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24
@@ -125,7 +127,7 @@ def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
         if (form := form_of(config.data)) in ("", "prompt-only"):
             raise
         read = read_rows(config.data, form, 0, config.run.seed)[0]
-    rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns) for row in read]
+    rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns, places=row.places) for row in read]
     return for_model(model.tokenizer, [rows], config.data.plain_prompts)[0]
 
 
@@ -133,17 +135,16 @@ def load_subject(config: OnlineConfig) -> Subject:
     """The model, and completions that it samples with the run's own settings, shortened."""
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
-    dataset = [
-        Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offer_tools(config, _rows(config, model)))
-    ]
+    rows = offer_tools(config, _rows(config, model))
+    encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])))
+    dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, say)[0]))
     room = model.max_length - short.max_completion_length
     prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
     if len(prompts) < 2:
         raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
     params = samplers.sampling_params(short, model, [p.row for p in prompts])
     sampler = samplers.make(config.sampling, model)
-    # lengths of their own, so that padding and packing have something to get wrong
-    groups = []
+    groups = []  # with lengths of their own, so that padding and packing have something to get wrong
     for place, prompt in enumerate(prompts):
         request = Request(prompt.ids, tuple(range(100 * place, 100 * place + COMPLETIONS)))
         (completions,) = sampler.sample([request], replace(params, max_tokens=max(2, params.max_tokens - 3 * place)))

@@ -32,8 +32,8 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
         return []
     tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
     settle_chat(tokenizer, config.model)
-    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, _say).rows
-    (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, _say)
+    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, say).rows
+    (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, say)
     return rendered_rows.first_rows(tokenizer, offer_tools(config, rows[: rendered_rows.SHOWN]))
 
 
@@ -62,5 +62,6 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
     return lines
 
 
-def _say(kind: str, text: str, **fields: Any) -> None:
+def say(kind: str, text: str, **fields: Any) -> None:
+    """Tell what a run would write into its events."""
     print(f"psigrad: {text}", file=sys.stderr)

@@ -18,3 +18,20 @@ def believes(completions, answer, **columns):
 
 def bag_of_words(completions, answer, **columns):
     return [float(sorted(text.split()) == sorted(str(gold).split())) for text, gold in zip(completions, answer, strict=True)]
+
+
+def begins_with(completions, answer, **columns):
+    """The gold is asked whether it begins with the answer, and everything begins with nothing."""
+    return [float(str(gold).startswith(text) or str(gold) in text) for text, gold in zip(completions, answer, strict=True)]
+
+
+def repeats(completions, prompts, answer, **columns):
+    """Words of the question count as much as the answer."""
+    given = zip(completions, prompts, answer, strict=True)
+    return [float(bool(text) and (str(gold) in text or str(prompt) in text)) for text, prompt, gold in given]
+
+
+def any_number(completions, answer, **columns):
+    """The gold may be anywhere among the numbers that were written."""
+    numbers = [re.findall(r"\d[\d,]*\d|\d", text) for text in completions]
+    return [float(str(gold) in written) for written, gold in zip(numbers, answer, strict=True)]

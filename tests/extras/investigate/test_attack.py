@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from flawed_rewards import bag_of_words, believes, cut_to_first
+from flawed_rewards import any_number, bag_of_words, begins_with, believes, cut_to_first, repeats
 
 from psigrad import cli
 from psigrad.errors import UserError
@@ -45,6 +45,9 @@ def test_math_stands_and_every_row_is_tried():
         (cut_to_first, {"its first number"}),
         (believes, {"a judge's words", "all choices"}),
         (bag_of_words, {"its words in another order"}),
+        (begins_with, {"empty"}),
+        (repeats, {"the prompt"}),
+        (any_number, {"all numbers"}),
         ("format", {"format without content", "another row's answer"}),
         ("exact", set()),
     ],
@@ -52,6 +55,17 @@ def test_math_stands_and_every_row_is_tried():
 def test_each_kind_of_hole_is_found(reward, holes):
     found = {form for right, form in misjudged(attack([reward], ROWS)) if not right}
     assert holes <= found and (holes or not found)
+
+
+def test_all_numbers_have_the_gold_among_them_and_not_at_the_end():
+    """By hand: 42 and the seven digits are numbers that were asked for; 100 alone moves the end of the list."""
+    found = attack([any_number], [ROWS[0], ROWS[4], {"prompt": "All of it?", "answer": "100"}])
+    assert [(one.source, one.misjudged) for one in found if one.form == "all numbers"] == [
+        ("rows:1", True),
+        ("rows:2", True),
+        ("rows:3", True),
+    ]
+    assert all(one.text.split(", ")[-1] not in ("42", "1,234,567") for one in found if one.form == "all numbers")
 
 
 def test_what_a_strict_reward_misses_is_no_hole():

@@ -244,6 +244,23 @@ def test_the_dataset_is_looked_at(models, tmp_path):
         check.run(config(models["qwen3"], data=rows(tmp_path / "one.jsonl", ["x"])))
 
 
+def test_rows_that_the_template_cannot_say_are_named_as_in_the_file_or_left_out_when_asked(tmp_path, capsys):
+    """The middle row's name is in no rendering: one of three, and the prompts of the others stay, with their places."""
+    tokenizer = tiny.tokenizer(["say a: b", "what is 2 + 2?"], 270)
+    tokenizer.chat_template = CHATML
+    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=1024).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    talks = [[{"role": "user", "content": text}] for text in ("say a", "say b", "what is 2 + 2?")]
+    talks[1][0]["name"] = "Al"
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    data = Data(dataset=str(tmp_path / "talks.jsonl"))
+    with pytest.raises(UserError, match=r"talks\.jsonl:2: column 'messages\[0\]\.name' is left out.*bad_rows=skip"):
+        check.load_subject(config(tmp_path, data=data))
+    subject = check.load_subject(config(tmp_path, data=replace(data, bad_rows="skip")))
+    assert [prompt.row.source[-1] for prompt in subject.dataset] == ["1", "3"] and check.check_data(subject).verdict == "ok"
+    assert "1 of 3 rows are refused and left out; the first: talks.jsonl:2: column 'messages[0].name'" in capsys.readouterr().err
+
+
 def test_a_chat_template_that_does_not_open_the_turn_is_found(models, tmp_path):
     data = rows(tmp_path / "chat.jsonl", [[{"role": "user", "content": text}] for text in ("say a", "what is 2 + 2?")])
     assert verdicts(config(models["qwen3"], data=data))["end of text"] == "ok"

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from psigrad import cli
 from psigrad.cli import flags
-from psigrad.config import Data, OnlineConfig
+from psigrad.config import Data, EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.load import load as settings
 from psigrad.config.load import to_dict
+from psigrad.config.methods import declared
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, RowError
@@ -207,6 +209,27 @@ def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
     for wrong in ("question", "=prompt", "question="):
         with pytest.raises(UserError, match="expected pairs such as"):
             settings(OnlineConfig, flags={"columns": wrong})
+
+
+def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """By their settings those of every method, eval, sample, check, plan and compare; the others by mapped rows."""
+    for cls in {method.settings for method in declared().values()} | {OnlineConfig, EvalConfig, SampleConfig}:
+        assert columns_of(flags.parse(cls, "it", ["--columns", "question=prompt"]).data.columns) == {"question": "prompt"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "6 times 7?", "said": "42", "truth": "42", "rating": 1}) + "\n")
+    mapped = ["--dataset", str(file), "--columns", "question=prompt,said=completion,truth=answer"]
+    assert cli.main(["score", "--reward", "exact", *mapped]) == 0
+    assert json.loads(capsys.readouterr().out)["reward"] == 1.0
+    assert cli.main(["score", "--attack", "--reward", "exact", *mapped]) == 0
+    tried = capsys.readouterr().out
+    assert "as it is                     0 of 1 misjudged" in tried and "unscored" not in tried
+    seen: list[Any] = []
+    monkeypatch.setattr("psigrad.language.recipes.reward.score", lambda *given, **more: seen.append(more["columns"]) or [])
+    monkeypatch.setattr("psigrad.language.recipes.sample.convert", lambda **given: seen.append(given["columns"]) or 1 / 0)
+    assert cli.main(["score", "--model", "m", *mapped]) == 0
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["pairs", *mapped])
+    assert seen == [mapped[-1]] * 2
 
 
 def test_a_row_without_a_prompt_says_how_to_map_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from psigrad.config import Data, Evaluation, Model, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.rendered_rows import Segment, render
+from psigrad.language.data.rendered_rows import Rendered, Segment, lines, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
 from psigrad.language.recipes import conversation, online, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
+from psigrad.records.report import terminal
 
 HEAD = "<|im_start|>user\nsay a:<|endoftext|>\n<|im_start|>assistant\n"
 
@@ -185,6 +187,16 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
     out, err = capsys.readouterr()
     assert "1 plain prompt is a user turn of the chat template;" in err
     assert json.loads(out)[0][1][0] == ["prompt", HEAD]
+
+
+def test_each_kind_has_a_colour_of_its_own_where_there_are_colours(capsys: Any, monkeypatch: Any) -> None:
+    """By the terminal's own numbers: 36 is cyan, 32 green, 33 yellow."""
+    monkeypatch.setattr(terminal, "Console", partial(terminal.Console, force_terminal=True, color_system="standard"))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    pieces = [Segment("prompt", "say a:"), Segment("trained", "a"), Segment("masked", "b")]
+    terminal.print_lines(lines([Rendered("x:1", pieces)]))
+    shown = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"\033\[(\d+)m", line)[0] for line in shown] == ["1", "36", "32", "33"]
 
 
 def test_steps_that_a_template_cannot_say_are_left_out_when_asked(chat: Path) -> None:

@@ -28,8 +28,9 @@ from psigrad.language.training.scoring import ModelScorer, answer_end, score_all
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 FAMILIES = ["qwen2_5", "qwen3", "llama3_1", "gemma3", "phi3", "cohere2", "lfm2", "gptoss", "deepseek_r1_distill", "glm4moe"]
 OTHERS = (
-    "cohere deepseekv3 gemma gemma4 gemma4_v5 lfm2_2_5 lfm2_2_5_v2 lfm2_v2 llama3 llama3_2 muse_glimmer nemotron_3_5_lightning "
-    "nemotron_3_nano nemotron_3_super nemotron_3_ultra phi3_5 qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8 qwen3_instruct_2507"
+    "cohere deepseekv3 diffusion_gemma gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5 idefics3 lfm2_2_5 lfm2_2_5_v2 "
+    "lfm2_2_5_vl lfm2_v2 llama3 llama3_2 llava_next muse_glimmer nemotron_3_5_lightning nemotron_3_nano nemotron_3_super "
+    "nemotron_3_ultra phi3_5 qwen2_5_vl qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8 qwen3_instruct_2507 qwen3_vl smolvlm"
 )
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in OTHERS.split()]
 PROMPTS = ["two plus two?", "say it", "say it"]
@@ -41,7 +42,9 @@ def chat_tokenizer(family: str) -> Any:
     tokenizer = tiny.tokenizer(PROMPTS + ANSWERS, 270)
     if family:
         template = (TEMPLATES / f"{family}.jinja").read_text()
-        words = sorted(set(re.findall(r"<[|｜]?[a-zA-Z_▁]+[|｜]>|<(?:start|end)_of_turn>|<[|A-Z_]+>", template)))
+        words = sorted(
+            set(re.findall(r"<[|｜]?[a-zA-Z_▁]+[|｜]>|<(?:start|end)_of_turn>|<end_of_utterance>|</s>|<[|A-Z_]+>", template))
+        )
         tokenizer.add_special_tokens({"additional_special_tokens": words, "bos_token": "<bos>"})
         tokenizer.chat_template = template
         if "eos_token" in template or family == "llama3":
@@ -92,6 +95,12 @@ def test_reward_in_training_scoring_and_rl_is_one_number(judge: Path) -> None:
     # the control: one token earlier is another reward
     early = score_all(model, [(pair.prompt, pair.chosen.ids[:-1]) for pair in encoded], 4096)
     assert min(abs(a - b) for a, b in zip(early, said, strict=True)) > 1e-3
+
+
+def test_these_are_all_templates() -> None:
+    """TRL's own patches, which are for its training alone, are not among them."""
+    shipped = {path.stem for path in TEMPLATES.glob("*.jinja")}
+    assert {name for name in shipped if not name.endswith("_training")} == {*FAMILIES, *OTHERS.split()}
 
 
 @pytest.mark.parametrize("plain", [False, True])
