@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,28 +71,26 @@ def see_peaks(trims: int, leak: int) -> None:
     print(found[-1] / found[24])
 
 
-def is_flat(trims: int, leak: int) -> bool:
-    """Whether one of three processes of its own ends within a twentieth of where it had settled. Where holes in the heap lie is a
-    matter of luck, which only ever raises a peak: about one process in fourteen ends higher.
+def rise(trims: int, leak: int, processes: int = 5) -> float:
+    """The peak of a process as a share of where it had settled, on average: where holes in the heap lie is a matter of luck, so one
+    process may show any from 1.00 to 1.06 with trims, and from 1.04 to 1.19 without (24 of each; means 1.025 and 1.11).
     """
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests/support"))
-    for _ in range(3):
-        words, env = [sys.executable, __file__, str(trims), str(leak)], {**os.environ, "PYTHONPATH": paths}
-        if float(subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout) <= 1.05:
-            return True
-    return False
+    words, env = [sys.executable, __file__, str(trims), str(leak)], {**os.environ, "PYTHONPATH": paths}
+    run = functools.partial(subprocess.run, words, env=env, capture_output=True, text=True, check=True)
+    return statistics.mean(float(run().stdout) for _ in range(processes))
 
 
 def test_the_peak_stays_what_it_was() -> None:
-    assert is_flat(trims=1, leak=1)
+    assert rise(trims=1, leak=1) <= 1.05
 
 
 def test_negative_control_a_leak_of_two_megabytes_a_step_is_seen() -> None:
-    assert not is_flat(trims=1, leak=MB // 2)
+    assert rise(trims=1, leak=MB // 2, processes=1) > 1.15
 
 
 def test_negative_control_the_peak_rises_where_nothing_is_given_back() -> None:
-    assert not is_flat(trims=0, leak=1)
+    assert rise(trims=0, leak=1) > 1.05
 
 
 def test_every_row_of_timings_says_what_the_process_holds() -> None:
