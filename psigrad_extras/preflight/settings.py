@@ -56,7 +56,7 @@ class BenchConfig:
     """Rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are."""
     gradient_checkpointing: bool = False
     """Recompute in the backward pass what takes memory."""
-    attention: Literal["sdpa", "flex"] = "sdpa"
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     """psigrad's attention over packed sequences on a GPU."""
     cuda_graphs: bool = True
     """Record psigrad's decoding steps on a GPU."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -92,25 +93,25 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
     """x [S, ...] -> [len(index), ...], zeros where the index is -1."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 class _Take(torch.autograd.Function):
-    """`_rows(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
+    """`rows_at(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
 
-    The backward is then `_rows(grad, inverse)`, a gather; autograd's own would be a slower scatter.
+    The backward is then `rows_at(grad, inverse)`, a gather; autograd's own would be a slower scatter.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _rows(x, index)
+        return rows_at(x, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rows(grad, ctx.saved_tensors[0]), None, None
+        return rows_at(grad, ctx.saved_tensors[0]), None, None
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -121,18 +122,52 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, dim).reshape(batch, heads, length, dim)
 
 
+class Pieces(NamedTuple):
+    """A packed row in the host's memory: tokens of each prefix [B] and, behind them, of each sequence [N]; the prefix that each
+    sequence continues [N], and how many of its tokens [N].
+    """
+
+    prefixes: np.ndarray
+    sequences: np.ndarray
+    prefix: np.ndarray
+    seen: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B + N] tokens of each piece, in the order of the row."""
+        return np.concatenate([self.prefixes, self.sequences])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[B + N] where each begins in the row."""
+        lengths = self.lengths
+        return np.asarray(lengths.cumsum() - lengths)
+
+    @property
+    def before(self) -> np.ndarray:
+        """[B + N] how many tokens of a prefix each sees."""
+        return np.concatenate([0 * self.prefixes, self.seen])
+
+    @property
+    def base(self) -> np.ndarray:
+        """[B + N] where that prefix begins in the row."""
+        return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
+
+
 @dataclass(frozen=True)
 class PackedLayout:
     """S tokens: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0).
 
     `prefix_rows` [B, P] and `sequence_rows` [N, L] hold positions in the packed row, -1 where a row is shorter.
     `sequence_prefix` [N] is the prefix that each sequence continues, `starts` [N] how many of its tokens (None: all); `rows` = S.
+    `pieces` has the same in the host's memory.
     """
 
     prefix_rows: Tensor
     sequence_rows: Tensor
     sequence_prefix: Tensor
     rows: int
+    pieces: Pieces
     starts: Tensor | None = None
     packed_weights = slots = None
 
@@ -216,13 +251,14 @@ class PackedLayout:
     @cached_property
     def spans(self) -> Spans:
         """The same for the kernels, which take a sequence without a prefix for a prefix that nothing continues."""
-        prefixes, sequences = _spans(self.prefix_rows), _spans(self.sequence_rows)
-        if not prefixes:
-            return Spans(sequences, [[] for _ in sequences])
-        members: list[list[tuple[int, int, int]]] = [[] for _ in prefixes]
-        for prefix, span, base in zip(self.sequence_prefix.tolist(), sequences, self.seen.tolist(), strict=True):
-            members[prefix].append((*span, base))
-        return Spans(prefixes, members)
+        spans = list(zip(self.pieces.starts.tolist(), self.pieces.lengths.tolist(), strict=True))
+        count = len(self.pieces.prefixes)
+        if not count:
+            return Spans(spans, [[] for _ in spans])
+        members: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+        for prefix, span, seen in zip(self.pieces.prefix.tolist(), spans[count:], self.pieces.seen.tolist(), strict=True):
+            members[prefix].append((*span, seen))
+        return Spans(spans[:count], members)
 
     def _mask(self, window: int | None) -> Tensor:
         """`sequence_mask`, built once for all layers."""
@@ -233,13 +269,6 @@ class PackedLayout:
     @cached_property
     def _masks(self) -> dict[int | None, Tensor]:
         return {}
-
-
-def _spans(rows: Tensor) -> list[tuple[int, int]]:
-    """(start, length) of each row of consecutive positions."""
-    if not rows.numel():
-        return [(0, 0)] * len(rows)
-    return list(zip(rows[:, 0].clamp(min=0).tolist(), (rows >= 0).sum(1).tolist(), strict=True))
 
 
 def _view(x: Tensor, rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.language.models.attention import PackedLayout
+from psigrad.language.models.attention import PackedLayout, Pieces
 from psigrad.language.models.fused.activation_cache import CacheHit
 from psigrad.seeds import permutation
 
@@ -204,9 +204,9 @@ class _TargetLists:
         return Targets(rows, ids, n, t, shape)
 
 
-def on_device(numbers: Any, device: torch.device | str) -> Tensor:
-    """An int64 tensor on `device`. It goes to a GPU from pinned memory, so that the copy does not block."""
-    made = torch.as_tensor(numbers, dtype=torch.long)
+def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = torch.long) -> Tensor:
+    """Integers on `device`. They go to a GPU from pinned memory, so that the copy does not block."""
+    made = torch.as_tensor(numbers, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
 
 
@@ -255,7 +255,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     rows = np.where(t == 0, (ends - before)[prefix[n]] + begin[n], first[n] + t - 1)
     starts = None if groups.starts is None else on_device(begin, device)
     tables = _table(before, 0, device), _table(own, total, device), on_device(prefix, device)
-    layout = PackedLayout(*tables, len(tokens), starts)
+    layout = PackedLayout(*tables, len(tokens), Pieces(before, own, prefix, begin), starts)
     wanted = groups.wanted(len(ids))
     targets = _targets((rows[wanted], ids[wanted], n[wanted], t[wanted]), lengths, device)
     return ForwardInputs(
@@ -284,6 +284,7 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
         _table(own, 0, device),
         torch.zeros(len(own), dtype=torch.long, device=device),
         int(own.sum()),
+        Pieces(own[:0], own, 0 * own, 0 * own),
     )
     return ForwardInputs(
         on_device(ids[kept][None], device),
