@@ -20,6 +20,8 @@ class PlanConfig:
     """Mean tokens of a completion; 0: the dataset's, or the longest that may be sampled."""
     tflops: PositiveOrZero = 0.0
     """Speed of matrix products in TFLOP/s; 0: measured here."""
+    gpu: str = ""
+    """A GPU by name, as h100: its memory, its speed and its bandwidth, without having it here."""
     devices: CountOrZero = 0
     """Show how to divide this many such devices between training and sampling; 0: the plan of the settings as they are."""
     network: PositiveOrZero = 50.0

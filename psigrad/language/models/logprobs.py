@@ -52,8 +52,8 @@ def upcast(logits: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class TokenStatsRequest:
     """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact divergence: KL(π‖ref)
-    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js"). An entropy
-    that is only looked at ("figure") may come without gradient.
+    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js"). An
+    entropy that is only looked at ("figure") may come without gradient.
     """
 
     temperature: float = 1.0

@@ -42,6 +42,7 @@ from psigrad_extras.preflight.plan.memory import (
     PeakMemory,
     Terms,
     cache_bytes,
+    engine_item,
     forward_and_back,
     head_slack,
     load_items,
@@ -75,11 +76,13 @@ class Plan:
     machine: Machine
     eight_bit: bool = False
     quick: bool = False
+    starved: float = 0.0
+    """Bytes that vLLM's share of the memory is too small by."""
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak stays below the memory, whatever the prediction's error."""
-        return self.memory.peak * (1 + MARGIN) <= self.machine.memory
+        """Whether the predicted peak stays below the memory, whatever the prediction's error, and vLLM has what it needs."""
+        return self.memory.peak * (1 + MARGIN) <= self.machine.memory and not self.starved
 
     @property
     def seconds(self) -> float:
@@ -99,7 +102,7 @@ class Plan:
             other = predict(
                 config, self.work.lengths, self.machine, dataset=self.work.dataset, eight_bit=eight_bit, quick=self.quick
             )
-            if other.memory.peak < 0.98 * self.memory.peak:
+            if other.memory.peak < 0.98 * self.memory.peak or other.starved < self.starved:
                 found.append((name, other))
         return found
 
@@ -144,6 +147,11 @@ def predict(
     items = _models(config, parts, policy, work)
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     items += load_items(parts)
+    starved = 0.0
+    if work.samples and work.engine:
+        sleeps = isinstance(config, OnlineConfig) and config.sampling.vllm_sleep
+        engine, starved = engine_item(work, policy, width, work.engine * machine.memory, sleeps)
+        items.append(engine)
     weights = width * policy.parameters
     caching = cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
@@ -163,6 +171,7 @@ def predict(
         machine,
         eight_bit,
         quick,
+        starved,
     )
 
 
@@ -291,7 +300,12 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     budget = max(work.lengths.longest_prompt + work.lengths.longest_completion, config.micro_batch_tokens // 4)
     if budget < work.micro_tokens:
         yield f"micro_batch_tokens={budget}", lambda c: replace(c, micro_batch_tokens=budget)
-    if work.slots > 32:
+    if plan.starved:
+        more = round(min(0.9, work.engine + plan.starved / plan.machine.memory + 0.05), 2)
+        for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
+            wanted = {name: value}
+            yield f"sampling.{name}={value}", lambda c, w=wanted: replace(c, sampling=replace(c.sampling, **w))
+    if work.slots > 32 and not work.engine:
         yield "sampling.max_decode_batch=32", lambda c: replace(c, sampling=replace(c.sampling, max_decode_batch=32))
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true", lambda c: _with(c, gradient_checkpointing=True)

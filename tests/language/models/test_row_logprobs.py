@@ -1,4 +1,4 @@
-"""Log-probs under a large head on a GPU: the same code on the CPU against autograd, and its kernels counted on the meta device."""
+"""Log-probs under a large head on a GPU: the same code on the CPU against autograd, and its launches on the meta device."""
 
 from __future__ import annotations
 
