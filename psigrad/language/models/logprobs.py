@@ -200,27 +200,36 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 class _RowLogProbs(torch.autograd.Function):
     """As `_ChosenLogProbs`, for a GPU: with so many states at once that each step of a chunk is one kernel over whole rows of
-    logits. The token of the highest logit comes with it, and if `mixed`, the entropy; neither has a gradient.
+    logits. Of the same logits come the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, sums: gradients.Sums | None, mixed: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        sums: gradients.Sums | None,
+        best: bool,
+        mixed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         columns: list[tuple[Tensor, ...]] = []
-        for rows, stored, logits in _chunks(hidden, weight):
-            top, best = stored.max(1)
-            chosen = stored.gather(1, ids[rows, None])[:, 0]
-            total = _shifted(stored, top, temperature, logits).exp_().sum(1)
-            spread = torch.special.entr(logits, out=logits).sum(1) if mixed else total
-            columns.append((top, best, chosen, total, spread))
-        top, best, chosen, total, spread = (torch.cat(parts) for parts in zip(*columns, strict=True))
-        top, chosen = upcast(top), upcast(chosen)
-        normaliser, entropy = top / temperature + total.log(), total.log() + spread / total
+        kind = upcast(weight[:0]).dtype
+        for rows, stored in _chunks(hidden, weight):
+            token = ids[rows, None]
+            scaled = stored if temperature == 1.0 else upcast(stored) / temperature
+            log_pi = torch.log_softmax(scaled, -1, dtype=kind)
+            logp, chosen = log_pi.gather(1, token)[:, 0], stored.gather(1, token)[:, 0]
+            highest = stored.argmax(1) if best else chosen
+            entropy = torch.special.entr(log_pi.exp_(), out=log_pi).sum(1) if mixed else logp
+            columns.append((logp, chosen, highest, entropy))
+            del log_pi, scaled
+        logp, chosen, highest, entropy = (torch.cat(parts) for parts in zip(*columns, strict=True))
         ctx.temperature, ctx.head, ctx.sums = temperature, weight, sums
-        ctx.save_for_backward(hidden, weight, ids, normaliser)
-        ctx.mark_non_differentiable(best, entropy)
-        return chosen / temperature - normaliser, best, entropy
+        ctx.save_for_backward(hidden, weight, ids, upcast(chosen) / temperature - logp)
+        ctx.mark_non_differentiable(highest, entropy)
+        return logp, highest, entropy
 
     @staticmethod
     @once_differentiable
@@ -236,9 +245,12 @@ class _RowLogProbs(torch.autograd.Function):
             else:
                 dweight = None if sums.defers(ctx.head, use) else sums.of(ctx.head)
         slope = dlogp / ctx.temperature
-        less, scaled = -slope[:, None], normaliser * ctx.temperature
-        for rows, stored, logits in _chunks(hidden, weight):
-            back = _shifted(stored, scaled[rows], ctx.temperature, logits).exp_().mul_(less[rows])
+        less, scaled, room = -slope[:, None], normaliser * ctx.temperature, None
+        for rows, stored in _chunks(hidden, weight):
+            if room is None:
+                room = stored if stored.dtype == wide else torch.empty_like(stored, dtype=wide)
+            back = torch.sub(stored, scaled[rows, None], out=room[: len(stored)])
+            back = (back if ctx.temperature == 1.0 else back.div_(ctx.temperature)).exp_().mul_(less[rows])
             back.scatter_add_(1, ids[rows, None], slope[rows, None])
             given = back if back.dtype == stored.dtype else stored.copy_(back)
             if dhidden is not None:
@@ -248,26 +260,16 @@ class _RowLogProbs(torch.autograd.Function):
         if sums is not None and dweight is not None and weight.dtype != wide:
             sums.add_wide(ctx.head, dweight)
         kept = dweight.to(weight.dtype) if sums is None and dweight is not None else None
-        return dhidden, kept, None, None, None, None
+        return dhidden, kept, None, None, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Logits of some states, as they are stored, and room for them in at least float32, which may be the same; the next overwrite
-    both.
-    """
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of some states, as they are stored; the next overwrite them. The first are the most."""
     height = min(len(hidden), max(1, TILE_ELEMENTS * TILE_ON_GPU // len(weight)))
     room = hidden.new_empty(height, len(weight))
-    wide = room if room.dtype == upcast(room[:0]).dtype else torch.empty_like(room, dtype=torch.float32)
     for top in range(0, len(hidden), height):
         rows = slice(top, min(top + height, len(hidden)))
-        count = rows.stop - rows.start
-        yield rows, multiply(hidden[rows], weight.t(), out=room[:count]), wide[:count]
-
-
-def _shifted(stored: Tensor, by: Tensor, temperature: float, out: Tensor) -> Tensor:
-    """(logits − by) / temperature in `out`."""
-    torch.sub(stored, upcast(by)[:, None], out=out)  # of two numbers in half precision the difference would be rounded too
-    return out.div_(temperature) if temperature != 1.0 else out
+        yield rows, multiply(hidden[rows], weight.t(), out=room[: rows.stop - rows.start])
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -392,8 +394,10 @@ def token_stats(
     if plain and _on_gpu(hidden) and wanted.closed and len(ids):
         _check_ids(ids, len(linear.weight))
         sums = gradients.sums_for(linear.weight) or gradients.wide_sums_for(linear.weight)
-        logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, bool(wanted.entropy))
-        return TokenStats(logp, mixed if wanted.entropy else None, hit=(best == ids).to(logp.dtype) if wanted.accuracy else None)
+        looked_at = wanted.accuracy, bool(wanted.entropy)
+        logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)
+        hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
+        return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
     tiled = plain and (hidden.shape[0] * vocabulary > TILE_ELEMENTS or _native(hidden, linear.weight) is not None)
     if wanted.nothing_else and tiled and len(ids):
         _check_ids(ids, len(linear.weight))

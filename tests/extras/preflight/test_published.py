@@ -79,11 +79,7 @@ def settings(path: str, tensor: int, lag: int) -> OnlineConfig:
         micro_batch_tokens=16384,
         lag=lag,
         sampling=Sampling(
-            sampler="vllm",
-            max_completion_length=4096 - PROMPT,
-            max_decode_batch=1024,
-            tensor_parallel_size=tensor,
-            vllm_memory=0.4,
+            sampler="vllm", max_completion_length=4096 - PROMPT, max_decode_batch=1024, tensor_parallel_size=tensor
         ),
     )
 

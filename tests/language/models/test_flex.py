@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from packed_inputs import BRANCHES, GROUPS, ROWS, draw
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,18 +19,7 @@ from psigrad.language.models import hf_attention, tiny
 from psigrad.language.models.attention import softened
 from psigrad.language.models.hf_attention import BLOCK, FlexLayout
 from psigrad.language.models.language_model import prepare
-from psigrad.language.models.packing import Groups, Rows, pack
-
-GROUPS = Groups(
-    prompts=((3, 1, 2), (2, 5, 4, 1, 3), (7,)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5), ()), ((1, 2, 3, 4, 5),))
-)
-BRANCHES = replace(GROUPS, starts=((1, 3), (5, 2, 4), (1,)))
-ROWS = Rows([[1, 2, 3, 4], [3, 4, 5, 6, 7], [8, 9]], [[0, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1]])
-
-
-def draw(rows, **kwargs):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, rows, 8, generator=generator, **kwargs) for heads in (4, 2, 2)]
+from psigrad.language.models.packing import Groups, pack
 
 
 def both(inputs, window):

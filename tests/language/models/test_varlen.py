@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_flex import BRANCHES, GROUPS, ROWS, draw
+from packed_inputs import BRANCHES, GROUPS, ROWS, draw
 from torch.nn import functional as F
 
 from psigrad.errors import UserError
