@@ -154,27 +154,50 @@ class Pieces(NamedTuple):
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
+def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = torch.long) -> Tensor:
+    """Integers on `device`. They go to a GPU from pinned memory, so that the copy does not block."""
+    made = torch.as_tensor(numbers, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
+
+
+def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
+    """[len(lengths), longest] packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
+    first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
+    return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
+
+
 @dataclass(frozen=True)
 class PackedLayout:
-    """S tokens: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0).
+    """S tokens on a device: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0)."""
 
-    `prefix_rows` [B, P] and `sequence_rows` [N, L] hold positions in the packed row, -1 where a row is shorter.
-    `sequence_prefix` [N] is the prefix that each sequence continues, `starts` [N] how many of its tokens (None: all); `rows` = S.
-    `pieces` has the same in the host's memory.
-    """
-
-    prefix_rows: Tensor
-    sequence_rows: Tensor
-    sequence_prefix: Tensor
-    rows: int
     pieces: Pieces
-    starts: Tensor | None = None
+    device: torch.device
     packed_weights = slots = None
 
     @cached_property
+    def rows(self) -> int:
+        """S."""
+        return int(self.pieces.lengths.sum())
+
+    @cached_property
+    def prefix_rows(self) -> Tensor:
+        """[B, P] positions in the packed row, -1 where a prefix is shorter."""
+        return _table(self.pieces.prefixes, 0, self.device)
+
+    @cached_property
+    def sequence_rows(self) -> Tensor:
+        """[N, L] the same of the sequences."""
+        return _table(self.pieces.sequences, int(self.pieces.prefixes.sum()), self.device)
+
+    @cached_property
+    def sequence_prefix(self) -> Tensor:
+        """[N] the prefix that each sequence continues."""
+        return on_device(self.pieces.prefix, self.device)
+
+    @cached_property
     def seen(self) -> Tensor:
-        """[N] tokens of its prefix that each sequence continues."""
-        return (self.prefix_rows >= 0).sum(1)[self.sequence_prefix] if self.starts is None else self.starts
+        """[N] how many tokens of it."""
+        return on_device(self.pieces.seen, self.device)
 
     @cached_property
     def order(self) -> Tensor:

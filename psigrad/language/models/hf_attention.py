@@ -23,8 +23,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from psigrad.language.models.attention import SDPA, Layout, PackedLayout, repeat_heads, rows_at, softened
-from psigrad.language.models.packing import on_device
+from psigrad.language.models.attention import SDPA, Layout, PackedLayout, on_device, repeat_heads, rows_at, softened
 
 IMPLEMENTATION = "psigrad"
 
@@ -116,7 +115,7 @@ class VarlenLayout:
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor, int, int]:
-        pieces, device = self.packed.pieces, self.packed.sequence_prefix.device
+        pieces, device = self.packed.pieces, self.packed.device
         lengths = pieces.lengths[pieces.lengths > 0]
         keys = pieces.before[pieces.lengths > 0] + lengths
         q, k = (on_device([0, *x.cumsum()], device, torch.int32) for x in (lengths, keys))
@@ -127,7 +126,7 @@ class VarlenLayout:
         """Which token of the row each key is [K]; of each token in a prefix the keys that are it, -1 where there are fewer
         [P, most]; of each other token the only one [S - P].
         """
-        pieces, device = self.packed.pieces, self.packed.sequence_prefix.device
+        pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
         # of each piece what it sees of a prefix, and itself
         runs, begin = (np.stack(x, 1)[real].ravel() for x in ((pieces.before, pieces.lengths), (pieces.base, pieces.starts)))
@@ -201,7 +200,7 @@ class FlexLayout:
         begin = np.concatenate([np.full(count, rows), pieces.seen if count else nothing + 1 + rows])
         columns = [x.repeat(pieces.lengths) for x in (group, own, pieces.before - pieces.starts, begin)]
         columns[2] += np.arange(rows)
-        found: Any = tuple(on_device(x, self.packed.sequence_prefix.device) for x in columns)
+        found: Any = tuple(on_device(x, self.packed.device) for x in columns)
         return found
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:

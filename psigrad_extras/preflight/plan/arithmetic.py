@@ -16,10 +16,10 @@ from psigrad_extras.preflight.plan.shape import Shape
 
 Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
 # Shares of the matrix-product peak that training and decoding reach, and of the bandwidth that decoding does: on a CPU as
-# measured on W1; on a GPU fitted on the first of the published runs in tests/extras/preflight/test_published.py.
-REACHED = {"cpu": (0.7, 0.3, 1.0), "cuda": (0.3, 0.3, 0.6)}
+# measured on W1, on a GPU as is common. Held against published runs in tests/extras/preflight/test_published.py.
+REACHED = {"cpu": (0.7, 0.3, 1.0), "cuda": (0.4, 0.3, 0.6)}
 # Share of training's that a mixture of experts reaches: its products are small and uneven. Fitted on one published run.
-EXPERTS = 0.3
+EXPERTS = 0.25
 # Seconds of a decoding step of vLLM's that no figure of the model accounts for: the scheduler, the sampler, the launches.
 STEP = 0.004
 # Tokens of a prompt or an answer where neither the settings nor a dataset give them.

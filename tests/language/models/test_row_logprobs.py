@@ -10,7 +10,8 @@ from psigrad.language.models import gradients, logprobs
 from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
 
 # Views and allocations launch nothing.
-FREE = {"_unsafe_view", "view", "unsqueeze", "slice", "select", "t", "transpose", "alias", "detach", "empty", "new_empty", "empty_like", "expand"}
+FREE = {"view", "_unsafe_view", "unsqueeze", "slice", "select", "t", "transpose", "alias", "detach", "expand"}
+FREE |= {"empty", "new_empty", "empty_like"}
 
 
 @pytest.fixture
