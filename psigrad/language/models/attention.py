@@ -200,30 +200,30 @@ class PackedLayout:
         return on_device(self.pieces.seen, self.device)
 
     @cached_property
-    def order(self) -> Tensor:
+    def _order(self) -> Tensor:
         """[B·P + N·L] packed positions of the padded views, -1 at padding."""
         return torch.cat([self.prefix_rows.flatten(), self.sequence_rows.flatten()])
 
     @cached_property
-    def inverse(self) -> Tensor:
-        """[S] place of each packed token in `order`."""
-        inverse = torch.empty(self.rows, dtype=torch.long, device=self.order.device)
-        real = self.order >= 0
-        inverse[self.order[real]] = torch.arange(self.order.numel(), device=self.order.device)[real]
+    def _inverse(self) -> Tensor:
+        """[S] place of each packed token in `_order`."""
+        inverse = torch.empty(self.rows, dtype=torch.long, device=self._order.device)
+        real = self._order >= 0
+        inverse[self._order[real]] = torch.arange(self._order.numel(), device=self._order.device)[real]
         return inverse
 
-    def prefix_mask(self, window: int | None) -> Tensor | None:
+    def _prefix_mask(self, window: int | None) -> Tensor | None:
         """[P, P] for a sliding window that is shorter than the prefixes, else None (plainly causal)."""
         length = self.prefix_rows.shape[1]
         if window is None or window >= length:
             return None
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        return ((distance >= 0) & (distance < window)).to(self.order.device)
+        return ((distance >= 0) & (distance < window)).to(self._order.device)
 
-    def sequence_mask(self, window: int | None) -> Tensor:
+    def _sequence_mask(self, window: int | None) -> Tensor:
         """[N, 1, L, P + L]: a token sees what its sequence continues, itself and what came before it in its own sequence."""
         n, length = self.sequence_rows.shape
-        device = self.order.device
+        device = self._order.device
         steps = torch.arange(length, device=device)
         own = steps[:, None] >= steps[None, :]
         if self.prefix_rows.shape[0] == 0:
@@ -245,11 +245,11 @@ class PackedLayout:
         """Prefixes attend to themselves, and each sequence to its prefix and itself. Shapes as in `Layout.attend`."""
         heads = q.shape[1]
         split = self.prefix_rows.numel()
-        q, k, v = (_Take.apply(x[0].transpose(0, 1), self.order, self.inverse) for x in (q, k, v))
+        q, k, v = (_Take.apply(x[0].transpose(0, 1), self._order, self._inverse) for x in (q, k, v))
         parts = []
         if split:
             views = [repeat_heads(_view(x[:split], self.prefix_rows), heads) for x in (q, k, v)]
-            mask = self.prefix_mask(window)
+            mask = self._prefix_mask(window)
             out = how(*views, attn_mask=mask, is_causal=mask is None, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         if self.sequence_rows.numel():
@@ -264,7 +264,7 @@ class PackedLayout:
             else:
                 out = how(*views, is_causal=True, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        taken: Tensor = _Take.apply(torch.cat(parts), self.inverse, self.order)
+        taken: Tensor = _Take.apply(torch.cat(parts), self._inverse, self._order)
         return taken[None]
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,9 +284,9 @@ class PackedLayout:
         return Spans(spans[:count], members)
 
     def _mask(self, window: int | None) -> Tensor:
-        """`sequence_mask`, built once for all layers."""
+        """`_sequence_mask`, built once for all layers."""
         if window not in self._masks:
-            self._masks[window] = self.sequence_mask(window)
+            self._masks[window] = self._sequence_mask(window)
         return self._masks[window]
 
     @cached_property

@@ -146,19 +146,13 @@ def predict(
     )
     items = _models(config, parts, policy, work)
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
-    items += load_items(parts)
-    starved = 0.0
-    if work.samples and work.engine:
-        sleeps = isinstance(config, OnlineConfig) and config.sampling.vllm_sleep
-        engine, starved = engine_item(work, policy, width, work.engine * machine.memory, sleeps)
-        items.append(engine)
-    weights = width * policy.parameters
-    caching = cache_bytes(work, policy, kept, width)
-    cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    if again[0]:
-        cost = cost.with_head_again(work, policy)
-    light = machine.kind == "cpu" and _loads_weights_only(config, quick)
-    gives_back = recompute and machine.kind == "cpu"
+    engine, starved = _engine(config, work, policy, machine)
+    items += [*load_items(parts), *engine]
+    held = {"weight_bytes": width * policy.parameters, "cache_bytes": cache_bytes(work, policy, kept, width)}
+    cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, **held)
+    cost = cost.with_head_again(work, policy) if again[0] else cost
+    cpu = machine.kind == "cpu"
+    light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
         config,
@@ -173,6 +167,15 @@ def predict(
         quick,
         starved,
     )
+
+
+def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tuple[list[MemoryItem], float]:
+    """What vLLM takes beside the trainer, where it does, and what it lacks."""
+    if not (isinstance(config, OnlineConfig) and work.samples and work.engine):
+        return [], 0.0
+    width, taken = DTYPES[config.model.dtype].itemsize, work.engine * machine.memory
+    item, starved = engine_item(work, policy, width, taken, config.sampling.vllm_sleep)
+    return [item], starved
 
 
 def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -> list[MemoryItem]:
