@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,19 +75,18 @@ def varlen_kernel() -> Varlen:
     def left(window: int | None) -> tuple[int, int]:
         return (-1 if window is None else window - 1, 0)
 
+    known: Any
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
 
         known = inspect.signature(varlen_attn).parameters
         grouped = {"enable_gqa": True} if "enable_gqa" in known else {}  # torch 2.11 has grouped heads without a word
+        kernel: Any = varlen_attn
         if "window_size" in known:
-            return lambda *pieces: varlen_attn(*pieces[:7], scale=pieces[7], window_size=left(pieces[8]), **grouped)  # type: ignore[arg-type]
+            return lambda *of: kernel(*of[:7], scale=of[7], window_size=left(of[8]), **grouped)
     with contextlib.suppress(ImportError):
-        from flash_attn import flash_attn_varlen_func
-
-        return lambda *pieces: flash_attn_varlen_func(
-            *pieces[:7], softmax_scale=pieces[7], causal=True, window_size=left(pieces[8])
-        )
+        known = importlib.import_module("flash_attn").flash_attn_varlen_func
+        return lambda *of: known(*of[:7], softmax_scale=of[7], causal=True, window_size=left(of[8]))
     raise ValueError("neither torch 2.11 nor flash-attn is installed")
 
 
@@ -171,11 +171,13 @@ class FlexLayout:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
         """Attention by PyTorch's flex_attention. Shapes as in `Layout.attend`."""
-        given = how.keywords if isinstance(how, functools.partial) else {}
-        cap, sinks = given.get("softcap"), given.get("sinks")
+        given: dict[str, Any] = how.keywords if isinstance(how, functools.partial) else {}
+        cap: Any = given.get("softcap")
+        sinks: Tensor | None = given.get("sinks")
 
         def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return cap * torch.tanh(score / cap)
+            bent: Tensor = cap * torch.tanh(score / cap)
+            return bent
 
         out, more = _kernel(q.device.type)(
             *(q, k, v, None if cap is None else capped, self._mask(window)),
@@ -200,8 +202,7 @@ class FlexLayout:
         begin = np.concatenate([np.full(count, rows), pieces.seen if count else nothing + 1 + rows])
         columns = [x.repeat(pieces.lengths) for x in (group, own, pieces.before - pieces.starts, begin)]
         columns[2] += np.arange(rows)
-        found: Any = tuple(on_device(x, self.packed.device) for x in columns)
-        return found
+        return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
         """[Q, K] which blocks of BLOCK tokens have a query that sees a key, and those in which all see all."""
@@ -233,8 +234,10 @@ class FlexLayout:
                 return seen if window is None else seen & (position[i] - position[j] < window)
 
             some, whole = self.blocks(window)
-            numbers = [on_device(x, group.device, torch.int32) for x in (*_listed(some & ~whole), *_listed(whole))]
-            self._masks[window] = BlockMask.from_kv_blocks(*numbers, BLOCK, visible, (self.packed.rows, self.packed.rows))
+            numbers: Any = [on_device(x, group.device, torch.int32) for x in (*_listed(some & ~whole), *_listed(whole))]
+            shape = (self.packed.rows, self.packed.rows)
+            made: Any = BlockMask.from_kv_blocks(*numbers, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=shape)
+            self._masks[window] = made
         return self._masks[window]
 
     @cached_property
