@@ -233,10 +233,12 @@ class FlexLayout:
                 seen = (group[i] == group[j]) & (before | (own[j] == own[i])) & (i >= j)
                 return seen if window is None else seen & (position[i] - position[j] < window)
 
-            some, whole = self.blocks(window)
-            numbers: Any = [on_device(x, group.device, torch.int32) for x in (*_listed(some & ~whole), *_listed(whole))]
-            shape = (self.packed.rows, self.packed.rows)
-            made: Any = BlockMask.from_kv_blocks(*numbers, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=shape)
+            parts, full = self.blocks(window)
+            some, most, whole, all_of = (
+                on_device(x, group.device, torch.int32) for x in (*_listed(parts & ~full), *_listed(full))
+            )
+            lengths = (self.packed.rows, self.packed.rows)
+            made: Any = BlockMask.from_kv_blocks(some, most, whole, all_of, BLOCK, visible, lengths)
             self._masks[window] = made
         return self._masks[window]
 

@@ -148,8 +148,8 @@ def predict(
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     engine, starved = _engine(config, work, policy, machine)
     items += [*load_items(parts), *engine]
-    held = {"weight_bytes": width * policy.parameters, "cache_bytes": cache_bytes(work, policy, kept, width)}
-    cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, **held)
+    weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
+    cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     cost = cost.with_head_again(work, policy) if again[0] else cost
     cpu = machine.kind == "cpu"
     light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
@@ -306,10 +306,9 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     if plan.starved:
         more = round(min(0.9, work.engine + plan.starved / plan.machine.memory + 0.05), 2)
         for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
-            wanted = {name: value}
-            yield f"sampling.{name}={value}", lambda c, w=wanted: replace(c, sampling=replace(c.sampling, **w))
+            yield f"sampling.{name}={value}", partial(_with_sampling, **{name: value})
     if work.slots > 32 and not work.engine:
-        yield "sampling.max_decode_batch=32", lambda c: replace(c, sampling=replace(c.sampling, max_decode_batch=32))
+        yield "sampling.max_decode_batch=32", partial(_with_sampling, max_decode_batch=32)
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true", lambda c: _with(c, gradient_checkpointing=True)
     if work.critic:
@@ -318,6 +317,11 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "model.dtype=bfloat16", lambda c: _with(c, dtype="bfloat16")
     if not config.model.lora_rank:
         yield "model.lora_rank=16", lambda c: _with(c, lora_rank=16)
+
+
+def _with_sampling(config: Any, **settings: Any) -> Any:
+    """The settings with others for the sampler."""
+    return replace(config, sampling=replace(config.sampling, **settings))
 
 
 def _with(config: Config, **settings: Any) -> Config:
