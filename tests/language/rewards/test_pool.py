@@ -153,7 +153,7 @@ def test_two_hundred_hangs_leave_the_pool_as_it_was(pool_of, zoo, score, record_
         assert results == [Unscored("hang_on_marked: time-out after 0.05 s")] * 50
         until(lambda: listeners() == 2)
         left = {p.pid for p in psutil.Process().children()} - others
-        assert (len(left), zombies(), descriptors()) == (size, [], open_files), f"after {50 * (part + 1)} hangs"
+        assert (len(left), zombies(), descriptors()) == (size, set(), open_files), f"after {50 * (part + 1)} hangs"
     assert min(costs) < 1, "a hang costs its time-out and the start of one process"
     assert size == 2
 
