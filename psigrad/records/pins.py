@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import site
 import sys
 import sysconfig
@@ -226,13 +227,19 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
     found[file] = Path(file).read_text(errors="replace")
     for data in opened_by.get(module.__name__, ()):
         path = Path(data).resolve()
-        if path.is_file() and not _is_library(path) and not any(part.startswith(".") for part in path.parts):
+        if path.is_file() and not _is_library(path) and not _is_hidden(path, Path(file).resolve().parent):
             found[str(path)] = _file_hash(path)
     values = list(vars(module).values())
     others = {v if isinstance(v, ModuleType) else sys.modules.get(getattr(v, "__module__", None) or "") for v in values}
     for other in [*filter(None, others), *_imported_by(module, found[file])]:
         if other is not module and _is_users(other) and other.__name__ != "__main__":
             _add_module(other, found)
+
+
+def _is_hidden(path: Path, home: Path) -> bool:
+    """Whether a file lies in a hidden folder, as caches do, as seen from the folder of the code that opens it."""
+    seen = Path(os.path.relpath(path, home)).parts
+    return any(part.startswith(".") and part != ".." for part in seen)
 
 
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:

@@ -59,7 +59,6 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, BinaryIO] = {}
-        self._secret = redaction.values()
         self.settings: dict[str, Any] = {}
         """The run's settings as they are written down."""
         self.rows: dict[str, int] = {}
@@ -120,7 +119,7 @@ class RunFolder:
                 f"{self.path} has no checkpoint that can be used and resume is must; check output_dir or set resume to auto."
             )
         file = self.path / "config.json"
-        now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), self._secret))
+        now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), redaction.values()))
         changes: list[pins.Change] = []
         before = self._settings_before(file)
         if before is not None:
@@ -187,7 +186,7 @@ class RunFolder:
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _append(self, name: str, lines: bytes) -> None:
-        stream, rest = self._files[name], memoryview(redaction.without(lines, self._secret))
+        stream, rest = self._files[name], memoryview(redaction.without(lines, redaction.values()))
         if name != "events":
             self.rows[name] = self.rows.get(name, 0) + lines.count(b"\n")
         with _errors_of(self.path):
