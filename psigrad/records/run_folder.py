@@ -25,6 +25,7 @@ from psigrad.records.rows import FORMAT, parse_row
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
+_WRITTEN = (".jsonl", ".json", ".damaged", ".html", ".txt", ".log", ".gif")
 REPLAYS = "replays"
 """The folder of `psigrad replay`'s pages."""
 # Bytes at which a new rollouts.jsonl is begun.
@@ -98,6 +99,9 @@ class RunFolder:
                 _must_be_own(path / name, Path.is_file, "regular file")
             for name in ("checkpoints", "model"):
                 _must_be_own(path / name, Path.is_dir, "folder")
+            for place in path.iterdir():  # what is written besides: rows kept aside, parts, pages, files that are renamed
+                if place.name.startswith(".") or place.suffix in _WRITTEN:
+                    _must_be_own(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
             lock = _lock(path)
         try:
             folder = cls(path, lock)

@@ -17,6 +17,7 @@ from typing import Any
 from psigrad.records.rows import figures, number, parse_row, parse_step
 from psigrad.records.warnings import Alert, SignalNames, Watch
 from psigrad_studio.runs.files import Tail, content
+from psigrad_studio.runs.tokens import is_deep
 
 BYTES_AT_ONCE = 1 << 20
 MOST_KEYS, MOST_EVENTS = 400, 200
@@ -67,7 +68,7 @@ class History:
                 self._clear()
             before = self._metrics.offset + self._timings.offset + self._events.offset
             for _, line in self._events.lines(most):
-                if (event := parse_row(line)) is not None:
+                if (event := parse_row(line)) is not None and not is_deep(event):
                     self._told(event, len(line))
             for _, line in self._timings.lines(most):
                 if (row := parse_step(line)) is not None:
@@ -190,7 +191,7 @@ def _holder_lives(path: Path) -> bool | None:
     The lock itself is not tried: a trainer that starts at that moment would be refused.
     """
     words = content(path / ".lock", 4096).decode("utf-8", "replace").split()
-    if len(words) < 4 or words[0] != "process" or not words[1].isdigit() or words[3].rstrip(",") != socket.gethostname():
+    if len(words) < 4 or words[0] != "process" or not words[1].isdecimal() or words[3].rstrip(",") != socket.gethostname():
         return None
     try:
         os.kill(int(words[1]), 0)
