@@ -149,7 +149,7 @@ OWN = {
     "runpy": ("mine.py", reads("import runpy\nW = runpy.run_path({})", "x.py"), "x.py", "K = 1", "K = 2"),
     "by its name": (
         "mine.py",
-        "import importlib\nW = importlib.import_module('extra_k').K" + SAME,
+        f"import importlib as i\nW = i.import_module('extra_k').K{SAME}",
         "extra_k.py",
         "K = 1",
         "K = 2",
