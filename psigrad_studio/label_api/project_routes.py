@@ -20,10 +20,24 @@ from psigrad_studio.labels.completion_groups import ROLLOUTS
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.intake import TaskOptions
 from psigrad_studio.labels.projects import ProjectSettings
+from psigrad_studio.labels.questions import MOST
 
 MOST_RUNS = 500
 Count = Annotated[int, Field(ge=0, le=10**6)]
 Short = Annotated[str, Field(max_length=200)]
+
+
+class QuestionForm(RequestForm):
+    """`questions.Question`."""
+
+    name: Short
+    kind: Short = "better"
+    ask: Annotated[str, Field(max_length=2000)] = ""
+    options: Annotated[list[Short], Field(max_length=30)] = []
+    top: Count = 5
+    required: bool = True
+    why: bool = False
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 1.0
 
 
 class SettingsForm(RequestForm):
@@ -37,6 +51,9 @@ class SettingsForm(RequestForm):
     ties: bool = True
     both_bad: bool = True
     strengths: Count = 0
+    questions: Annotated[list[QuestionForm], Field(max_length=MOST)] = []
+    overall: bool = True
+    checks: Count = 10
 
 
 class ChangeForm(ProjectForm):
@@ -49,6 +66,8 @@ class ChangeForm(ProjectForm):
     ties: bool | None = None
     both_bad: bool | None = None
     strengths: Count | None = None
+    questions: Annotated[list[QuestionForm], Field(max_length=MOST)] | None = None
+    checks: Count | None = None
     closed: bool | None = None
 
 

@@ -55,6 +55,7 @@ class VoteForm(SkipForm):
     rating: Annotated[int, Field(ge=0, le=100)] | None = None
     strength: Annotated[int, Field(ge=0, le=100)] | None = None
     client_ms: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    answers: dict[str, dict[str, Any]] | None = None
 
 
 class UndoForm(ProjectForm):
