@@ -104,6 +104,12 @@ class ImportRunForm(ProjectForm):
     making: TaskOptionsForm = TaskOptionsForm()
 
 
+class WithdrawForm(ProjectForm):
+    """`intake.withdraw`."""
+
+    since: Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class PairForm(ProjectForm):
     """Two completions of one prompt. Each has `completion`, and where it came from as far as that is known."""
 
@@ -132,12 +138,13 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
     def bring_in(form: ImportForm, request: Request) -> Response:
         making = TaskOptions(**form.making.model_dump())
         with store.slowly():
-            rows = list(rows_of(form.text, form.name))
-            return json_response(
-                intake.add_rows(
-                    store.db, store.asking(request), form.project, rows, making, source=form.name, sampler=form.sampler
-                )
-            )
+            rows, since, who = list(rows_of(form.text, form.name)), store.db.clock(), store.asking(request)
+            added = intake.add_rows(store.db, who, form.project, rows, making, source=form.name, sampler=form.sampler)
+            return json_response({**vars(added), "since": since})
+
+    @routes.post("/withdraw")
+    def withdraw(form: WithdrawForm, request: Request) -> Response:
+        return json_response(intake.withdraw(store.db, store.asking(request), form.project, form.since))
 
     @routes.get("/runs")
     def runs(request: Request) -> Response:
@@ -152,19 +159,19 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
             raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; take one of the list.")
         steps = None if form.first is None and form.last is None else range(form.first or 0, (form.last or 10**9) + 1)
         with store.slowly():
-            return json_response(
-                intake.add_run(
-                    store.db,
-                    person,
-                    form.project,
-                    store.settings.runs / form.run,
-                    TaskOptions(**form.making.model_dump()),
-                    kind=form.kind,
-                    steps=steps,
-                    across_steps=form.across_steps,
-                    name=form.run,  # the relative path: two folders may both have a run seed-0
-                )
+            since = store.db.clock()
+            added = intake.add_run(
+                store.db,
+                person,
+                form.project,
+                store.settings.runs / form.run,
+                TaskOptions(**form.making.model_dump()),
+                kind=form.kind,
+                steps=steps,
+                across_steps=form.across_steps,
+                name=form.run,  # the relative path: two folders may both have a run seed-0
             )
+            return json_response({**vars(added), "since": since})
 
     _add_pairs(routes, store)
 

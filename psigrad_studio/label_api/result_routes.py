@@ -15,7 +15,7 @@ from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import export, projects
 from psigrad_studio.labels.export import Exported
 from psigrad_studio.labels.people import Person
-from psigrad_studio.labels.refusals import Conflict
+from psigrad_studio.labels.refusals import Refusal
 
 ProjectQuery = Annotated[int, Query(ge=1, lt=2**63)]
 Aspect = Annotated[str, Query(max_length=60)]
@@ -37,7 +37,7 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
             return json_response(
                 {
                     "progress": projects.progress(db, person, project),
-                    "agreement": on.get(aspect) or results.agreement(db, person, project, aspect),
+                    "agreement": on.get(aspect) or (results.agreement(db, person, project, aspect) if on else None),
                     "aspects": {name: {"percent": one.percent, "alpha": one.alpha, "shared": one.shared} for name, one in on.items()},
                     "ranking": _ranking(store, person, project, by, aspect),
                 }
@@ -85,7 +85,7 @@ def _ranking(store: LabelStore, person: Person, project: int, by: By, aspect: st
 
     try:
         table = results.ranking(store.db, person, project, by, aspect)
-    except Conflict as error:
+    except Refusal as error:
         return {"why": str(error)}
     return {**vars(table), "places": table.places[:MOST_PLACES], "competitors": len(table.places)}
 

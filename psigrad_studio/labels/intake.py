@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
 from psigrad import seeds
@@ -18,7 +18,7 @@ from psigrad_studio.labels.completion_groups import PromptGroup
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Refusal
-from psigrad_studio.labels.schema import LabelTask, Origin, Project, Seat, StoredCompletion, StoredPrompt, TaskItem
+from psigrad_studio.labels.schema import Assignment, LabelTask, Origin, Project, Seat, StoredCompletion, StoredPrompt, TaskItem
 
 CHUNK = 200
 """Prompts that are stored in one transaction; labelling goes on between two of them."""
@@ -160,6 +160,20 @@ def add_pair(
         raise Refusal("The two completions are equal; nobody can choose between them.")
     placed = ((str(row.get("source") or "pair"), row) for row in rows)
     return _add_placed(database, person, project_id, placed, TaskOptions(priority=1), None, None)
+
+
+@writes
+def withdraw(session: Session, person: Person, project_id: int, since: int) -> dict[str, int]:
+    """Take out the `tasks` that were made at `since` (milliseconds since 1970) or later; those that somebody has `begun` stay."""
+    people.require(session, person, project_id, "manage")
+    made = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.created_at >= since)
+    begun = set(session.scalars(made.where(LabelTask.id.in_(select(Assignment.task_id).where(Assignment.project_id == project_id)))))
+    gone = [task for task in session.scalars(made) if task not in begun]
+    for part in _parts(gone):
+        for table, column in ((Seat, Seat.task_id), (TaskItem, TaskItem.task_id), (LabelTask, LabelTask.id)):
+            session.execute(delete(table).where(column.in_(part)))
+    people.note(session, person, project_id, "withdrew", tasks=len(gone))
+    return {"tasks": len(gone), "begun": len(begun)}
 
 
 @reads
