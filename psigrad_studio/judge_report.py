@@ -87,7 +87,7 @@ def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[st
     texts = [c if isinstance(c, str) else transcript_of(c.get("text", c)) for c in completions]
     models = [_model_of(c.get("origins")) if isinstance(c, Mapping) else "" for c in completions]
     ranks, answers = row.get("ranks"), row.get("answers") or {}
-    said = {name: one.get("value") for name, one in answers.items() if isinstance(one, Mapping)}
+    said = {name: one.get("value") for name, one in answers.items() if one.get("kind") in ("better", "scale")}
     on = {name: vote for name, value in said.items() if (vote := _preferred(value)) is not None} if len(texts) == 2 else {}
     yield from ((texts[0], texts[1], vote, (models[0], models[1]), name) for name, vote in on.items())
     if row.get("choice") in ("a", "b", "tie", "both_bad") and len(texts) == 2:
@@ -144,7 +144,9 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     left_out["split votes"] = sum(unit.human is None for unit in units)
     units = [unit for unit in units if unit.human is not None and unit.texts[0] != unit.texts[1]]
     units = units[:most] if most else units
-    shown = {(unit.prompt, unit.texts): unit for unit in sorted(reversed(units), key=lambda unit: not unit.criterion)}  # once for all aspects
+    shown = {
+        (unit.prompt, unit.texts): unit for unit in sorted(reversed(units), key=lambda unit: not unit.criterion)
+    }  # once for all aspects
     with ThreadPoolExecutor(judge.concurrency) as threads:
         found = dict(zip(shown, threads.map(lambda pair: judge.rank(*pair), shown), strict=True))
     reasons = [ranks.reason for ranks in found.values() if isinstance(ranks, Unscored)]

@@ -38,7 +38,9 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
                 {
                     "progress": projects.progress(db, person, project),
                     "agreement": on.get(aspect) or (results.agreement(db, person, project, aspect) if on else None),
-                    "aspects": {name: {"percent": one.percent, "alpha": one.alpha, "shared": one.shared} for name, one in on.items()},
+                    "aspects": {
+                        name: {"percent": one.percent, "alpha": one.alpha, "shared": one.shared} for name, one in on.items()
+                    },
                     "ranking": _ranking(store, person, project, by, aspect),
                 }
             )
@@ -69,9 +71,7 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
 FORMS = {"preference": export.preference, "unpaired": export.unpaired}
 
 
-def _made(
-    store: LabelStore, person: Person, project: int, form: str, votes: export.Votes, margin: bool, aspect: str
-) -> Exported:
+def _made(store: LabelStore, person: Person, project: int, form: str, votes: export.Votes, margin: bool, aspect: str) -> Exported:
     if form == "votes":
         return Exported(export.dump(store.db, person, project))
     if form == "unpaired":

@@ -112,7 +112,8 @@ def _administers(person: people.Person) -> bool:
 
 def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
     """A project as its members see it. The seed is left out, it would reveal how sides are drawn, and from labellers that
-    there are attention checks."""
+    there are attention checks.
+    """
     hidden = {"seed"} if "manage" in info.may else {"seed", "checks"}
     about = {k: v for k, v in vars(info.settings).items() if k not in hidden}
     return {"id": info.id, **about, "closed": info.closed_at is not None, "may": info.may}

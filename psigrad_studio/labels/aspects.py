@@ -31,7 +31,9 @@ def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
     if not aspect:
         if labels.overall:
             return labels
-        raise Refusal(f"This project asks only questions of its own; name one: {', '.join(names(labels)) or 'none is an aspect'}.")
+        raise Refusal(
+            f"This project asks only questions of its own; name one: {', '.join(names(labels)) or 'none is an aspect'}."
+        )
     asked = {question.name: question for question in labels.questions}
     pair = labels.kind == "pair"
     if aspect == WEIGHTED:
@@ -46,7 +48,9 @@ def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
     if question.kind == "text":
         raise Refusal(f"{aspect!r} is answered by free texts, which can't be counted; they stand in the export of all votes.")
     if question.kind == "choice":
-        return _turned(labels, "choice", 0, lambda answer: _plain(answer, rating=question.options.index(_of(answer, aspect)["value"])))
+        return _turned(
+            labels, "choice", 0, lambda answer: _plain(answer, rating=question.options.index(_of(answer, aspect)["value"]))
+        )
     if question.kind == "better":
         return _turned(labels, "pair", labels.grades, lambda answer: _better(answer, aspect))
     if pair:
@@ -54,7 +58,9 @@ def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
     return _turned(labels, f"rating-{question.top}", 0, lambda answer: _plain(answer, rating=_of(answer, aspect)["value"][0]))
 
 
-def _turned(labels: ProjectLabels, kind: str, grades: int, turn: Callable[[CurrentAnswer], CurrentAnswer | None]) -> ProjectLabels:
+def _turned(
+    labels: ProjectLabels, kind: str, grades: int, turn: Callable[[CurrentAnswer], CurrentAnswer | None]
+) -> ProjectLabels:
     def each(answers: list[CurrentAnswer]) -> list[CurrentAnswer]:
         return [turned for answer in answers if (turned := _or_none(turn, answer)) is not None]
 
@@ -93,7 +99,9 @@ def _side(lead: float) -> str:
 
 
 def _weighted(answer: CurrentAnswer, weighed: list[Question], grades: int, pair: bool) -> CurrentAnswer | None:
-    given = [(q.weight, _score(q, (answer.answers or {})[q.name], grades, pair)) for q in weighed if q.name in (answer.answers or {})]
+    given = [
+        (q.weight, _score(q, (answer.answers or {})[q.name], grades, pair)) for q in weighed if q.name in (answer.answers or {})
+    ]
     if not given:
         return None
     mean = sum(w * s for w, s in given) / sum(w for w, _ in given)

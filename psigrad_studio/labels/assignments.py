@@ -124,9 +124,7 @@ def _check(session: Session, person: Person, project: Project) -> Seat | None:
     drawn = 100 * seeds.derive(project.seed, "check", person.id, count) / 2**63
     if drawn >= project.checks and session.scalar(of_project.where(LabelTask.gold.is_(None)).limit(1)) is not None:
         return None
-    task = session.scalar(
-        of_project.where(LabelTask.gold.is_not(None), LabelTask.id.not_in(met)).order_by(LabelTask.id).limit(1)
-    )
+    task = session.scalar(of_project.where(LabelTask.gold.is_not(None), LabelTask.id.not_in(met)).order_by(LabelTask.id).limit(1))
     if task is None:
         return None
     until = now(session) + project.lease_ms

@@ -70,10 +70,12 @@ def _preference(labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: 
 def _all(labels: ProjectLabels, aspect: str, make: Callable[[ProjectLabels], Exported]) -> Exported:
     """What `make` makes of one aspect, or of each, with what is left out."""
     total = Exported()
-    for name in (aspects.names(labels) if aspect == "each" else [aspect]):
+    for name in aspects.names(labels) if aspect == "each" else [aspect]:
         own = aspects.of_aspect(labels, name)
         if own.kind == "choice":
-            raise Refusal(f"{name!r} is a choice among options: no row to train on follows; it stands in the export of all votes.")
+            raise Refusal(
+                f"{name!r} is a choice among options: no row to train on follows; it stands in the export of all votes."
+            )
         found = make(own)
         _unanswered(found, own)
         total.rows += [row | {"criterion": name} for row in found.rows] if name else found.rows
@@ -281,7 +283,7 @@ def _uniform(found: Exported) -> Exported:
 
 
 def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels, texts: LabelTexts | None) -> dict[str, Any]:
-    asked = labels.tasks[assignment.task_id]
+    asked, kinds = labels.tasks[assignment.task_id], {question.name: question.kind for question in labels.questions}
     sides = {"ab"[place]: side for place, side in zip(assignment.display, ("left", "right"), strict=True)} if vote.choice else {}
     row = {
         "vote": vote.id,
@@ -293,7 +295,7 @@ def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels
         "ranks": vote.ranks,
         "rating": vote.rating,
         "strength": vote.strength,
-        "answers": vote.answers,
+        "answers": vote.answers and {name: {"kind": kinds[name], **one} for name, one in vote.answers.items()},
         "reason": vote.reason,
         "known": None if asked.gold is None else "ab"[asked.gold],
         "display": assignment.display,

@@ -167,7 +167,9 @@ def withdraw(session: Session, person: Person, project_id: int, since: int) -> d
     """Take out the `tasks` that were made at `since` (milliseconds since 1970) or later; those that somebody has `begun` stay."""
     people.require(session, person, project_id, "manage")
     made = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.created_at >= since)
-    begun = set(session.scalars(made.where(LabelTask.id.in_(select(Assignment.task_id).where(Assignment.project_id == project_id)))))
+    begun = set(
+        session.scalars(made.where(LabelTask.id.in_(select(Assignment.task_id).where(Assignment.project_id == project_id))))
+    )
     gone = [task for task in session.scalars(made) if task not in begun]
     for part in _parts(gone):
         for table, column in ((Seat, Seat.task_id), (TaskItem, TaskItem.task_id), (LabelTask, LabelTask.id)):

@@ -109,7 +109,17 @@ def load(session: Session, project: Project) -> ProjectLabels:
         select(LabelTask.id, LabelTask.prompt_id, LabelTask.gold).where(LabelTask.project_id == project.id).order_by(LabelTask.id)
     )
     tasks = {n: TaskSummary(n, prompt, items[n], gold, seats.get(n, 0)) for n, prompt, gold in rows}
-    columns = (Vote.id, Assignment.task_id, Vote.user_id, Vote.action, Vote.choice, Vote.ranks, Vote.rating, Vote.strength, Vote.answers)
+    columns = (
+        Vote.id,
+        Assignment.task_id,
+        Vote.user_id,
+        Vote.action,
+        Vote.choice,
+        Vote.ranks,
+        Vote.rating,
+        Vote.strength,
+        Vote.answers,
+    )
     votes = select(*columns, Assignment.display).join(Assignment, Assignment.vote_id == Vote.id)
     found = [CurrentAnswer(*row) for row in session.execute(votes.where(Vote.project_id == project.id).order_by(Vote.id))]
     names = dict(session.execute(select(User.id, User.name).where(User.id.in_({s.user for s in found}))).all())

@@ -133,7 +133,17 @@ def change(session: Session, person: Person, project_id: int, changes: Mapping[s
     """
     project = people.require(session, person, project_id, "manage")
     settings = _settings(project)
-    if unknown := set(changes) - {"name", "instructions", "overlap", "lease_s", "ties", "both_bad", "strengths", "questions", "checks"}:
+    if unknown := set(changes) - {
+        "name",
+        "instructions",
+        "overlap",
+        "lease_s",
+        "ties",
+        "both_bad",
+        "strengths",
+        "questions",
+        "checks",
+    }:
         raise Refusal(f"{', '.join(sorted(unknown))} can't be changed once a project is there; make another project.")
     new = replace(settings, **changes)
     own.changed(settings.questions, new.questions)
@@ -151,7 +161,9 @@ def change(session: Session, person: Person, project_id: int, changes: Mapping[s
 def _raise_overlap(session: Session, project_id: int, overlap: int) -> None:
     seats = select(Seat.task_id, func.count(), func.max(Seat.turn)).where(Seat.project_id == project_id)
     seats = seats.join(LabelTask, LabelTask.id == Seat.task_id).join(Project, Project.id == Seat.project_id)
-    seats = seats.where(or_(LabelTask.gold.is_(None), func.coalesce(Project.checks, 0) == 0))  # a check has a seat for whoever meets it
+    seats = seats.where(
+        or_(LabelTask.gold.is_(None), func.coalesce(Project.checks, 0) == 0)
+    )  # a check has a seat for whoever meets it
     rows = [
         {"project_id": project_id, "task_id": task, "turn": turn, "done": False}
         for task, there, turn in session.execute(seats.group_by(Seat.task_id).order_by(Seat.task_id))

@@ -52,7 +52,9 @@ class Question:
             ("weight", 0 <= self.weight <= 1000, "0 to 1000"),
         ):
             if not ok:
-                raise Refusal(f"The question {self.name[:60]!r} has {name} {str(getattr(self, name))[:80]!r}; expected {expected}.")
+                raise Refusal(
+                    f"The question {self.name[:60]!r} has {name} {str(getattr(self, name))[:80]!r}; expected {expected}."
+                )
 
 
 def check(kind: str, overall: bool, questions: Sequence[Question]) -> None:
@@ -76,7 +78,9 @@ def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
     for one in old:
         other = now.get(one.name)
         if other is None:
-            raise Refusal(f"The question {one.name!r} can't be taken away or renamed, its answers would be lost; make it optional.")
+            raise Refusal(
+                f"The question {one.name!r} can't be taken away or renamed, its answers would be lost; make it optional."
+            )
         if (one.kind, one.top) != (other.kind, other.top) or not set(one.options) <= set(other.options):
             raise Refusal(f"Kind, scale and options of {one.name!r} can't be changed, only options be added; ask a new question.")
 
@@ -90,7 +94,9 @@ def stored(
     """
     found: dict[str, Any] = {}
     if unknown := set(given) - {question.name for question in questions}:
-        raise Refusal(f"The answer has {min(unknown)[:60]!r}, which isn't asked{nearest(min(unknown), [q.name for q in questions])}.")
+        raise Refusal(
+            f"The answer has {min(unknown)[:60]!r}, which isn't asked{nearest(min(unknown), [q.name for q in questions])}."
+        )
     for question in questions:
         answer = given.get(question.name) or {}
         if not isinstance(answer, Mapping) or set(answer) - {"value", "strength", "reason"}:

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 from psigrad.errors import nearest
 from psigrad_studio.labels import agreement as statistics
 from psigrad_studio.labels import label_data, people
-from psigrad_studio.labels.aspects import WEIGHTED, names, of_aspect
 from psigrad_studio.labels.agreement import Alpha, Proportion
+from psigrad_studio.labels.aspects import WEIGHTED, names, of_aspect
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.label_data import CurrentAnswer, ProjectLabels
 from psigrad_studio.labels.people import Person
