@@ -144,9 +144,8 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     left_out["split votes"] = sum(unit.human is None for unit in units)
     units = [unit for unit in units if unit.human is not None and unit.texts[0] != unit.texts[1]]
     units = units[:most] if most else units
-    shown = {
-        (unit.prompt, unit.texts): unit for unit in sorted(reversed(units), key=lambda unit: not unit.criterion)
-    }  # once for all aspects
+    # a pair is shown once for all its aspects
+    shown = {(unit.prompt, unit.texts): unit for unit in sorted(units, key=lambda unit: not unit.criterion)}
     with ThreadPoolExecutor(judge.concurrency) as threads:
         found = dict(zip(shown, threads.map(lambda pair: judge.rank(*pair), shown), strict=True))
     reasons = [ranks.reason for ranks in found.values() if isinstance(ranks, Unscored)]

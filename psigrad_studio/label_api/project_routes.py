@@ -33,7 +33,7 @@ class QuestionForm(RequestForm):
     name: Short
     kind: Short = "better"
     ask: Annotated[str, Field(max_length=2000)] = ""
-    options: Annotated[list[Short], Field(max_length=30)] = []
+    options: list[Short] = Field(default_factory=list, max_length=30)
     top: Count = 5
     required: bool = True
     why: bool = False
@@ -51,7 +51,7 @@ class SettingsForm(RequestForm):
     ties: bool = True
     both_bad: bool = True
     strengths: Count = 0
-    questions: Annotated[list[QuestionForm], Field(max_length=MOST)] = []
+    questions: list[QuestionForm] = Field(default_factory=list, max_length=MOST)
     overall: bool = True
     checks: Count = 10
 
@@ -66,7 +66,7 @@ class ChangeForm(ProjectForm):
     ties: bool | None = None
     both_bad: bool | None = None
     strengths: Count | None = None
-    questions: Annotated[list[QuestionForm], Field(max_length=MOST)] | None = None
+    questions: list[QuestionForm] | None = Field(None, max_length=MOST)
     checks: Count | None = None
     closed: bool | None = None
 

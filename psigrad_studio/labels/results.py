@@ -95,7 +95,7 @@ def agreement(session: Session, person: Person, project_id: int, aspect: str = "
 
 @reads
 def by_aspect(session: Session, person: Person, project_id: int) -> dict[str, Agreement]:
-    """Agreement on every question that can be counted: the main one (""), each of the project's own, and the weighted judgement."""
+    """Agreement on every question that can be counted: the main one (""), each of the project's own, and all weighted."""
     labels = label_data.load(session, people.require(session, person, project_id, "results"))
     asked = [question.name for question in labels.questions if question.kind != "text"]
     asked = [""] * labels.overall + asked + [WEIGHTED] * (WEIGHTED in names(labels))

@@ -286,7 +286,8 @@ class Vote(Base):
     """What a person did with an assignment. Rows are never changed; an undo is a row that `supersedes` another.
 
     `choice` names the item by its place (a is 0, b is 1), not by the side it was shown on; `ranks[place]` is the rank of an
-    item, 1 the best; `answers` are those to the project's own questions, by name. `key` makes a submission safe to repeat; `digest` tells a repetition from another use of the key.
+    item, 1 the best; `answers` are those to the project's own questions, by name. `key` makes a submission safe to repeat;
+    `digest` tells a repetition from another use of the key.
     """
 
     __tablename__ = "votes"

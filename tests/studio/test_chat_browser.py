@@ -184,7 +184,7 @@ def test_a_skip_and_a_conversation_that_was_left_come_back(opened):
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.url.endswith("/answer") else None)
     asked(page, "and then?")
     ended(page, "Both have ended. Which answer is better?")
-    assert [message["content"] for message in bodies[-1]["messages"]][0] == "say c:", "the conversation goes on"
+    assert bodies[-1]["messages"][0]["content"] == "say c:", "the conversation goes on"
 
 
 def test_escape_stops_a_long_answer(opened, monkeypatch):

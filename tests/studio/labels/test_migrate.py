@@ -93,7 +93,8 @@ FIRST = [
     "INSERT INTO assignments VALUES (1, 1, 1, 1, '[1, 0]', 1, NULL)",
     "INSERT INTO votes (id, project_id, assignment_id, user_id, key, digest, action, choice, strength, reason, shown_at,"
     " decided_at, supersedes) VALUES (3, 1, 1, 1, 'key-one-1', 'd', 'vote', 'a', 2, '\"why\"', 1, 2, NULL),"
-    " (4, 1, 1, 1, 'key-two-2', 'd', 'undo', NULL, NULL, NULL, 1, 3, 3), (7, 1, 1, 1, 'key-tri-3', 'd', 'vote', 'b', NULL, NULL, 1, 4, NULL)",
+    " (4, 1, 1, 1, 'key-two-2', 'd', 'undo', NULL, NULL, NULL, 1, 3, 3),"
+    " (7, 1, 1, 1, 'key-tri-3', 'd', 'vote', 'b', NULL, NULL, 1, 4, NULL)",
     "UPDATE assignments SET vote_id = 7",
 ]
 

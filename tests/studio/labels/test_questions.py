@@ -123,7 +123,7 @@ def test_both_display_orders_mean_the_same(desks, db):
 
 
 def test_agreement_of_every_aspect_by_hand(labelled, db):
-    """On "helpful" two equal answers. On "true" the units are the two completions, rated 3 and 1, and 2 and 5: no pair is equal."""
+    """On "helpful" two equal answers. On "true" the units are the completions, rated 3 and 1, and 2 and 5: none is equal."""
     found = results.by_aspect(db, labelled.owner, labelled.project)
     assert list(found) == ["", "helpful", "true", "kind", "weighted"]
     assert found[""].percent == found["helpful"].percent == 1.0
@@ -142,9 +142,9 @@ def test_the_weighted_judgement_by_hand(labelled, db):
 
 
 def test_each_aspect_has_rows_of_its_own(labelled, db):
-    take = lambda aspect, votes="majority": export.preference(
-        db, labelled.owner, labelled.project, votes, margin=True, aspect=aspect
-    )  # noqa: E731
+    def take(aspect, votes="majority"):
+        return export.preference(db, labelled.owner, labelled.project, votes, margin=True, aspect=aspect)
+
     assert [row["chosen"] for row in take("").rows] == ["y"] and "criterion" not in take("").rows[0]
     (helpful,) = take("helpful").rows
     assert (helpful["chosen"], helpful["margin"], helpful["lineage"]["share"]) == ("x", 2.0, 1.0)
@@ -170,7 +170,10 @@ def test_one_completion_and_only_questions_of_ones_own(desks, db):
             made.vote(made.owner, shown, rating=3)
         true, short = rated[text]
         made.vote(made.owner, shown, answers={"true": {"value": [true]}, "short": {"value": [short]}})
-    take = lambda aspect: export.preference(db, made.owner, made.project, margin=True, aspect=aspect).rows  # noqa: E731
+
+    def take(aspect):
+        return export.preference(db, made.owner, made.project, margin=True, aspect=aspect).rows
+
     assert [(row["chosen"], row["margin"]) for row in take("true")] == [("x", 3.0)]
     assert [(row["chosen"], row["margin"]) for row in take("short")] == [("y", 2.0)]
     # x: (1·1 + 0.5·0) / 1.5 = 2/3; y: (1·1/4 + 0.5·1) / 1.5 = 1/2; on a scale from 1 to 10 they differ by 9/6
