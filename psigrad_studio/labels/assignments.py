@@ -375,12 +375,12 @@ def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
 
 def _canonical(project: Project, answer: LabelAnswer, display: list[int], *, whole: bool = True) -> dict[str, Any]:
     """The columns of an answer, with sides turned into places. Raises `Refusal` where the answer does not fit the questions."""
+    main = _main(project, answer, display, asked=project.overall is not False)
     asked = [Question(**one) for one in project.questions or ()]
     own = questions.stored(asked, project.strengths, answer.answers or {}, display, whole=whole)
-    main = project.overall is not False
     if not main and own is None:
         raise Refusal("None of the questions is answered; answer one, or skip the task.")
-    return {"answers": own} | _main(project, answer, display, asked=main)
+    return main | {"answers": own}
 
 
 def _main(project: Project, answer: LabelAnswer, display: list[int], *, asked: bool) -> dict[str, Any]:
