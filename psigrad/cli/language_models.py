@@ -84,22 +84,12 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
 
 
 def _score_by_model(arguments: list[str]) -> int:
-    _, listed, rest = flags.parse_lists(arguments, "--model")
     defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "output": "", "device": "auto"}
-    given = flags.plain("score", rest, defaults)
-    output, model = given.pop("output"), given.pop("model")
-    models = listed["--model"] or [model]
+    given = flags.plain("score", arguments, defaults)
+    output = given.pop("output")
     from psigrad.language.recipes import reward
 
-    if output.endswith(".jsonl"):
-        rows = reward.score_rows(models, given.pop("dataset"), **given)
-        _write("".join(json.dumps(row) + "\n" for row in rows), output, len(rows))
-        return 0
-    if len(models) > 1:
-        raise UserError(
-            f"{len(models)} reward models score each row; name an --output that ends with .jsonl, with a column for them."
-        )
-    scores = reward.score(models[0], given.pop("dataset"), **given)
+    scores = reward.score(given.pop("model"), given.pop("dataset"), **given)
     _write("".join(f"{score:.6g}\n" for score in scores), output, len(scores))
     return 0
 

@@ -10,7 +10,6 @@ from typing import Any
 from psigrad.config import Data, Model, RewardConfig, Run
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import read_dataset
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
@@ -77,38 +76,9 @@ def score(
     `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` where
     `model` has no trained scalar head.
     """
-    (row_scores,) = _scores([model], _rows(rows, split, columns), device, budget)
-    return row_scores
-
-
-def score_rows(
-    models: Sequence[str],
-    rows: str | Iterable[Mapping[str, Any]],
-    *,
-    split: str = "test",
-    device: str = "auto",
-    budget: int = 16384,
-    columns: str | Mapping[str, str] = "",
-) -> list[dict[str, Any]]:
-    """The rows with `rewards`, what each of the reward models says of them, and `reward`, the mean of that. See `score`."""
-    read = _rows(rows, split, columns)
-    said = zip(*_scores(models, read, device, budget), strict=True)
-    return [
-        {**row.columns, "prompt": row.prompt, "completion": row.completion, "reward": sum(own) / len(own), "rewards": list(own)}
-        for row, own in zip(read, said, strict=True)
-    ]
-
-
-def _rows(rows: str | Iterable[Mapping[str, Any]], split: str, columns: str | Mapping[str, str]) -> list[Row]:
-    given = rows if isinstance(rows, str | os.PathLike) else list(rows)
-    return read_dataset(Data(dataset=rows, columns=columns, split=split), "prompt-completion", given, split).rows
-
-
-def _scores(models: Sequence[str], rows: Sequence[Row], device: str, budget: int) -> list[list[float]]:
-    """What each model says of every row, one model after the other in memory."""
-    machine.prepare_torch(Run(device=device))
-    found = []
-    for model in models:
-        loaded = load_trained_scalar_model(Model(path=model), Run(device=device))
-        found.append(score_all(loaded, [([], judged_ids(loaded, row)) for row in rows], budget))
-    return found
+    data = Data(dataset=rows, columns=columns, split=split)
+    config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))
+    machine.prepare_torch(config.run)
+    loaded = load_trained_scalar_model(config.model, config.run)
+    read = read_dataset(config.data, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
+    return score_all(loaded, [([], judged_ids(loaded, row)) for row in read.rows], budget)

@@ -69,10 +69,10 @@ export function sheet(project, task, give) {
     all[i].node.scrollIntoView({ block: "nearest" });
   }
 
-  /** Choosing what is chosen already takes it back. */
+  /** Where no answer is required, choosing what is chosen already takes it back. */
   function pick(i, option) {
     const row = all[i];
-    row.picked = row.picked === option ? null : option;
+    row.picked = row.picked === option && !row.required ? null : option;
     row.buttons.forEach((button, n) => button.setAttribute("aria-pressed", row.options[n] === row.picked));
     count();
     const next = all.findIndex((each, n) => n > i && !each.answered() && each.kind !== "text");
