@@ -410,8 +410,8 @@ def test_a_sheet_of_questions_by_keyboard_alone(opened, studio):
     for question, key in [
         ("Overall, which is better?", "1"),  # A clearly, of A clearly, A slightly, tie, B slightly, B clearly
         ("Which helps more?", "3"),  # B slightly: the tie has a letter
-        ("How true is it?: A", "3"),
-        ("How true is it?: B", "1"),
+        ("A: How true is it?", "3"),
+        ("B: How true is it?", "1"),
         ("kind", "2"),
     ]:
         assert marked(page) == question

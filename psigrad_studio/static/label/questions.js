@@ -14,7 +14,7 @@ function rows(project, shown) {
     if (question.kind === "choice") return [{ ...row, options: question.options.map((value, i) => ({ label: value, value, key: i < 9 ? String(i + 1) : null })) }];
     if (question.kind === "text") return [row];
     if (shown === 1) return [{ ...row, ...rated(question.name, row.ask, question.top), required: question.required }];
-    return SIDES.map((_, at) => ({ ...row, ...rated(question.name, `${row.ask}: ${"AB"[at]}`, question.top), at, required: question.required, why: question.why && at === 1 }));
+    return SIDES.map((_, at) => ({ ...row, ...rated(question.name, `${"AB"[at]}: ${row.ask}`, question.top), at, required: question.required, why: question.why && at === 1 }));
   });
   return project.overall ? [main, ...own] : own;
 }
@@ -52,12 +52,12 @@ export function sheet(project, task, give) {
       made.answered = () => made.text.value.trim() !== "";
     } else {
       made.buttons = row.options.map((option) =>
-        el("button", { type: "button", "aria-pressed": "false", onclick: () => pick(i, option) }, el("span", {}, option.label), option.key && el("kbd", { "aria-hidden": "true" }, option.key.toUpperCase())));
+        el("button", { type: "button", "aria-pressed": "false", onclick: () => pick(i, option) }, el("span", {}, option.label), option.key && option.key !== option.label ? el("kbd", { "aria-hidden": "true" }, option.key.toUpperCase()) : null));
       made.answered = () => made.picked !== null;
     }
     if (row.why) made.why = el("input", { type: "text", class: "reason", maxlength: 10000, autocomplete: "off", "aria-label": `Why: ${row.ask}`, placeholder: "Why? (optional)" });
     made.node = el("div", { class: "question", role: "group", "aria-labelledby": id, tabindex: "-1", onpointerdown: () => go(i, false) },
-      head, made.text ?? el("div", { class: "options" }, ...made.buttons), made.why);
+      head, made.text ?? el("div", { class: `options ${row.kind}` }, ...made.buttons), made.why);
     return made;
   }
 
