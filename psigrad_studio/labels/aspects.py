@@ -112,4 +112,5 @@ def _score(question: Question, said: dict[str, Any], grades: int, pair: bool) ->
     value = said["value"]
     if question.kind == "scale":
         return float(value[0] - (value[1] if pair else 1)) / (question.top - 1)
-    return {"a": 1.0, "b": -1.0, "tie": 0.0}[value] * (said.get("strength", grades or 1) / (grades or 1))
+    share: float = said.get("strength", grades or 1) / (grades or 1)
+    return {"a": share, "b": -share, "tie": 0.0}[value]

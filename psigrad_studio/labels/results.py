@@ -15,10 +15,11 @@ from psigrad.errors import nearest
 from psigrad_studio.labels import agreement as statistics
 from psigrad_studio.labels import label_data, people
 from psigrad_studio.labels.agreement import Alpha, Proportion
-from psigrad_studio.labels.aspects import WEIGHTED, names, of_aspect
+from psigrad_studio.labels.aspects import names, of_aspect
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.label_data import CurrentAnswer, ProjectLabels
 from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.questions import WEIGHTED
 from psigrad_studio.labels.ranking import Ranking, Undetermined, bradley_terry
 from psigrad_studio.labels.refusals import Conflict, Refusal
 from psigrad_studio.labels.schema import CHOICES

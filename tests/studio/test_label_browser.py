@@ -405,6 +405,7 @@ def test_a_sheet_of_questions_by_keyboard_alone(opened, studio):
     number = project(studio, 2, strengths=2, questions=ASPECTS)
     page, _ = at_work(opened, studio, number)
     expect(page.locator(".question")).to_have_count(6)  # the main one, and a scale has a row for A and one for B
+    expect(page.get_by_role("group", name="A: How true is it?").get_by_role("button")).to_have_text(["1", "2", "3"])
     page.keyboard.press("Enter")
     expect(page.locator("#notice")).to_contain_text("“Overall, which is better?” isn't answered yet")
     for question, key in [

@@ -202,7 +202,7 @@ function fresh() {
   open = null;
   talk.length = exchanges.length = 0;
   $("log").replaceChildren();
-  $("nothing").replaceChildren("Nothing was said yet. ", ...(was.nodes.length ? [back] : []));
+  $("nothing").replaceChildren(...(was.nodes.length ? ["A new conversation. ", back] : ["Nothing was said yet."]));
   $("nothing").hidden = false;
   say("");
   draw();
