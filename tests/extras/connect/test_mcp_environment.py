@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -104,6 +104,7 @@ def test_a_server_without_reset_is_its_tools_on_rows_of_yours(asked, monkeypatch
         made.rows(1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.needs("mcp")
 def test_the_example_behind_its_pipe_plays_episodes_side_by_side():
     """Who says the next number has three thirds, in every episode; who says another has none."""
@@ -121,9 +122,28 @@ def test_the_example_behind_its_pipe_plays_episodes_side_by_side():
     assert earned == pytest.approx([1.0, 1.0, 0.0])
 
 
-def test_its_module_is_the_one_that_the_page_names():
-    spec = importlib.util.spec_from_file_location("mcp_server", SERVER)
-    assert (
-        spec is not None
-        and "mcp:python examples/environments/mcp_server.py" in (SERVER.parents[2] / "docs/multi_turn.md").read_text()
-    )
+@pytest.mark.needs("mcp")
+def test_the_server_of_the_page_plays(monkeypatch):
+    """Two episodes of one seed, turn by turn: they count down for themselves."""
+    page = (SERVER.parents[2] / "docs" / "multi_turn.md").read_text()
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "MCPServer" in block]
+    names: dict = {"__name__": "a page"}
+    exec(compile(block, "the page", "exec", dont_inherit=True), names)
+
+    def ask(self, arguments):
+        found = names[self.name](**arguments)
+        return found.content[0].text, found.meta
+
+    monkeypatch.setattr(MCPTool, "ask", ask)
+    own = [tool("reset", seed=INT), tool("say", number=INT, episode=TEXT)]
+    monkeypatch.setattr(mcp_environment, "resolve", lambda specs, variables=(): own)
+    first, second = (resolve("mcp:python game.py")() for _ in range(2))
+    assert first.reset({"seed": 7}) == second.reset({"seed": 7}) == [{"role": "user", "content": "4"}]
+    assert [first.step(call("say", number=n))[1:] for n in (3, 2, 9, 0)] == [
+        (1.0, False),
+        (1.0, False),
+        (0.0, False),
+        (1.0, True),
+    ]
+    assert second.step(call("say", number=3))[0][0]["content"] == "3"
+    assert f"mcp:python examples/environments/{SERVER.name}" in page
