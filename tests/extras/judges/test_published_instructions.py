@@ -116,8 +116,8 @@ def test_the_examples_are_of_every_kind_but_one():
 
 
 PAPER = {(False, False): 0.7689, (False, True): 0.8357, (True, False): 0.7930, (True, True): 0.8537}
-"""Accuracies of GPT-4 in table 3 of the paper: by (loose, of single instructions). Its checker draws a letter where a row asks for
-one that is none, and tells languages and sentences by other libraries: 5 of 832 verdicts differ here."""
+"""Accuracies of GPT-4 in table 3 of the paper: by (loose, of single instructions). Its checker draws a letter where a row asks
+for one that is none, and tells languages and sentences by other libraries: 5 of 832 verdicts differ here."""
 FILES = Path(os.environ.get("PSIGRAD_IFEVAL", "nowhere"))
 
 
