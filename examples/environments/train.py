@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -52,22 +53,18 @@ def demonstrations(count: int, seed: int, tools: Sequence[Any] = ()) -> list[dic
 def prepare(folder: Path, tools: Sequence[Any] = ()) -> str:
     """A model that plays at random; its folder."""
     shown = demonstrations(1000, 0, tools)
-    tokenizer = tiny.tokenizer(["user assistant system", *(rendered(row) for row in shown[:50] if tools)], 700 if tools else 300)
+    tokenizer = tiny.tokenizer(["user assistant system"], 300)
     tokenizer.chat_template = CHATML
-    tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, heads=4, max_length=512 if tools else 128).save_pretrained(
-        folder / "random"
-    )
+    if tools:  # what stands around the numbers is a token each
+        texts = [Talk(tokenizer, Row("a game", columns={"tools": tools})).render(row["messages"]) for row in shown[:50]]
+        tokenizer.add_tokens(
+            sorted({part for text in texts for part in re.split(r"\d|<\|\w+\|>|assistant\n", text) if len(part) > 1})
+        )
+    tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, heads=4, max_length=128).save_pretrained(folder / "random")
     tokenizer.save_pretrained(folder / "random")
     settings = {"learning_rate": 3e-3, "batch_size": 16, "max_steps": 400, "eval_prompts": 0}
     psigrad.train("sft", model=folder / "random", dataset=shown, output_dir=folder / "base", **settings)
     return str(folder / "base" / "model")
-
-
-def rendered(row: dict[str, Any]) -> str:
-    """A demonstration as the model will read it, for its tokenizer to learn from."""
-    plain = tiny.tokenizer([""])
-    plain.chat_template = CHATML
-    return Talk(plain, Row("a demonstration", columns={"tools": row["tools"]})).render(row["messages"])
 
 
 def learn(model: str, environment: str, folder: Path, steps: int) -> Result:
@@ -77,7 +74,7 @@ def learn(model: str, environment: str, folder: Path, steps: int) -> Result:
         model=model,
         environment=environment,
         max_turns=3,
-        max_completion_length=40 if environment.startswith("mcp:") else 4,
+        max_completion_length=6,
         prompts_per_step=8,
         num_generations=8,
         eval_prompts=50,
