@@ -109,7 +109,7 @@ RECIPES = {
     "math_rl.train": ["env=gsm8k", "group_size=8", "groups_per_batch=16", "learning_rate=3e-3", "max_tokens=12", "max_steps=6",
                       "eval_every=0"],
     "preference.shorter.train": ["batch_size=4", "group_size=8", "learning_rate=3e-3", "max_tokens=16", "max_steps=4",
-                                 "eval_every=0"],
+                                 "renderer_name=qwen3_instruct", "eval_every=0"],
 }  # fmt: skip
 
 
