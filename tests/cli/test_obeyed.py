@@ -28,6 +28,7 @@ from psigrad_extras.experiments.declarations import BiasSettings
 from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 REWARD = f"{tiny_rewards.__file__}:of_text"
 DRAWN = ["--max-completion-length", "4", "--eval-prompts", "4"]
 ADAPTER = (
@@ -113,8 +114,9 @@ def listed(name, capsys):
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", capsys.readouterr().out))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name in ("dpo", "kto", "reward") else ()) for name in RUNS])
 def test_every_setting_that_help_lists_is_read(name, job, alone, capsys):
+    """Offline training by `sft` always; its relatives, which are started by the same recipe, with `make test-slow`."""
     cls, _, _, runs = RUNS[name]
     with watching(cls) as read:
         for number, more in enumerate(runs):
@@ -313,8 +315,9 @@ def without_effect(name, job, folder, capsys, settings, besides):
     return same
 
 
-@pytest.mark.parametrize("name", ["eval", "sample"])
+@pytest.mark.parametrize("name", [pytest.param("eval", marks=SLOW), "sample"])
 def test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys):
+    """Of `sample` always, of `eval`, which draws as it does, with `make test-slow`."""
     assert without_effect(name, job, alone, capsys, judged(RUNS[name][0]), ()) == []
 
 

@@ -16,15 +16,9 @@ import ranks
 import torch
 from rank_gradients import make_models
 from safetensors.torch import load_file
-from tiny_jobs import make_job
 
 from psigrad.processes.parallel.world import RankLost
 from psigrad.records import checkpoint
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Path:
-    return make_job(tmp_path_factory.mktemp("job"))
 
 
 def train(job: Path, out: Path, recipe: str, size: int, strategy: str, kill: str = "", lora: str = "") -> Path:
@@ -69,11 +63,11 @@ def test_two_processes_train_as_one_does(whole, recipe, strategy):
 
 
 KILLS = [
-    ("ddp", "backward 1 5"),
-    pytest.param("fsdp", "save 1 2", marks=pytest.mark.slow),
+    ("fsdp", "backward 1 5"),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (("fsdp", "save 1 2"), ("ddp", "backward 1 5"))),
     *(
         pytest.param(*x, marks=pytest.mark.long)
-        for x in (("fsdp", "backward 1 5"), ("ddp", "save-alone 0 2"), ("ddp", "gather 0 40"), ("ddp", "forward 1 9"))
+        for x in (("ddp", "save-alone 0 2"), ("ddp", "gather 0 40"), ("ddp", "forward 1 9"))
     ),
     *(pytest.param("fsdp", kill, marks=pytest.mark.long) for kill in ("gather 0 40", "forward 0 9", "save 0 2", "save 0 1")),
 ]
