@@ -103,6 +103,17 @@ def test_the_core_imports_no_package_beside_it(path):
     assert packages_of(path.read_text()) <= {"psigrad"}
 
 
+ROOMS_OF_THE_CORE = ("objective", "tabular", "control", "language", "runs", "records", "processes", "config", "compat", "cli")
+
+
+def test_tests_of_the_core_import_no_package_beside_it():
+    tests = [*(ROOT / "tests").glob("*.py"), *(p for room in ROOMS_OF_THE_CORE for p in (ROOT / "tests" / room).rglob("*.py"))]
+    assert len(tests) > 150
+    assert {str(path): found for path in tests if (found := packages_of(path.read_text()) & {*BESIDE})} == {}
+    beside = ROOT / "tests" / "extras" / "test_settings.py"
+    assert packages_of(beside.read_text()) & {*BESIDE} == {"psigrad_extras"}, "negative control"
+
+
 # The gateway and the extras know nothing of the applications above them.
 NOT_IN = {"psigrad_extras": {"psigrad_studio"}, "psigrad_serve": {"psigrad_studio"}}
 

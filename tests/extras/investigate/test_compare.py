@@ -10,7 +10,10 @@ import pytest
 from tiny_jobs import online_config
 
 from psigrad import cli
+from psigrad.cli import flags
 from psigrad.config import Evaluation, Model, OnlineConfig, Run
+from psigrad.config.load import load
+from psigrad.config.methods import declaration, declared
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.records.report import terminal
@@ -87,6 +90,16 @@ def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
     assert made["dpo"].batch_size * 2 == made["kto"].batch_size == 16
     assert made["ppo"].num_iterations == 4 and made["grpo"].num_iterations == 1
     assert {m.run.seed for m in made.values()} == {3} and len({m.run.output_dir for m in made.values()}) == 4
+
+
+@pytest.mark.parametrize("name", [name for name, method in declared().items() if method.online])
+def test_a_method_has_the_settings_of_its_command(name, tmp_path):
+    """But for the number of samples per step, which is the same for every method."""
+    method = declaration(name)
+    typed = flags.parse(method.settings, name, ["--model", "m", "--reward", "exact"], defaults=method.defaults)
+    asked = load(OnlineConfig, flags={"model.path": "m", "reward": ["exact"], "num_generations": 2})
+    found = compare.settings_of(Comparison((name,), asked), tmp_path, name, 0)
+    assert replace(found, run=Run()) == replace(typed, num_generations=2)
 
 
 def test_intervals_are_students():
