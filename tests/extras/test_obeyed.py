@@ -30,19 +30,7 @@ def test_every_setting_of_a_plan_is_read(job):
 @pytest.mark.long
 def test_every_setting_of_bench_and_of_an_experiment_is_read(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = [
-        "--prompts",
-        "2",
-        "--generations",
-        "2",
-        "--prompt-tokens",
-        "4",
-        "--completion-tokens",
-        "4",
-        "--steps",
-        "1",
-        "--json",
-        "times.jsonl",
-    ]
+    small = ["--prompts", "2", "--generations", "2", "--prompt-tokens", "4", "--completion-tokens", "4", "--steps", "1",
+             "--json", "times.jsonl"]  # fmt: skip
     assert unread(BenchConfig, ["bench", "--model", str(job / "base"), *small]) == set()
     assert unread(BiasSettings, ["experiment", "bias", "--seeds", "2", "--episodes", "400"]) == set()
