@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with many cases PostgreSQL sees the first, and the others with `make test-slow`; SQLite sees them all."""
     seen: set[str] = set()
     for item in items:
-        if "postgresql" in getattr(getattr(item, "callspec", None), "params", {}).values():
+        if item.path.parent == Path(__file__).parent and "[postgresql" in item.name:
             name = item.nodeid.partition("[")[0]
             if name in seen:
                 item.add_marker(pytest.mark.slow)
