@@ -12,7 +12,7 @@ import pytest
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
 from psigrad.processes.workers import process
-from psigrad.processes.workers.process import SHOWN, list_withheld, pick_variables
+from psigrad.processes.workers.worker_pool import SHOWN, list_withheld, pick_variables
 
 
 def scored(function, texts=("a", "b"), **settings):
