@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from timing import until
+
 from psigrad.language.rewards import Failure, Unscored
 
 
@@ -123,3 +125,39 @@ class Talker(Parrot):
 
     def step(self, text):
         return "say more: " + text, of_text([text])[0], False
+
+
+class Echo:
+    """An environment that says what it heard; half a point for each turn with an "e" in it."""
+
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, completion):
+        self.turns += 1
+        return f" you said {len(completion)}:", 0.5 * ("e" in completion), self.turns == 2
+
+
+class Again:
+    """Asks once more."""
+
+    def reset(self, row):
+        self.turn = 0
+
+    def step(self, completion):
+        self.turn += 1
+        return "again?", float(self.turn), self.turn == 2
+
+
+class Sleepy:
+    """An environment that answers once it is told that sampling hangs, or never."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def reset(self, row):
+        return None
+
+    def step(self, text):
+        until(lambda: '"sample"' in self.events.read_text())
+        return "", 1.0, True
