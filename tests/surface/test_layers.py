@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ def room_in(parts: Sequence[str]) -> str:
     return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in ROOMS), parts[0])
 
 
+@functools.cache
 def imports_of(source: str) -> set[str]:
     """Every module of ours that a source imports, wherever the import stands."""
     found = set()

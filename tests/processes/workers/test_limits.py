@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
-from psigrad.processes.workers import process
+from psigrad.processes.workers import worker_pool as process
 from psigrad.processes.workers.worker_pool import SHOWN, list_withheld, pick_variables
 
 
