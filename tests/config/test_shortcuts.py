@@ -59,9 +59,8 @@ def test_the_parts_that_a_setting_changes_are_those_of_the_object(name):
     assert read(shortcuts.describe_method(name)) == seen(known[name].algorithm)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if i % 4 else ()) for i, n in enumerate(METHODS)])
+@pytest.mark.parametrize("name", METHODS)
 def test_every_flag_of_a_methods_help_changes_that_and_nothing_else(name):
-    """Of every fourth method always, of all with `make test-slow`; that each shows the parts it has is tested above."""
     before = resolved(name)
     for short in SHORTCUTS:
         places = find_places(short, name)

@@ -72,8 +72,13 @@ def test_the_corpus_is_as_large_as_it_is_said_to_be():
     assert len(NAMES) >= 80
 
 
+# They run until a limit ends them, which is seconds: those of their kind that always run are "spin", "sleep", "fork bomb" and
+# "memory in many".
+LONGER = ("C spin", "regular expression", "recursion", "a line without end", "deaf to signals", "thread bomb", "many inodes")
+
+
 @pytest.mark.needs("bubblewrap")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONGER else ()) for n in NAMES])
 def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
     monkeypatch.setenv("PSIGRAD_SECRET", SECRET)
     marker = host / "marker"
