@@ -104,9 +104,13 @@ def unread_of(cls: Any) -> dict[str, str]:
     return _unread_of(cls)
 
 
-@cache
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
     """The types of a class's fields by name, with the notes of `Annotated` or without; read once, which takes milliseconds."""
+    return _types_of(cls, notes)
+
+
+@cache
+def _types_of(cls: Any, notes: bool) -> Mapping[str, Any]:
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 
