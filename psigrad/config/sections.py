@@ -24,6 +24,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 # Without these some settings have no effect.
 _ADAPTER, _CLUSTER, _PUSHED = Needs("model.lora_rank"), Needs("placement.cluster"), Needs("hub.push_to_hub")
+_SHARDS = Needs("placement.strategy=fsdp")
 _BEST = Needs("evaluation.load_best_model_at_end", "evaluation.early_stopping_patience")
 DRAWS = Needs("reward", "reward_model", "evaluation.metric", "prompts_per_step", "best_of", "output")
 # A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
@@ -247,6 +248,14 @@ class Placement:
     strategy: Annotated[Literal["ddp", "fsdp"], RECORDED] = "ddp"
     """What each process holds: the whole model (ddp), or a shard of its weights, gradients and optimiser (fsdp, PyTorch's
     fully_shard)."""
+    dp_replicate_size: Annotated[Count, RECORDED, _SHARDS] = 1
+    """With fsdp: groups of processes that each hold the whole model in shards (HSDP): what a layer is gathered from stays within
+    a group, and gradients are summed over all of them."""
+    tp_size: Annotated[Count, RECORDED, _SHARDS] = 1
+    """With fsdp: processes that compute every layer together, each with some of its heads and columns, by the plan that
+    transformers has for the family (tensor parallelism)."""
+    cp_size: Annotated[Count, RECORDED, _SHARDS] = 1
+    """With fsdp: processes that divide the tokens of every row, and in attention the heads (context parallelism, Ulysses)."""
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """A process that waits longer than this for another ends."""
     cluster: Annotated[str, RECORDED] = ""

@@ -20,7 +20,7 @@ from psigrad.config.fields import LENGTH, idle, marked
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.processes.parallel import launch
-from psigrad.processes.parallel.world import ALONE, World, join_world
+from psigrad.processes.parallel.world import ALONE, Division, World, join_world
 from psigrad.records import checkpoint, pins
 from psigrad.records.read import KEEPS, kept_step
 from psigrad.records.row_lines import last_event, read_steps
@@ -48,8 +48,11 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
         stack.enter_context(prepared_torch(config.run, recompute=recompute, tf32=language))
         if hasattr(config, "placement"):
             launch.check(config.placement.processes)
-            lockstep, minutes = config.placement.strategy == "fsdp", config.placement.timeout_minutes
-            world = stack.enter_context(join_world(device=device(config.run), lockstep=lockstep, minutes=minutes))
+            given = config.placement
+            lockstep, minutes = given.strategy == "fsdp", given.timeout_minutes
+            division = Division(given.dp_replicate_size, given.tp_size, given.cp_size)
+            joined = join_world(device=device(config.run), lockstep=lockstep, minutes=minutes, division=division)
+            world = stack.enter_context(joined)
         path = world.broadcast(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
         yield stack.enter_context(_open_as(world, path, config, recipe))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from psigrad.language.models.native import kernels
-from psigrad.processes.parallel.world import join_world
+from psigrad.processes.parallel.world import Division, join_world
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -26,13 +26,15 @@ MINUTES = 2.0
 class Rank:
     """A process that is forked, as starting Python and loading torch takes longer than most tests; read as a `Popen` is."""
 
-    def __init__(self, environment: Mapping[str, str], lockstep: bool, module: str, function: str, *arguments: str) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], lockstep: bool | Division, module: str, function: str, *arguments: str
+    ) -> None:
         self._said = os.memfd_create("said")
         given = (environment, lockstep, module, function, *arguments)
         self._process = multiprocessing.get_context("fork").Process(target=self._main, args=given)
         self._process.start()
 
-    def _main(self, environment: Mapping[str, str], lockstep: bool, module: str, function: str, *arguments: str) -> None:
+    def _main(self, environment: Mapping[str, str], lockstep: bool | Division, module: str, function: str, *arguments: str) -> None:
         for descriptor in (1, 2):
             os.dup2(self._said, descriptor)
         sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
@@ -41,7 +43,8 @@ class Rank:
         for kept in (kernels.kernels, kernels.library):
             kept.cache_clear()  # which an environment may switch off
         try:
-            with join_world(lockstep=lockstep, minutes=MINUTES) as world:
+            division = lockstep if isinstance(lockstep, Division) else None
+            with join_world(lockstep=bool(lockstep), minutes=MINUTES, division=division) as world:
                 getattr(importlib.import_module(module), function)(world, *arguments)
         except BaseException:
             traceback.print_exc()
@@ -75,7 +78,7 @@ def environment(rank: int, size: int, folder: str, extra: Mapping[str, str] | No
 
 
 def start(
-    size: int, module: str, function: str, *arguments: object, lockstep: bool = False, extra=None, folder: str
+    size: int, module: str, function: str, *arguments: object, lockstep: bool | Division = False, extra=None, folder: str
 ) -> list[Rank]:
     """The processes, by rank."""
     return [
@@ -84,7 +87,7 @@ def start(
 
 
 def run(
-    size: int, module: str, function: str, *arguments: object, lockstep: bool = False, extra=None, seconds: float = 280
+    size: int, module: str, function: str, *arguments: object, lockstep: bool | Division = False, extra=None, seconds: float = 280
 ) -> None:
     """Run to the end; an error of any rank is raised with what it printed."""
     with tempfile.TemporaryDirectory() as folder:

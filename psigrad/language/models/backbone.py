@@ -24,6 +24,7 @@ from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
+from psigrad.language.models.ulysses import Context
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +51,7 @@ class Pretrained(ABC):
     - `attends`: how packed sequences attend in transformers' modules; `why_sdpa` says why a GPU pads them all the same.
     - `texts`: those that ways to compute were compared on.
     - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`processes/parallel/sharded.py`).
+    - `context`: the processes that divide the tokens of a row, where there are several.
     """
 
     network: PreTrainedModel | WeightsOnly
@@ -63,6 +65,7 @@ class Pretrained(ABC):
     attends: Literal["sdpa", "varlen", "flex"] = "sdpa"
     why_sdpa: str = ""
     root: nn.Module | None = None
+    context: Context | None = None
     texts: Groups | None = None
 
     @property
@@ -168,6 +171,17 @@ class Pretrained(ABC):
         """What the model multiplies its head's logits with (Cohere), or divides them by (Granite). Here hidden states are."""
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+    def own_share(self, inputs: ForwardInputs) -> ForwardInputs:
+        """What this process computes of them: all, or its tokens of a row that several divide."""
+        packed = inputs.layout
+        if self.context is None or not isinstance(packed, attention.PackedLayout):
+            return inputs
+        if self.attends == "sdpa":
+            return self.context.share(inputs, packed)
+        from psigrad.language.models.hf_attention import unpadded
+
+        return self.context.share(inputs, unpadded(packed, self.attends))
 
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [M, E] that predict the targets, packed or padded."""

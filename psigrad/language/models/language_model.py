@@ -178,8 +178,8 @@ class LanguageModel(Pretrained):
         asked for as a "figure", without gradient.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
-        forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
-        cache = self.usable(cache)
+        whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
+        forward, cache = self.own_share(whole), self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
 
@@ -199,7 +199,10 @@ class LanguageModel(Pretrained):
             stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
             return replace(stats, value=values)
 
-        return with_whole_weights(self, compute), forward.targets
+        stats = with_whole_weights(self, compute)
+        if self.context is not None and forward.mine is not None:
+            stats = TokenStats(*(self.context.gather(x, forward.mine, len(whole.targets.ids)) for x in stats.columns))  # type: ignore[arg-type]
+        return stats, whole.targets
 
     def _reference_hidden(
         self, asked: Divergence, inputs: Groups | Rows, forward: ForwardInputs
@@ -207,13 +210,19 @@ class LanguageModel(Pretrained):
         """As `_target_hidden`, of the reference: without gradient, and without the adapter where it is this model itself."""
         other, theirs = asked.model, replace(forward, cached=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
-            theirs = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
+            whole = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
+            theirs = other.own_share(whole)
         with torch.no_grad():
             if other is not self:
-                return with_whole_weights(other, lambda: other._target_hidden(theirs))
-            with self.without_adapter():
-                hidden, head = self._target_hidden(theirs)
-            return hidden, base_of(head)  # it is asked later, when the adapter is on again
+                hidden, head = with_whole_weights(other, lambda: other._target_hidden(theirs))
+            else:
+                with self.without_adapter():
+                    hidden, head = self._target_hidden(theirs)
+                head = base_of(head)  # it is asked later, when the adapter is on again
+            if self.context is not None and theirs.mine is not forward.mine:  # behind other prompts, others have the same targets
+                every: Any = self.context.gather(hidden, theirs.mine, len(whole.targets.ids))
+                hidden = every[forward.mine] if len(forward.mine) else every[:1]
+            return hidden, head
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""

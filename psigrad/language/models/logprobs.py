@@ -37,10 +37,14 @@ class TokenStats:
     value: Tensor | None = None
     mean_logp: Tensor | None = None
 
+    @property
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """All of them."""
+        return (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
+
     def detach(self) -> TokenStats:
         """Without gradient."""
-        columns = (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
-        kept: list[Any] = [x if x is None else x.detach() for x in columns]
+        kept: list[Any] = [x if x is None else x.detach() for x in self.columns]
         return TokenStats(*kept)
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -178,11 +179,13 @@ class ForwardInputs:
     input_ids: Tensor
     position_ids: Tensor
     targets: Targets
-    layout: PackedLayout | None = None
+    layout: Any = None
     attention_mask: Tensor | None = None
     prefix_ends: Tensor | None = None
     cached: CacheHit | None = None
     """Activations of these tokens from sampling, if they were kept: the layers need not run."""
+    mine: Tensor | None = None
+    """Which of the targets of the whole row these are, where several processes divide it (`ulysses.py`)."""
 
 
 @dataclass

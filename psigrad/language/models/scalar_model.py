@@ -66,7 +66,10 @@ class ScalarModel(Pretrained):
         """V [M] of the state before each target."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         head: Any = self.network.score
-        values: Tensor = with_whole_weights(self, lambda: head(self.target_hidden(forward))[:, 0])
+        own = self.own_share(forward)
+        values: Any = with_whole_weights(self, lambda: head(self.target_hidden(own))[:, 0])
+        if self.context is not None and own.mine is not None:
+            values = self.context.gather(values, own.mine, len(forward.targets.ids))
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:

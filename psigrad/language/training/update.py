@@ -15,7 +15,7 @@ from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.language.models.gradients import Sums, in_place
 from psigrad.language.training.optimizers import AdamW, make_rule, steps_natively
-from psigrad.processes.parallel.shards import held_of, local_of
+from psigrad.processes.parallel.shards import copies_of, held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
 
@@ -180,7 +180,8 @@ class Optimizer:
         for name, own in self.held.items():
             gradient = self.masters[name].grad if self.masters[name].grad is not None else own.grad
             if gradient is not None:
-                parts[own is self.parameters[name]] += float(gradient.double().pow(2).sum())
+                square = float(gradient.double().pow(2).sum()) / copies_of(self.parameters[name], self.world.size)
+                parts[own is self.parameters[name]] += square
         return math.sqrt(float(self.world.all_reduce(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
     def apply(self, norm: float, lr: float) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from psigrad.language.models.backbone import Pretrained, reshard, write
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.processes.parallel import mesh as meshes
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import World
 
@@ -51,12 +52,17 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     """Leave this process with its share of the model's weights, moved to its device block by block. From now on all processes
     must call `model.evaluate` and the like alike, and `model.trainable()` has tensors in shards.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # a second, and forty megabytes
 
-    if model.decoder is not None and not isinstance(model.network, WeightsOnly):
+    meshes.check(model, world)
+    mesh, tensor, model.context = meshes.make(world, torch.device(device).type)
+    if tensor is not None:
+        meshes.divide_layers(model, tensor)
+    elif model.context is not None:
+        model.as_transformers()
+        model.decoder, model.why_unfused = None, "rows are divided"
+    elif model.decoder is not None and not isinstance(model.network, WeightsOnly):
         model.decoder, model.why_unfused = None, "it is in shards and has adapters"
-    mesh: Any = init_device_mesh(torch.device(device).type, (world.size,))
     wide = torch.float32 if model.network.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(reduce_dtype=wide)
     network: Any = model.network

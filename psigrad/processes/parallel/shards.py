@@ -6,6 +6,7 @@ processes can read, as they can read a plain model.safetensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ def local_of(x: Tensor) -> Tensor:
 def in_shards(x: Any) -> bool:
     """Whether a tensor is a DTensor, whose class takes half a second to import."""
     return hasattr(x, "to_local")
+
+
+def copies_of(x: Tensor, size: int) -> int:
+    """How many of `size` processes hold the same rows of a tensor in shards; 1 of another tensor."""
+    if not in_shards(x):
+        return 1
+    held: Any = x
+    return size // math.prod(n for n, of in zip(held.device_mesh.shape, held.placements, strict=True) if not of.is_replicate())
 
 
 @torch.no_grad()

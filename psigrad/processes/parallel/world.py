@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,21 @@ class RankLost(UserError):
     exit_status = 75  # EX_TEMPFAIL of sysexits.h: the same command may go on
 
 
+class Division(NamedTuple):
+    """How processes that hold a model in shards are divided besides: groups that hold it each (`replicate`), processes that
+    compute every layer together (`tensor`), and those that divide the tokens of every row (`context`).
+    """
+
+    replicate: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def team(self) -> int:
+        """How many compute one micro-batch together. They stand beside each other: ranks k·team … (k + 1)·team - 1."""
+        return self.tensor * self.context
+
+
 class World(Protocol):
     """Processes that train together, as one of them, the `rank`-th of `size`, sees them."""
 
@@ -55,6 +70,11 @@ class World(Protocol):
         """Whether all of them must make the same number of forward passes: they hold a model in shards."""
         ...
 
+    @property
+    def division(self) -> Division:
+        """Who computes together."""
+        ...
+
     def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""
         ...
@@ -71,7 +91,7 @@ class World(Protocol):
 class Alone:
     """The world of one process."""
 
-    rank, size, lockstep = 0, 1, False
+    rank, size, lockstep, division = 0, 1, False, Division()
 
     def broadcast(self, value: T) -> T:
         """The value itself."""
@@ -92,13 +112,14 @@ ALONE: World = Alone()
 class Ranks:
     """The world of a torch.distributed process group: of `group`, or the one that was made first."""
 
-    def __init__(self, *, lockstep: bool = False, group: Any = None) -> None:
+    def __init__(self, *, lockstep: bool = False, group: Any = None, division: Division | None = None) -> None:
         self.rank, self.size, self.lockstep, self.group = dist.get_rank(), dist.get_world_size(), lockstep, group
+        self.division = division or Division()
 
     def beside(self) -> Ranks:
         """The same processes with messages of their own, for a thread that works beside the steps. All of them must call it."""
         limit = timedelta(hours=4)  # a thread may wait for a disk, or for a sampler, for longer than a step
-        return Ranks(lockstep=self.lockstep, group=dist.new_group(backend="gloo", timeout=limit))
+        return Ranks(lockstep=self.lockstep, group=dist.new_group(backend="gloo", timeout=limit), division=self.division)
 
     def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""
@@ -161,11 +182,19 @@ def _store() -> Any:
 
 
 @contextlib.contextmanager
-def join_world(*, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0) -> Iterator[World]:
+def join_world(
+    *, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0, division: Division | None = None
+) -> Iterator[World]:
     """The world that this process was started in: by `psigrad … --processes N`, torchrun, SLURM or Ray Train, whose environment
-    variables RANK and WORLD_SIZE say so; else it is alone. A process that gets no answer for `minutes` ends.
+    variables RANK and WORLD_SIZE say so; else it is alone. A process that gets no answer for `minutes` ends. Raises `UserError`
+    where so many processes cannot have the `division`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
+        raise UserError(
+            f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, and there are {size} processes; give "
+            "strategy=fsdp, and a number of processes that the product of the three divides."
+        )
     if size == 1 and not lockstep:
         yield ALONE
         return
@@ -174,7 +203,7 @@ def join_world(*, device: str = "cpu", lockstep: bool = False, minutes: float = 
         _make_group(device, size, minutes)
     try:
         with name_losses():
-            yield Ranks(lockstep=lockstep)
+            yield Ranks(lockstep=lockstep, division=division)
             if not given:
                 dist.barrier()
     finally:
@@ -218,19 +247,27 @@ def agree(world: World, what: Mapping[str, str]) -> None:
 
 
 def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
-    """The sum of each figure over those that have it, in the order of the ranks: the same bits on all of them."""
-    each = world.all_gather(dict(figures))
+    """The sum of each figure over those that have it, in the order of the ranks: the same bits on all of them. Who compute
+    together count once.
+    """
+    each = world.all_gather(dict(figures))[:: world.division.team]
     names = dict.fromkeys(name for own in each for name in own)
     return {name: math.fsum(own.get(name, 0.0) for own in each) for name in names} if world.size > 1 else dict(figures)
 
 
+def shares_of(world: World) -> int:
+    """Into how many shares a step is divided: one for each process, or for each team that computes together."""
+    return world.size // world.division.team
+
+
 def shard(world: World, parts: Sequence[T]) -> list[tuple[T, float]]:
-    """This rank's share of what all ranks do, every `size`-th part, each with weight 1.
+    """This rank's share of what all ranks do, every `shares_of(world)`-th part, each with weight 1.
 
     In lockstep ranks with a part less do the first one once more, with weight 0.
     """
-    own = [(part, 1.0) for part in parts[world.rank :: world.size]]
-    rounds = -(-len(parts) // world.size)
+    shares = shares_of(world)
+    own = [(part, 1.0) for part in parts[world.rank // world.division.team :: shares]]
+    rounds = -(-len(parts) // shares)
     return own + [(parts[0], 0.0)] * (rounds - len(own)) if world.lockstep and parts else own
 
 
@@ -239,8 +276,8 @@ def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]
 
     In lockstep all ranks call it as often.
     """
-    every = world.all_gather([of(part) for part, _ in shard(world, parts)])
-    return [every[i % world.size][i // world.size] for i in range(len(parts))]
+    every = world.all_gather([of(part) for part, _ in shard(world, parts)])[:: world.division.team]
+    return [every[i % len(every)][i // len(every)] for i in range(len(parts))]
 
 
 def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
 from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.objective import Loss
-from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
+from psigrad.processes.parallel.world import ALONE, World, shard, shares_of, sum_figures
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
 
@@ -123,7 +123,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     sums: dict[str, Tensor] = {}
     with clock("time/update"):
         world = run.journal.world
-        shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
+        shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, shares_of(world)))
         norm = run.optimizer.step([partial(_count, share, weight, sums) for share, weight in shares], lr)
         figures = sum_figures(world, {name: float(term) for name, term in sums.items()})
     number, tokens = state.step + 1, run.task.tokens(rows)

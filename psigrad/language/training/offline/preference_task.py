@@ -25,7 +25,7 @@ from psigrad.language.training.online.forward import minibatches
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
-from psigrad.processes.parallel.world import ALONE, World, each_once, shard
+from psigrad.processes.parallel.world import ALONE, World, each_once, shard, shares_of
 
 
 def answer_logps(
@@ -53,7 +53,7 @@ def reference_logps(
     """log π_ref of every answer of every prompt; a LoRA model is its own reference, without its adapter."""
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
-    for part, _ in shard(world, pack_by_tokens(sizes, budget, world.size)):
+    for part, _ in shard(world, pack_by_tokens(sizes, budget, shares_of(world))):
         with model.without_adapter() if model.is_own_reference else torch.no_grad():
             logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
         values = iter(logp.tolist())
@@ -117,7 +117,7 @@ class PreferenceTask:
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all pairs; accuracy with its 95 % interval."""
         targets = sum(p.chosen.targets for p in self.pairs)
-        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, shares_of(world))
         found = each_once(world, parts, partial(self._judge, targets))
         low, high = mean_interval([hit for _, hits in found for hit in hits])
         return {**sum_terms(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
@@ -161,7 +161,7 @@ class KTOTask:
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
         desirable = sum(self.rows[i].desirable for i in rows)
         z = self._z(rows, budget, world)
-        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks or world.size)
+        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks or shares_of(world))
         return [partial(self._loss, [rows[k] for k in part], z, len(rows), desirable) for part in parts]
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class KTOTask:
         """z of the step from every row's prompt with the answer of `mismatched`."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
-        logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, world.size)
+        logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, shares_of(world))
 
         def of(part: list[int]) -> list[float]:
             prompts = [self.rows[rows[k]].prompt for k in part]
@@ -261,7 +261,7 @@ def learn_preferences(
     for iteration in range(config.num_iterations):
         for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
             tally.steps += 1
-            shares = shard(world, task.shares(rows.tolist(), config.micro_batch_tokens, world.size))
+            shares = shard(world, task.shares(rows.tolist(), config.micro_batch_tokens, shares_of(world)))
             norm = run.optimizer.step([partial(tally.of, share, weight) for share, weight in shares], lr)
             tally.end_step(None if norm is None else [norm])
     signs = torch.zeros(picked.rows)

@@ -18,7 +18,7 @@ from psigrad.language.training.offline.sft_task import sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import correct
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
-from psigrad.processes.parallel.world import ALONE, World, each_once
+from psigrad.processes.parallel.world import ALONE, World, each_once, shares_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RewardTask:
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss, accuracy with its 95 % interval, and how well σ(r_w − r_l) is calibrated."""
         lead = torch.zeros(len(self), dtype=torch.float64)
-        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, shares_of(world))
         found = each_once(world, parts, self._judge)
         figures = sum_terms(terms for terms, _ in found)
         for part, (_, own) in zip(parts, found, strict=True):
@@ -104,7 +104,7 @@ class ProcessRewardTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and accuracy over the steps of all solutions."""
-        return sum_terms(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
+        return sum_terms(each_once(world, self.shares(range(len(self)), budget, shares_of(world)), terms_of))
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.training.offline.offline import Share
 from psigrad.objective import Loss
-from psigrad.processes.parallel.world import ALONE, World, each_once
+from psigrad.processes.parallel.world import ALONE, World, each_once, shares_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SFTTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss, entropy and accuracy on the target tokens of all examples."""
-        return sum_terms(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
+        return sum_terms(each_once(world, self.shares(range(len(self)), budget, shares_of(world)), terms_of))
 
 
 @dataclass(frozen=True)

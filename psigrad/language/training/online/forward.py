@@ -26,7 +26,7 @@ from psigrad.language.training.online.collect import metric_of
 from psigrad.language.training.online.figures import Tally
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
-from psigrad.processes.parallel.world import ALONE, World, shard
+from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
 # Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
 COMPARE_EVERY, COMPARED = 4, 20
@@ -109,7 +109,7 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
 
 def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
     """The micro-batches of this process, each with its weight: 0 for one that is only run because others run one."""
-    return shard(world, micro_batches(batch, wanted, budget, world.size))
+    return shard(world, micro_batches(batch, wanted, budget, shares_of(world)))
 
 
 def rows_of(micro: MicroBatch) -> Tensor:
@@ -180,7 +180,7 @@ def fill(
     out = torch.zeros_like(batch.logp_old)
     for micro, weight in share_of(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
         part = of(inputs(batch, micro))
-        if weight:
+        if weight and world.rank % world.division.team == 0:  # who compute together count once
             out[rows_of(micro).to(out.device)] = by_row(part.to(out.dtype), batch, micro)
     return world.all_reduce(out)
 

@@ -1,0 +1,112 @@
+"""Rows that several processes compute together: each has some of the tokens, and in attention all tokens of some heads (Ulysses,
+Jacobs et al. 2023, arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from psigrad.language.models.attention import SDPA, Layout, repeat_heads
+from psigrad.language.models.packing import ForwardInputs
+
+
+@dataclass(frozen=True)
+class Context:
+    """The `rank`-th of `size` processes that divide the tokens of every packed row, and their process group."""
+
+    group: Any
+    rank: int
+    size: int
+
+    def share(self, inputs: ForwardInputs, layout: Layout) -> ForwardInputs:
+        """This process' tokens of a row that attends by `layout`, and the targets that they predict. All have as many tokens: the
+        last ones may be padding, which nothing attends to. Who predicts nothing predicts something that `gather` drops, so that
+        its backward pass goes through all layers.
+        """
+        rows = inputs.input_ids.shape[1]
+        length = -(-rows // self.size)
+        first = self.rank * length
+        places = inputs.targets.rows
+        mine = ((places >= first) & (places < first + length)).nonzero()[:, 0]
+        targets = inputs.targets.some(mine if len(mine) or not len(places) else mine.new_zeros(1))
+        own = (
+            F.pad(x, (0, length * self.size - rows))[:, first : first + length] for x in (inputs.input_ids, inputs.position_ids)
+        )
+        return ForwardInputs(
+            *own,
+            replace(targets, rows=(targets.rows - first).clamp(0, length - 1)),
+            layout=DividedLayout(layout, rows, self),
+            mine=mine,
+        )
+
+    def gather(self, found: Tensor | None, mine: Tensor | None, whole: int) -> Tensor | None:
+        """[whole, …] of what each process found for the targets `mine`. The gradient of each is that of its own: the loss of the
+        whole row is the same on all of them, and counts once.
+        """
+        return None if found is None else _Gather.apply(found, self, mine, whole)
+
+
+@dataclass(frozen=True)
+class DividedLayout:
+    """A layout of `rows` tokens that several processes divide."""
+
+    inner: Layout
+    rows: int
+    context: Context
+    packed_weights = slots = None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
+        """As the inner layout, of this process' heads of all tokens. Shapes as in `Layout.attend`, of its own tokens."""
+        size, heads = self.context.size, q.shape[1]
+        if k.shape[1] % size:
+            k, v = (repeat_heads(x, heads) for x in (k, v))
+        q, k, v = (_Swap.apply(x, self.context, True)[:, :, : self.rows] for x in (q, k, v))
+        if isinstance(how, functools.partial) and (sinks := how.keywords.get("sinks")) is not None:
+            how = functools.partial(how, sinks=sinks.chunk(size)[self.context.rank])
+        out = self.inner.attend(layer, q, k, v, scale, window, how)  # [1, S, H, D]
+        out = F.pad(out, (0, 0, 0, 0, 0, -self.rows % size)).transpose(1, 2)
+        back: Tensor = _Swap.apply(out, self.context, False)
+        return back.transpose(1, 2)
+
+
+class _Swap(torch.autograd.Function):
+    """[1, H, S / n, D] of this process' tokens to [1, H / n, S, D] of its heads, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context, to_heads: bool) -> Tensor:
+        ctx.context, ctx.to_heads = context, to_heads
+        parts = x[0].unflatten(0 if to_heads else 1, (context.size, -1))
+        given = (parts if to_heads else parts.transpose(0, 1)).contiguous()
+        made = torch.empty_like(given)
+        dist.all_to_all_single(made, given, group=context.group)
+        return (made.transpose(0, 1).flatten(1, 2) if to_heads else made.flatten(0, 1))[None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back: Tensor = _Swap.apply(grad, ctx.context, not ctx.to_heads)
+        return back, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, context: Context, mine: Tensor, whole: int) -> Tensor:
+        ctx.mine, ctx.own = mine, len(found)
+        out = found.new_zeros(whole, *found.shape[1:])
+        out[mine] = found[: len(mine)]
+        dist.all_reduce(out, group=context.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        own = grad.index_select(0, ctx.mine)
+        return own if len(own) == ctx.own else grad.new_zeros(ctx.own, *grad.shape[1:]), None, None, None
