@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rank_gradients import CASES, gradient
 from safetensors.torch import save_file
 

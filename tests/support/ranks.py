@@ -34,7 +34,9 @@ class Rank:
         self._process = multiprocessing.get_context("fork").Process(target=self._main, args=given)
         self._process.start()
 
-    def _main(self, environment: Mapping[str, str], lockstep: bool | Division, module: str, function: str, *arguments: str) -> None:
+    def _main(
+        self, environment: Mapping[str, str], lockstep: bool | Division, module: str, function: str, *arguments: str
+    ) -> None:
         for descriptor in (1, 2):
             os.dup2(self._said, descriptor)
         sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,38 +64,95 @@ def divide_layers(model: Pretrained, over: Any) -> None:
     """Leave each process of the mesh with its part of every layer's matrices, by the plan that transformers has for the family.
     Raises `UserError` where it has none, or has other numbers or gradients than the whole model.
     """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
     network: Any = model.as_transformers()
     model.decoder, model.why_unfused = None, "its layers are divided"
-    styles = {
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
-        **dict.fromkeys(("colwise_rep", "colwise_gather_output"), ColwiseParallel(output_layouts=Replicate())),
-        **dict.fromkeys(("rowwise_rep", "rowwise_split_input"), RowwiseParallel(input_layouts=Replicate())),
-        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
-    }
     family = type(network).__name__
     plan = {name: style for name, style in (network.tp_plan or {}).items() if ".*." in name}
-    if unknown := sorted(set(plan.values()) - styles.keys()):
+    if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise UserError(
             f"tp_size is above 1, and {family} is divided by {', '.join(unknown)}, which is not there; give tp_size=1."
         )
-    found = {
-        name: styles[style]
-        for name, _ in network.named_modules()
-        for key, style in plan.items()
-        if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name)
-    }
+    patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): style for key, style in plan.items()}
+    found = [(m, style) for name, m in network.named_modules() for key, style in patterns.items() if key.fullmatch(name)]
     if not found:
         raise UserError(f"tp_size is above 1, and transformers has no plan to divide {family}; give tp_size=1, or cp_size.")
     before = _probe(model)
-    parallelize_module(network, over, found, src_data_rank=None)
-    after = _probe(model)
-    gap = max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(after, before, strict=True))
+    for module, style in found:
+        _divide(module, *_STYLES[style], over)
+    gap = max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(_probe(model), before, strict=True))
     if not gap < (1e-3 if network.dtype in (torch.float32, torch.float64) else 0.25):
         raise UserError(f"tp_size is above 1, and {family} divided by its plan differs from itself by {gap:.1g}; give tp_size=1.")
+
+
+# Of each style of transformers' plans: the dimension that a matrix is divided in, and whether input, or output, is whole on each
+# process that has a part of the matrix. Vectors between are whole, and each sees the gradient of its own heads.
+_STYLES = {
+    "colwise": (0, True, False),
+    **dict.fromkeys(("colwise_rep", "colwise_gather_output"), (0, True, True)),
+    "rowwise": (1, False, True),
+    **dict.fromkeys(("rowwise_rep", "rowwise_split_input"), (1, True, True)),
+    "replicated_with_grad_allreduce": (None, False, False),
+}
+
+
+def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool, over: Any) -> None:
+    """Divide a module. It computes with plain tensors: DTensor asks anew for every length of a row how to compute, which takes
+    longer than a layer.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    for name, p in module.named_parameters(recurse=False):
+        placement = Replicate() if dim is None or dim >= p.ndim else Shard(dim)
+        part = distribute_tensor(p.detach(), over, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
+    group, rank, size, forward = over.get_group(), over.get_local_rank(), over.size(), module.forward
+
+    def same(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    def summed(x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    def own(x: Tensor) -> Tensor:
+        return x.chunk(size, -1)[rank]
+
+    def joined(x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    def compute(x: Tensor) -> Tensor:
+        held = {name: p for name, p in module._parameters.items() if p is not None}
+        partial = [Partial()] if dim is None else None
+        local = {name: p.to_local(grad_placements=partial) for name, p in held.items()}
+        after = local.pop("bias", None) if dim == 1 else None  # it is added once
+        module._parameters.update(dict.fromkeys(held), **local)
+        try:
+            if dim is not None and whole_input:
+                x = _Through.apply(x, *((same, summed) if dim == 0 else (own, joined)))
+            x = forward(x)
+        finally:
+            module._parameters.update(held)
+        if whole_output:
+            x = _Through.apply(x, *((joined, own) if dim == 0 else (summed, same)))
+        return x if after is None else x + after
+
+    module.forward = compute
+
+
+class _Through(torch.autograd.Function):
+    """What `there` makes of a tensor; of its gradient, what `back` makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 def _probe(model: Pretrained) -> list[Tensor]:
