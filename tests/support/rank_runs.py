@@ -40,10 +40,11 @@ CONFIGS = {
 
 def config(job: str, out: str, recipe: str, strategy: str, *, lora: bool = False):
     made = CONFIGS[recipe](Path(job), Path(out))
+    strategy, *sizes = strategy.split()
+    division = dict(zip(("dp_replicate_size", "tp_size", "cp_size"), map(int, sizes), strict=False))
     # at a high rate Adam turns the sign of a gradient near 0, which rounding decides, into another run
-    made = replace(
-        made, placement=Placement(strategy=strategy, timeout_minutes=1.0), optim=replace(made.optim, learning_rate=1e-4)
-    )
+    placed = Placement(strategy=strategy, timeout_minutes=1.0, **division)
+    made = replace(made, placement=placed, optim=replace(made.optim, learning_rate=1e-4))
     return replace(made, model=Model(path=made.model.path, lora_rank=4)) if lora else made
 
 

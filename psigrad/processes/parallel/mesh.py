@@ -70,7 +70,7 @@ def divide_layers(model: Pretrained, over: Any) -> None:
     plan = {name: style for name, style in (network.tp_plan or {}).items() if ".*." in name}
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise UserError(
-            f"tp_size is above 1, and {family} is divided by {', '.join(unknown)}, which is not there; give tp_size=1."
+            f"tp_size is above 1, and the plan of {family} has {', '.join(unknown)}, which is unknown here; give tp_size=1."
         )
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): style for key, style in plan.items()}
     found = [(m, style) for name, m in network.named_modules() for key, style in patterns.items() if key.fullmatch(name)]
