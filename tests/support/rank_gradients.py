@@ -225,6 +225,16 @@ def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[
     return found | {"after a step": after}
 
 
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, of all parameters' gradients."""
+    names = [name for name in one if not name.startswith(("norm of", "after"))]
+    assert one.keys() == other.keys()
+    bad = [name for name in names if one[name].isnan().any() != other[name].isnan().any()]
+    assert not bad, f"without gradient on one side: {bad}"
+    apart = sum(float((one[n].double() - other[n].double()).nan_to_num().pow(2).sum()) for n in names)
+    return (apart / sum(float(one[n].double().nan_to_num().pow(2).sum()) for n in names)) ** 0.5
+
+
 def held_out(world: World, folder: str, out: str, control: str = "") -> None:
     """Write `out`-held-out.json: of each offline case its figures, and the tokens of each rank's forward passes."""
     read: list[int] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from rank_gradients import CASES, CONTROLS, DOUBLE, MODULES, make_models
+from rank_gradients import CASES, CONTROLS, DOUBLE, MODULES, distance, make_models
 from safetensors.torch import load_file
 
 TABLES = {"native": CASES, "modules": MODULES, "double": DOUBLE}
@@ -42,16 +42,6 @@ def found(models, tmp_path_factory):
         return load_file(f"{out}-{kind}-{name.replace(' ', '_')}.safetensors")
 
     return of
-
-
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over the norm, of all parameters' gradients."""
-    names = [name for name in one if not name.startswith(("norm of", "after"))]
-    assert one.keys() == other.keys()
-    bad = [name for name in names if one[name].isnan().any() != other[name].isnan().any()]
-    assert not bad, f"without gradient on one side: {bad}"
-    apart = sum(float((one[n].double() - other[n].double()).nan_to_num().pow(2).sum()) for n in names)
-    return (apart / sum(float(one[n].double().nan_to_num().pow(2).sum()) for n in names)) ** 0.5
 
 
 # every world starts processes of its own: those that show least beside the others are left to `make test-long`
