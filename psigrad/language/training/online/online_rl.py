@@ -13,7 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
 from psigrad.language.training.offline.preference_task import learn_preferences
@@ -67,7 +69,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
     if collected.groups:
         with clock("time/update"):
             outcome = learn(run, collected.groups, state, lr, cache)
-    if run.reference is not None and config.ref_model_sync_steps and number % config.ref_model_sync_steps == 0:
+    if isinstance(run.reference, LanguageModel) and config.ref_model_sync_steps and number % config.ref_model_sync_steps == 0:
         follow(run.reference, run.model, config.ref_model_mixup_alpha)
     trajectories = collected.trajectories
     tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in trajectories)
@@ -166,16 +168,18 @@ def losses(
     device = prepared.batch.mask.device
 
     def policy(micro: MicroBatch, weight: float) -> Tensor:
-        rows = rows_of(micro).to(device)
+        rows, own = rows_of(micro).to(device), teacher_inputs_of(prepared.batch, micro)
         evaluation = run.model.evaluate(
             inputs_of(prepared.batch, micro),
             temperature=run.params.temperature,
             entropy=algorithm.needs_entropy,
-            kl_to=divergence(algorithm, run.reference, teacher_inputs_of(prepared.batch, micro)),
+            kl_to=divergence(algorithm, run.reference, own, run.params.temperature),
             value=algorithm.needs_critic and run.critic is None,
             cache=cache,
         )
         part, evaluation = prepared.select(rows), outputs_by_row(evaluation, prepared.batch, micro)
+        if isinstance(run.reference, Teacher) and own is not None:
+            evaluation = run.reference.add_kl(algorithm, evaluation, own, run.params.temperature)
         if not weight:
             return idle(evaluation)
         seen.see(rows, evaluation)
