@@ -103,4 +103,6 @@ def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
             ) from error
     spans = tokenizer.get_vocab() != model.tokenizer.get_vocab()
     asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)
-    return Teacher(asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, where=served.url)  # the server says what is too long
+    return Teacher(
+        asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, where=served.url
+    )  # the server says what is too long

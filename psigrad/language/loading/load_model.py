@@ -209,7 +209,9 @@ def load_reference(
     return other
 
 
-def _load_other(path: str, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"], world: World) -> LanguageModel:
+def _load_other(
+    path: str, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"], world: World
+) -> LanguageModel:
     other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
     other.network.requires_grad_(False)
     return other
