@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
-from typeset import with_latex  # noqa: E402
+from typeset import with_latex
 
 COURSE = Path(__file__).parents[1] / "course"
 MARK = re.compile(r"# %%(?: \[(markdown)\])?(?: tags=(\[.*\]))?\n")
