@@ -100,7 +100,7 @@ class TextCompletions:
         return str(call.row.prompt) if self.form.echo else ""
 
     def _read(self, call: Call) -> list[DrawnToken]:
-        """The prompt's tokens, where they are told with their log-probs. In a stream they are not: its first event cannot wait."""
+        """The prompt's tokens, where they are told with their log-probs. In a stream they are not: it begins at once."""
         if not self.form.echo or self.form.logprobs is None:
             return []
         engine, first, rest = self.served.engine, call.prompt_ids[:1], call.prompt_ids[1:]

@@ -288,7 +288,8 @@ assert round(paired) == 104 and round(unpaired) == 211
 # where the right answer is too rare to be found, and is one more thing to be hacked.
 def half(completions, answer, **columns):
     letters = [
-        sorted(text) == sorted(right) for text, right in zip(completions, answer, strict=True)
+        sorted(text) == sorted(right)
+        for text, right in zip(completions, answer, strict=True)
     ]
     whole = sorted_right(completions, answer)
     return [max(one, 0.5 * other) for one, other in zip(whole, letters, strict=True)]

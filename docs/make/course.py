@@ -56,8 +56,8 @@ def chapters() -> list[str]:
 
 
 def cells(source: str) -> list[Cell]:
-    """The cells of a source in percent format: `# %%` begins code, `# %% [markdown]` text in comments. Behind the first one stands
-    the one that installs psigrad.
+    """The cells of a source in percent format: `# %%` begins code, `# %% [markdown]` text in comments. Behind the first
+    one stands the one that installs psigrad.
     """
     found = []
     before, *parts = MARK.split(source)

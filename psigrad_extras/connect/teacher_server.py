@@ -57,8 +57,8 @@ class TeacherServer:
             best = [_best(one, top) for one in told["top_logprobs"][place]] if top else []
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.url} does not tell the log-probs of a prompt's tokens as they are needed ({type(error).__name__}: {error}); a "
-                "teacher needs a server that takes echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
+                f"{self.url} does not tell the log-probs of a prompt's tokens as a teacher must ({type(error).__name__}: {error}); "
+                "it needs a server that takes echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
                 "psigrad serve do."
             ) from error
         if not top:
@@ -99,7 +99,8 @@ def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
             tokenizer = AutoTokenizer.from_pretrained(config.reference_tokenizer)
         except (OSError, ValueError) as error:
             raise UserError(
-                f"No tokenizer could be loaded from {config.reference_tokenizer!r} ({reason_of(error)}); give a folder or a hub name."
+                f"No tokenizer could be loaded from {config.reference_tokenizer!r} ({reason_of(error)}); give a folder or a hub "
+                "name."
             ) from error
     spans = tokenizer.get_vocab() != model.tokenizer.get_vocab()
     asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)

@@ -128,7 +128,7 @@ def is_address(reference: str) -> bool:
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of tokens up to the last whole character, and how many characters stand up to each token's end; −1 inside of one."""
+    """The text of tokens up to the last whole character, and how many characters end with each token; −1 inside of one."""
     text, ends, new = "", [], []
     before = ids[0] if ids else 0
     for token in ids:

@@ -123,8 +123,8 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         raise UserError("placement.environment_actors are for environments and tools; agents have agent_workers.")
     if is_address(config.reference) and config.sampling.temperature != 1:
         raise UserError(
-            f"temperature is {config.sampling.temperature:g}, and the server {config.reference} tells its log-probs at temperature 1; "
-            "sample at temperature 1."
+            f"temperature is {config.sampling.temperature:g}, and the server {config.reference} tells its log-probs at "
+            "temperature 1; sample at temperature 1."
         )
     check_following(config, config.model.lora_rank > 0)
     if config.ref_model_sync_steps and config.reference:
@@ -149,8 +149,8 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.where} is a server or has another tokenizer, and {what} needs one in this process with the "
-            "model's own tokens; remove one of them."
+            f"The reference {reference.where} is a server or has another tokenizer, and {what} needs one in this process "
+            "with the model's own tokens; remove one of them."
         )
     reference.check(algorithm)
 

@@ -70,8 +70,8 @@ def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], t
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """The prompts with the tokens of what the reference reads in their place: from a column of the dataset, and in a teacher's own
-    tokens. Without either, or a reference, as they are.
+    """The prompts with the tokens of what the reference reads in their place: from a column of the dataset, and in a teacher's
+    own tokens. Without either, or a reference, as they are.
 
     Raises `UserError` for a row that has none, or one that leaves no room for a completion.
     """
@@ -85,8 +85,9 @@ def add_teacher_prompts(
         ids = tuple(prompt_ids(tokenizer, read))
         if len(ids) > reference.max_length - completion:
             raise UserError(
-                f"{prompt.row.source}: {column or 'the prompt'} has {len(ids)} tokens, and with max_completion_length {completion} the "
-                f"reference's {reference.max_length} positions leave {max(0, reference.max_length - completion)}; shorten it."
+                f"{prompt.row.source}: {column or 'the prompt'} has {len(ids)} tokens, and with max_completion_length "
+                f"{completion} the reference's {reference.max_length} positions leave "
+                f"{max(0, reference.max_length - completion)}; shorten it."
             )
         found.append(replace(prompt, teacher_ids=ids))
     return found

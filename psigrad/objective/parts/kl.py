@@ -97,8 +97,8 @@ class KL:
 
     k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
-    span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over the pieces of text w at whose ends both have
-    a token's end, with the gradient Σ_w (log π(w) − log π_ref(w))·∇log π(w).
+    span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over the pieces of text w at whose ends both
+    have a token's end, with the gradient Σ_w (log π(w) − log π_ref(w))·∇log π(w).
     In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
     k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
     sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
@@ -153,7 +153,8 @@ class KL:
             "k1": "d_t", "k2": "d_t²/2", "k3": "(e^(−d_t) − 1 + d_t)", "exact": "Σ_a π(a|s_t)·log(π(a|s_t)/π_ref(a|s_t))",
             "exact_forward": "Σ_a π_ref(a|s_t)·log(π_ref(a|s_t)/π(a|s_t))",
             "exact_js": f"({self.mixture:g}·KL(π_ref‖M) + {1 - self.mixture:g}·KL(π‖M))",
-            "span": "Σ_w (log π(w) − log π_ref(w))", "k1+": "(d_t, with the gradient of d_t²/2)", "k3+": "(e^(−d_t) − 1 + d_t, with the gradient of d_t²/2)",
+            "span": "Σ_w (log π(w) − log π_ref(w))", "k1+": "(d_t, with the gradient of d_t²/2)",
+            "k3+": "(e^(−d_t) − 1 + d_t, with the gradient of d_t²/2)",
         }[self.estimator]  # fmt: skip
         beta = "β" if isinstance(self.coefficient, adaptive) else f"{self.coefficient:g}"
         if self.where == "reward":

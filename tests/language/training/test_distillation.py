@@ -166,7 +166,7 @@ def test_the_most_probable_tokens_give_a_lower_bound_that_is_the_divergence_wher
         assert bool((part >= before - 1e-6).all() and (part <= whole + 1e-5).all())
         before = part.detach()
     torch.testing.assert_close(part, whole, atol=1e-5, rtol=1e-4)
-    parameters = [p for p in policy.trainable().values()]
+    parameters = list(policy.trainable().values())
     ours, exact = (torch.autograd.grad(x.sum(), parameters, retain_graph=True) for x in (part, whole))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, exact, strict=True))
 
