@@ -57,7 +57,7 @@ class TeacherServer:
             best = [_best(one, top) for one in told["top_logprobs"][place]] if top else []
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.url} does not tell the log-probs of a prompt's tokens as a teacher must ({type(error).__name__}: {error}); "
+                f"{self.url} does not tell the log-probs of a prompt's tokens as a teacher must ({error}); "
                 "it needs a server that takes echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
                 "psigrad serve do."
             ) from error

@@ -48,6 +48,8 @@ class Teacher:
     where: str = ""
     """For people: its folder or address."""
     _heard: dict[Any, Said] = field(default_factory=dict, repr=False)
+    _pieces: list[Tensor] = field(default_factory=list, repr=False)
+    """Of the last batch: where pieces of text end [N, T], what is said of each, there, and the baseline [N]."""
 
     @property
     def is_own_reference(self) -> bool:
@@ -57,6 +59,7 @@ class Teacher:
     def forget(self) -> None:
         """What was said of the last batch."""
         self._heard.clear()
+        self._pieces.clear()
 
     def check(self, algorithm: PolicyGradient) -> None:
         """Raises `UserError` where the KL term can't be had of it."""
@@ -79,13 +82,19 @@ class Teacher:
         ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
-    def add_kl(self, algorithm: PolicyGradient, evaluation: PolicyOutputs, groups: Groups, temperature: float) -> PolicyOutputs:
-        """The evaluation [n, T] of the policy with the KL by pieces of text, where the algorithm has it."""
-        if algorithm.kl is None or algorithm.kl.estimator != "span":
+    def settle(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
+        """Keep the pieces [N, T] of a whole batch, of which `logp` are the policy's log-probs."""
+        d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
+        count = ends.sum(1)
+        others = (count.sum() - count).clamp(min=1)
+        self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
+
+    def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
+        """The evaluation [n, T] of these rows of the batch with the KL by pieces of text, where that was settled."""
+        if not self._pieces:
             return evaluation
-        ends, theirs = self._pieces(groups, temperature, evaluation.logp.shape[1])
-        device = evaluation.logp.device
-        return replace(evaluation, kl=span_kl(evaluation.logp, ends.to(device), theirs.to(device)))
+        ends, theirs, baseline = (x[rows] for x in self._pieces)
+        return replace(evaluation, kl=span_kl(evaluation.logp, ends, theirs, baseline))
 
     def _said(self, groups: Groups, temperature: float, top: int) -> list[Said]:
         rows = [(tuple(p), tuple(c), top) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
@@ -95,11 +104,12 @@ class Teacher:
             self._heard.update(zip(new, self.ask(asked, temperature, top), strict=True))
         return [self._heard[row] for row in rows]
 
-    def _pieces(self, groups: Groups, temperature: float, width: int) -> tuple[Tensor, Tensor]:
+    def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
         """[n, T] where a piece of text ends, and there the teacher's log-prob of the piece."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._said(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
+        width = max(len(ids) for _, ids in rows)
         ends, theirs = torch.zeros(len(rows), width, dtype=torch.bool), torch.zeros(len(rows), width)
         for n, ((_, cuts), one) in enumerate(zip(read, said, strict=True)):
             before = 0
@@ -119,7 +129,8 @@ class Teacher:
             ends = [*[-1] * (len(theirs) - 1), len(text)] if theirs else []
         room = self.max_length - len(prompt)
         cuts = align(own, ends) + ([(len(ids), len(theirs) + 1)] if finished else [])
-        return (*theirs, eos)[: max(room, 1)], [cut for cut in cuts if cut[1] <= room]
+        read_ids = (*theirs, eos) if finished or not theirs else tuple(theirs)
+        return read_ids[: max(room, 1)], [cut for cut in cuts if cut[1] <= room]
 
 
 def is_address(reference: str) -> bool:
@@ -149,19 +160,21 @@ def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
 
 
-def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor) -> Tensor:
+def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
     """[N, T] the KL to a reference with other tokens, sampled, by pieces of text: see `KL`, estimator "span".
 
-    Formula: value Σ_w d_w, gradient Σ_w d_w·∇log π(w), with d_w = log π(w) − log π_ref(w)
+    Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
 
     `logp` [N, T] is log π of each token; where a piece ends, `ends` is True and `theirs` is log π_ref of it. Tokens behind the
-    last end belong to no piece.
+    last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions: it takes away noise,
+    and changes no mean.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
     d = d.scatter_add(1, place, logp.detach()).scatter_add(1, place, -torch.where(ends, theirs.to(logp), 0.0)).gather(1, place)
-    d = torch.where(place < ends.sum(1, keepdim=True), d, 0.0)
-    return d * (logp - logp.detach()) + torch.where(ends, d, 0.0)
+    inside = place < ends.sum(1, keepdim=True)
+    weight = torch.where(inside, d if baseline is None else d - baseline[:, None], 0.0)
+    return weight * (logp - logp.detach()) + torch.where(ends, d, 0.0)
 
 
 def of_model(model: LanguageModel, policy: LanguageModel, where: str) -> Teacher:

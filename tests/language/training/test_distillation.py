@@ -24,6 +24,7 @@ from psigrad.language.models.language_model import Divergence, load
 from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
+from psigrad.objective import PolicyOutputs
 
 EOS = 0
 
@@ -64,7 +65,7 @@ def expected_gradients(logits, completions, teacher) -> list[torch.Tensor]:
     leaves, total = list(logits.values()), torch.zeros((), dtype=torch.float64)
     for y in completions:
         logp = log_prob(logits, y)
-        ends, theirs = teacher._pieces(Groups([(1,)], [[y]]), 1.0, len(y))
+        ends, theirs = teacher.pieces(Groups([(1,)], [[y]]), 1.0)
         kl = span_kl(logp[None], ends, theirs.double())
         total = total + logp.sum().exp().detach() * kl.sum()
     return list(torch.autograd.grad(total, leaves, allow_unused=True))
@@ -111,10 +112,9 @@ def test_shorter_tokens_than_the_teachers_give_the_kl_of_what_they_spell():
     pi = torch.stack([log_prob(own, y).sum() for y in pairs])
     log_q = q[()].log_softmax(0)[3:]
     assert_same(found, torch.autograd.grad((pi.exp() * (pi - log_q)).sum(), list(own.values())))
-    kl = span_kl(
-        log_prob(own, (1, 2))[None], *teacher_of(q, Policy(policy), teachers)._pieces(Groups([(1,)], [[(1, 2)]]), 1.0, 2)
-    )
-    assert kl[0, 0] == 0 and float(kl[0, 1]) == pytest.approx(float(pi[1] - log_q[1]), abs=1e-6)  # it stands where the piece ends
+    kl = span_kl(log_prob(own, (1, 2))[None], *teacher_of(q, Policy(policy), teachers).pieces(Groups([(1,)], [[(1, 2)]]), 1.0))
+    kl = kl.detach()  # it stands where the piece ends
+    assert kl[0, 0] == 0 and float(kl[0, 1]) == pytest.approx(float((pi[1] - log_q[1]).detach()), abs=1e-6)
 
 
 def test_pieces_end_where_tokens_of_both_do():
@@ -132,6 +132,17 @@ def test_what_is_cut_within_a_character_or_behind_the_last_common_end_teaches_no
     kl = span_kl(logp, torch.tensor([[False, True, False]]), torch.tensor([[0.0, -1.0, 0.0]]))
     assert kl.tolist() == [[0.0, -2.0, 0.0]]
     assert torch.autograd.grad(kl.sum(), logp)[0].tolist() == [[-2.0, -2.0, 0.0]]
+
+
+def test_the_baseline_is_the_mean_of_the_pieces_of_other_completions():
+    teacher = teacher_of({}, None, None)
+    logp = torch.tensor([[-1.0, -2.0], [-3.0, -1.0]], requires_grad=True)
+    ends = torch.tensor([[True, True], [False, True]])
+    teacher.settle(ends, torch.tensor([[-2.0, -2.0], [0.0, -1.0]]), logp.detach())
+    made = teacher.add_kl(PolicyOutputs(logp), torch.tensor([0, 1])).kl
+    assert made.tolist() == [[1.0, 0.0], [0.0, -3.0]]  # d of three pieces: 1 and 0; −3
+    # less −3, the only other piece, and less (1 + 0) / 2
+    assert torch.autograd.grad(made.sum(), logp)[0].tolist() == [[4.0, 3.0], [-3.5, -3.5]]
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +212,8 @@ def server(pair):
 
 def distil(job, folder, steps, **changes):
     made = replace(online_config(job, folder, "distill", max_steps=steps), reward=(), num_minibatches=1)
-    return online.run(replace(made, evaluation=Evaluation(eval_strategy="no"), **changes)).folder
+    made = replace(made, evaluation=Evaluation(eval_kl=False), **changes)
+    return online.run(made).folder
 
 
 def test_a_teacher_behind_a_server_teaches_what_one_in_the_process_does(job, pair, folder, server, tmp_path, monkeypatch):
@@ -223,6 +235,9 @@ def foreign(folder):
     """A teacher that cuts the same texts otherwise."""
     tokenizer = tiny.tokenizer(["say a: a b c d e f g h"], 262)
     model = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=6)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)  # it has opinions
     model.save_pretrained(folder / "foreign")
     tokenizer.save_pretrained(folder / "foreign")
     return str(folder / "foreign")
@@ -230,8 +245,8 @@ def foreign(folder):
 
 def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign, tmp_path):
     by_text = {"preset": "distill", "kl": {"estimator": "span", "where": "loss", "coefficient": 1.0}}
-    kl = metrics(distil(job, tmp_path / "run", 30, reference=foreign, algorithm=by_text), "kl")
-    assert sum(kl[-6:]) / 6 < 0.8 * sum(kl[:3]) / 3
+    kl = metrics(distil(job, tmp_path / "run", 30, reference=foreign, algorithm=by_text, num_generations=8), "kl")
+    assert sum(kl[-6:]) / 6 < 0.7 * sum(kl[:3]) / 3
     with pytest.raises(
         UserError, match=r"foreign has another tokenizer than the model.+estimator='exact'.+algorithm.kl.estimator=span"
     ):

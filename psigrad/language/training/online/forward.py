@@ -232,11 +232,31 @@ def reference_log_probs(
     """[N, T] log-probs under the reference, behind its own prompts where it has them, in passes of `budget` tokens; a LoRA model
     is its own reference, without its adapter.
     """
-    read = lambda batch, micro: teacher_inputs_of(batch, micro) or inputs_of(batch, micro)  # noqa: E731
     if isinstance(model, Teacher):
-        return fill(batch, budget, lambda x: model.log_probs(x, temperature), world=world, inputs=read)
+        return fill(batch, budget, lambda x: model.log_probs(x, temperature), world=world, inputs=read_by_reference)
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
-        return fill(batch, budget, lambda x: model.evaluate(x, temperature=temperature).logp, world=world, inputs=read)
+        of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
+        return fill(batch, budget, of, world=world, inputs=read_by_reference)
+
+
+def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
+    """What the reference reads for these rows."""
+    return teacher_inputs_of(batch, micro) or inputs_of(batch, micro)
+
+
+def settle_pieces(teacher: Teacher, batch: Batch, budget: int, temperature: float, world: World) -> None:
+    """Ask a teacher with another tokenizer what it says of the pieces of text of a batch."""
+    ends, theirs = (
+        fill(
+            batch,
+            budget,
+            lambda x, part=part: teacher.pieces(x, temperature)[part].float(),
+            world=world,
+            inputs=read_by_reference,
+        )  # type: ignore[misc]
+        for part in (0, 1)
+    )
+    teacher.settle(ends > 0, theirs, batch.logp_old)
 
 
 def divergence(
@@ -284,6 +304,8 @@ def add_old_values(
     model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
     if isinstance(run.reference, Teacher):
         run.reference.forget()
+        if algorithm.kl is not None and algorithm.kl.estimator == "span":
+            settle_pieces(run.reference, batch, budget, temperature, world)
     if algorithm.needs_reference and not algorithm.needs_exact_kl:
         if run.reference is None:
             raise UserError("This algorithm's KL term needs a reference model; none was loaded.")

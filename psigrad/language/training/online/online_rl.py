@@ -178,8 +178,8 @@ def losses(
             cache=cache,
         )
         part, evaluation = prepared.select(rows), outputs_by_row(evaluation, prepared.batch, micro)
-        if isinstance(run.reference, Teacher) and own is not None:
-            evaluation = run.reference.add_kl(algorithm, evaluation, own, run.params.temperature)
+        if isinstance(run.reference, Teacher):
+            evaluation = run.reference.add_kl(evaluation, rows)
         if not weight:
             return idle(evaluation)
         seen.see(rows, evaluation)
