@@ -236,7 +236,7 @@ check(
 #
 # Write one page, as you would want to read it from somebody else: the task and its reward in two sentences; the figures before and after
 # with their interval, on how many prompts and seeds; three answers that are wrong, and why; what you tried that did not work; and one claim
-# that somebody could check. `run.report` has the curves, `psigrad card` and `psigrad export` the rest if you share the model.
+# that somebody could check. `run.report` has the curves; `psigrad export` writes a model card beside the model, if you share it.
 #
 # ## Where it fails
 #
