@@ -247,6 +247,8 @@ def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign
     by_text = {"preset": "distill", "kl": {"estimator": "span", "where": "loss", "coefficient": 1.0}}
     kl = metrics(distil(job, tmp_path / "run", 30, reference=foreign, algorithm=by_text, num_generations=8), "kl")
     assert sum(kl[-6:]) / 6 < 0.7 * sum(kl[:3]) / 3
+    told = [json.loads(line).get("rule") for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert not {"flat_reward", "dead_groups"} & set(told)  # a teacher rewards nothing, and that is no fault
     with pytest.raises(
         UserError, match=r"foreign has another tokenizer than the model.+estimator='exact'.+algorithm.kl.estimator=span"
     ):

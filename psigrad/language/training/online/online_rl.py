@@ -20,7 +20,15 @@ from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
 from psigrad.language.training.offline.preference_task import learn_preferences
 from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
-from psigrad.language.training.online.figures import Outcome, Tally, TokenFigures, collection_metrics, rollout_rows, staleness
+from psigrad.language.training.online.figures import (
+    WITHIN_GROUPS,
+    Outcome,
+    Tally,
+    TokenFigures,
+    collection_metrics,
+    rollout_rows,
+    staleness,
+)
 from psigrad.language.training.online.forward import (
     MicroBatch,
     add_old_values,
@@ -82,6 +90,9 @@ def step(run: Online, state: State) -> tuple[State, str]:
         **staleness(trajectories, state.step, config.lag),
         "prompts": collected.entries[ISSUED],
     }
+    if config.num_generations == 1 or (isinstance(run.algorithm, PolicyGradient) and not run.algorithm.needs_reward):
+        for name in WITHIN_GROUPS:  # nothing is compared within a group, so that equal rewards are no fault
+            metrics.pop(name, None)
     if run.world.rank == 0:
         run.journal.rollouts(rollout_rows(run.prompts, collected, outcome, number, config.record_tokens, config.record_prompts))
     run.journal.metrics(number, metrics)
