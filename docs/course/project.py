@@ -206,7 +206,7 @@ check(4, most_groups_have_signal_at_the_start=silent[:5].mean() < 0.5)
 # %%
 def answers(run):
     """The greedy answer to each held-out prompt, by plain transformers."""
-    model, tokenizer = run.load(), run.tokenizer
+    model, tokenizer = run.load(), run.tokenizer()
     asked = tokenizer([row["prompt"] for row in held_out], return_tensors="pt")
     made = model.generate(**asked, max_new_tokens=6, do_sample=False)
     written = made[:, asked["input_ids"].shape[1] :]

@@ -42,7 +42,7 @@ class TeacherServer:
         """What it says of each completion. Raises `UserError` where it gives no answer, or another than was asked for."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda row: self._say(*row, top), rows))
+            return list(pool.map(lambda row: self._say(row[0], row[1], top), rows))
 
     def _say(self, prompt: tuple[int, ...], ids: tuple[int, ...], top: int) -> Said:
         # at least one: without any, some servers leave the log-probs out

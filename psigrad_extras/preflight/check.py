@@ -203,6 +203,12 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
     for f in findings:
         numbers = f"{f.value:8.2g}  {f.bound:8.2g}  {f.control:13.2g}"
         lines.append(f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}  {numbers}" + (f"  {f.note}" if f.note else ""))
+    if unsure := [f.name for f in findings if f.verdict == "unproven"]:
+        lines.append(
+            f"Unproven: {', '.join(unsure)}. The planted fault is no larger than what rounding gives in this precision, so "
+            "that nothing is known for or against the model. Check it once with --dtype float32, whose bounds are far lower; the run "
+            "may keep its own."
+        )
     return "\n".join(lines)
 
 

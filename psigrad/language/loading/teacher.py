@@ -123,7 +123,7 @@ class Teacher:
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
         text, own = text_ends(self.policy.tokenizer, body)
-        theirs = encode_after(self.tokenizer, str(self.tokenizer.decode(prompt[-_CONTEXT:])), text) if text else []
+        theirs = encode_after(self.tokenizer, str(self.tokenizer.decode(list(prompt[-_CONTEXT:]))), text) if text else []
         read, ends = text_ends(self.tokenizer, theirs)
         if read != text:  # it cannot say it to the letter: one piece
             ends = [*[-1] * (len(theirs) - 1), len(text)] if theirs else []

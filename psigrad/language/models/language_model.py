@@ -190,12 +190,12 @@ class LanguageModel(Pretrained):
             reference = Divergence(kl_to) if isinstance(kl_to, LanguageModel) else kl_to
             reference_hidden: Tensor | Top | None = None
             reference_head: Callable[[Tensor], Tensor] | None = None
-            if reference is not None and isinstance(reference.model, Top):
-                place = (forward.targets.n.cpu(), forward.targets.t.cpu())
-                top = reference.model[place]
+            other = None if reference is None else reference.model
+            if isinstance(other, Top):
+                top = other[(forward.targets.n.cpu(), forward.targets.t.cpu())]
                 reference_hidden, reference_head = Top(top.ids.to(self.device), top.logp.to(self.device)), nn.Identity()
-            elif reference is not None:
-                reference_hidden, reference_head = self._reference_hidden(reference, reference.model, inputs, forward)
+            elif reference is not None and other is not None:
+                reference_hidden, reference_head = self._reference_hidden(reference, other, inputs, forward)
             kind, mixture = ("exact", 0.5) if reference is None else (reference.kind, reference.mixture)
             wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture, mean_logp)
             cached = None if forward.cached is None else forward.cached.logps

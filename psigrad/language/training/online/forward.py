@@ -246,16 +246,14 @@ def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
 
 def settle_pieces(teacher: Teacher, batch: Batch, budget: int, temperature: float, world: World) -> None:
     """Ask a teacher with another tokenizer what it says of the pieces of text of a batch."""
-    ends, theirs = (
-        fill(
-            batch,
-            budget,
-            lambda x, part=part: teacher.pieces(x, temperature)[part].float(),
-            world=world,
-            inputs=read_by_reference,
-        )  # type: ignore[misc]
-        for part in (0, 1)
-    )
+
+    def ask(part: int) -> Tensor:
+        def of(inputs: Groups) -> Tensor:
+            return teacher.pieces(inputs, temperature)[part].float()
+
+        return fill(batch, budget, of, world=world, inputs=read_by_reference)
+
+    ends, theirs = ask(0), ask(1)
     teacher.settle(ends > 0, theirs, batch.logp_old)
 
 
