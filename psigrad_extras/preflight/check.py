@@ -206,8 +206,8 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
     if unsure := [f.name for f in findings if f.verdict == "unproven"]:
         lines.append(
             f"Unproven: {', '.join(unsure)}. The planted fault is no larger than what rounding gives in this precision, so "
-            "that nothing is known for or against the model. Check it once with --dtype float32, whose bounds are far lower; the run "
-            "may keep its own."
+            "that nothing is known for or against the model. Check it once with --dtype float32, whose bounds are far lower; the "
+            "run may keep its own."
         )
     return "\n".join(lines)
 
