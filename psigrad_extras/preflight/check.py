@@ -202,9 +202,7 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
         start = f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}"
         lines.append(f"{start}  {f.value:8.2g}  {f.bound:8.2g}  {f.control:13.2g}  {f.note}".rstrip())
     if unsure := ", ".join(f.name for f in findings if f.verdict == "unproven"):
-        lines.append(
-            f"Unproven: {unsure}. The planted fault is within this precision's rounding; check once with --dtype float32."
-        )
+        lines.append(f"Unproven: {unsure}. A fault drowns in this precision's rounding; check once with --dtype float32.")
     return "\n".join(lines)
 
 
