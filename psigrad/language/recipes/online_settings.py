@@ -121,6 +121,13 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         raise UserError("teacher_prompt is for single completions and the settings have episodes or agents; remove one of them.")
     if (config.agent or config.agent_command) and config.placement.environment_actors:
         raise UserError("placement.environment_actors are for environments and tools; agents have agent_workers.")
+    served, plain = ("reference_model", "reference_tokenizer", "reference_top_k"), OnlineConfig()
+    away = [setting for setting in served if getattr(config, setting) != getattr(plain, setting)]
+    if away and not is_address(config.reference):
+        raise UserError(
+            f"{' and '.join(away)} {'is' if len(away) == 1 else 'are'} for a reference behind a server, and reference is "
+            f"{config.reference!r}; give the server's address, such as http://localhost:8000/v1, or leave out what is for it."
+        )
     if is_address(config.reference) and config.sampling.temperature != 1:
         raise UserError(
             f"temperature is {config.sampling.temperature:g}, and the server {config.reference} tells its log-probs at "

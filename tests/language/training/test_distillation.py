@@ -5,6 +5,7 @@ Both are enumerated on small vocabularies: the expected gradient over all comple
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -198,16 +199,22 @@ def metrics(folder, name):
     return [row[name] for row in rows if name in row]
 
 
-@pytest.fixture(scope="module")
-def server(pair):
+@contextlib.contextmanager
+def serving(model, *names):
     from psigrad_serve.engine.engine import SamplingEngine
     from psigrad_serve.served import Served
     from psigrad_serve.serving import running
 
-    engine = SamplingEngine(pair[1], max_batch=8)
-    with running(Served(engine, ("teacher",))) as at:
+    engine = SamplingEngine(model, max_batch=8)
+    with running(Served(engine, names)) as at:
         yield at
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(pair):
+    with serving(pair[1], "teacher") as at:
+        yield at
 
 
 def distil(job, folder, steps, **changes):
@@ -222,6 +229,10 @@ def test_a_teacher_behind_a_server_teaches_what_one_in_the_process_does(job, pai
     there = metrics(distil(job, tmp_path / "there", 20, reference=f"{server.url}/v1"), "kl")
     # 20 of 270 tokens, so a lower bound; a whole vocabulary is more than a server tells of
     assert 0 < there[0] < here[0] and sum(there[-4:]) / 4 < 0.8 * there[0]
+    fewer = metrics(
+        distil(job, tmp_path / "fewer", 1, reference=f"{server.url}/v1", reference_model="teacher", reference_top_k=3), "kl"
+    )
+    assert 0 < fewer[0] < there[0]
     sampled = {"preset": "distill", "kl": {"estimator": "k1+", "where": "loss", "coefficient": 1.0}}
     ours, theirs = (
         metrics(distil(job, tmp_path / name, 2, reference=at, algorithm=sampled), "kl")
@@ -255,10 +266,23 @@ def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign
         distil(job, tmp_path / "other", 1, reference=foreign)
 
 
+def test_a_foreign_teacher_behind_a_server_says_what_it_says_here(job, foreign, tmp_path, monkeypatch):
+    by_text = {"preset": "distill", "kl": {"estimator": "span", "where": "loss", "coefficient": 1.0}}
+    here = metrics(distil(job, tmp_path / "here", 2, reference=foreign, algorithm=by_text), "kl")
+    with serving(load(foreign), "other") as at:
+        monkeypatch.setenv("OPENAI_API_KEY", at.token)
+        asked = {"reference": f"{at.url}/v1", "reference_tokenizer": foreign, "algorithm": by_text}
+        assert metrics(distil(job, tmp_path / "there", 2, **asked), "kl") == pytest.approx(here, abs=1e-4)
+
+
 def test_settings_that_do_not_fit_are_refused(job, foreign, tmp_path):
     by_text = {"preset": "distill", "kl": {"estimator": "span", "where": "loss", "coefficient": 1.0}}
     with pytest.raises(UserError, match=r"estimator is span.+the reference has the model's own tokens; set exact, or k1\+"):
         distil(job, tmp_path / "same", 1, reference=str(job / "base"), algorithm=by_text)
+    with pytest.raises(
+        UserError, match=r"reference_model and reference_top_k are for a reference behind a server, and reference is"
+    ):
+        distil(job, tmp_path / "here", 1, reference=str(job / "base"), reference_model="x", reference_top_k=3)
     with pytest.raises(UserError, match=r"temperature is 0.7, and the server http://127.0.0.1:9/v1 tells"):
         distil(job, tmp_path / "warm", 1, reference="http://127.0.0.1:9/v1", sampling=Sampling(temperature=0.7))
     with pytest.raises(UserError, match=r"foreign is a server or has another tokenizer, and eval_kl needs one in this process"):
