@@ -5,7 +5,6 @@ Both are enumerated on small vocabularies: the expected gradient over all comple
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -13,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from teachers import BY_TEXT, distil, make_foreign, make_same, metrics
 from tiny_jobs import online_config
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -154,15 +154,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(job, folder):
     """The policy, and a teacher with the same tokens."""
-    other = tiny.model("qwen3", 270, hidden=32, layers=1, heads=2, max_length=64, seed=5)
-    policy = load(str(job / "base"))
-    assert policy.vocabulary == other.config.vocab_size
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(2)
-    other.save_pretrained(folder / "teacher")
-    policy.tokenizer.save_pretrained(folder / "teacher")
-    return policy, load(str(folder / "teacher"))
+    return load(str(job / "base")), load(make_same(job, folder / "teacher"))
 
 
 @pytest.mark.parametrize("kind", ["exact", "exact_forward", "exact_js"])
@@ -194,69 +186,14 @@ def test_the_rest_counts_as_one_token():
     assert found == pytest.approx([0.0, exact, exact], abs=1e-6)
 
 
-def metrics(folder, name):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows if name in row]
-
-
-@contextlib.contextmanager
-def serving(model, *names):
-    from psigrad_serve.engine.engine import SamplingEngine
-    from psigrad_serve.served import Served
-    from psigrad_serve.serving import running
-
-    engine = SamplingEngine(model, max_batch=8)
-    with running(Served(engine, names)) as at:
-        yield at
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(pair):
-    with serving(pair[1], "teacher") as at:
-        yield at
-
-
-def distil(job, folder, steps, **changes):
-    made = replace(online_config(job, folder, "distill", max_steps=steps), reward=(), num_minibatches=1)
-    made = replace(made, evaluation=Evaluation(eval_kl=False), **changes)
-    return online.run(made).folder
-
-
-def test_a_teacher_behind_a_server_teaches_what_one_in_the_process_does(job, pair, folder, server, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", server.token)
-    here = metrics(distil(job, tmp_path / "here", 3, reference=str(folder / "teacher")), "kl")
-    there = metrics(distil(job, tmp_path / "there", 20, reference=f"{server.url}/v1"), "kl")
-    # 20 of 270 tokens, so a lower bound; a whole vocabulary is more than a server tells of
-    assert 0 < there[0] < here[0] and sum(there[-4:]) / 4 < 0.8 * there[0]
-    fewer = metrics(
-        distil(job, tmp_path / "fewer", 1, reference=f"{server.url}/v1", reference_model="teacher", reference_top_k=3), "kl"
-    )
-    assert 0 < fewer[0] < there[0]
-    sampled = {"preset": "distill", "kl": {"estimator": "k1+", "where": "loss", "coefficient": 1.0}}
-    ours, theirs = (
-        metrics(distil(job, tmp_path / name, 2, reference=at, algorithm=sampled), "kl")
-        for name, at in (("k1 here", str(folder / "teacher")), ("k1 there", f"{server.url}/v1"))
-    )
-    assert theirs == pytest.approx(ours, abs=1e-5)
-
-
 @pytest.fixture(scope="module")
 def foreign(folder):
     """A teacher that cuts the same texts otherwise."""
-    tokenizer = tiny.tokenizer(["say a: a b c d e f g h"], 262)
-    model = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=6)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(3)  # it has opinions
-    model.save_pretrained(folder / "foreign")
-    tokenizer.save_pretrained(folder / "foreign")
-    return str(folder / "foreign")
+    return make_foreign(folder / "foreign")
 
 
 def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign, tmp_path):
-    by_text = {"preset": "distill", "kl": {"estimator": "span", "where": "loss", "coefficient": 1.0}}
-    kl = metrics(distil(job, tmp_path / "run", 30, reference=foreign, algorithm=by_text, num_generations=8), "kl")
+    kl = metrics(distil(job, tmp_path / "run", 30, reference=foreign, algorithm=BY_TEXT, num_generations=8), "kl")
     assert sum(kl[-6:]) / 6 < 0.7 * sum(kl[:3]) / 3
     told = [json.loads(line).get("rule") for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert not {"flat_reward", "dead_groups"} & set(told)  # a teacher rewards nothing, and that is no fault
@@ -266,19 +203,9 @@ def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign
         distil(job, tmp_path / "other", 1, reference=foreign)
 
 
-def test_a_foreign_teacher_behind_a_server_says_what_it_says_here(job, foreign, tmp_path, monkeypatch):
-    by_text = {"preset": "distill", "kl": {"estimator": "span", "where": "loss", "coefficient": 1.0}}
-    here = metrics(distil(job, tmp_path / "here", 2, reference=foreign, algorithm=by_text), "kl")
-    with serving(load(foreign), "other") as at:
-        monkeypatch.setenv("OPENAI_API_KEY", at.token)
-        asked = {"reference": f"{at.url}/v1", "reference_tokenizer": foreign, "algorithm": by_text}
-        assert metrics(distil(job, tmp_path / "there", 2, **asked), "kl") == pytest.approx(here, abs=1e-4)
-
-
 def test_settings_that_do_not_fit_are_refused(job, foreign, tmp_path):
-    by_text = {"preset": "distill", "kl": {"estimator": "span", "where": "loss", "coefficient": 1.0}}
     with pytest.raises(UserError, match=r"estimator is span.+the reference has the model's own tokens; set exact, or k1\+"):
-        distil(job, tmp_path / "same", 1, reference=str(job / "base"), algorithm=by_text)
+        distil(job, tmp_path / "same", 1, reference=str(job / "base"), algorithm=BY_TEXT)
     with pytest.raises(
         UserError, match=r"reference_model and reference_top_k are for a reference behind a server, and reference is"
     ):
@@ -286,5 +213,5 @@ def test_settings_that_do_not_fit_are_refused(job, foreign, tmp_path):
     with pytest.raises(UserError, match=r"temperature is 0.7, and the server http://127.0.0.1:9/v1 tells"):
         distil(job, tmp_path / "warm", 1, reference="http://127.0.0.1:9/v1", sampling=Sampling(temperature=0.7))
     with pytest.raises(UserError, match=r"foreign is a server or has another tokenizer, and eval_kl needs one in this process"):
-        made = replace(online_config(job, tmp_path / "kl", "distill"), reward=(), reference=foreign, algorithm=by_text)
+        made = replace(online_config(job, tmp_path / "kl", "distill"), reward=(), reference=foreign, algorithm=BY_TEXT)
         online.run(replace(made, evaluation=Evaluation(eval_kl=True)))
