@@ -31,6 +31,7 @@ BESIDE = {
     "judges": Beside("psigrad_extras.judges", "The rewards rubric, ranking and ifeval"),
     "likelihood": Beside("psigrad_extras.connect.likelihood", "likelihood"),
     "mcp": Beside("psigrad_extras.connect.mcp_tools", "An MCP server", "mcp"),
+    "mcp environment": Beside("psigrad_extras.connect.mcp_environment", "An environment of MCP", "mcp"),
     "openenv": Beside("psigrad_extras.connect.openenv_environment", "An environment of OpenEnv", "openenv"),
     "plan": Beside("psigrad_extras.preflight.plan.plan", "A plan"),
     "sandbox": Beside("psigrad_extras.connect.remote_sandbox", "A sandbox service"),

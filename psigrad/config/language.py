@@ -105,7 +105,8 @@ class EpisodeSettings:
     """Who answers the policy, in episodes of several turns."""
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
-    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
+    """Text environment that answers each turn: guess, calculator, grid, module:Class with reset(row) and step(text), or one of
+    another library: openenv:ADDRESS, verifiers:TASKSET, and an MCP server as "mcp:COMMAND" or mcp:http://…"""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """What the policy may call, offered through the chat template: typed Python functions, as module:function, and all tools of
     an MCP server, as "mcp:COMMAND" or mcp:http://…"""

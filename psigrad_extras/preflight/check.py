@@ -166,7 +166,7 @@ def run(config: OnlineConfig) -> list[Finding]:
     for check in (
         check_data,
         check_text,
-        *((check_tools,) if config.tools else ()),
+        *((check_tools,) if config.tools or str(config.environment).startswith("mcp:") else ()),
         check_packing,
         check_sharing,
         check_sampling_logps,

@@ -16,7 +16,7 @@ from psigrad.language.loading.load_model import load_critic, load_model, load_ow
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import row_limits
-from psigrad.language.recipes.conversation import episodes_for, rows_for
+from psigrad.language.recipes.conversation import episodes_for, offered_tools, rows_for
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
@@ -24,7 +24,7 @@ from psigrad.language.recipes.placement import collector_of, sampler_of
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.episodes.episodes import Player
-from psigrad.language.rollout.episodes.tools import resolve, schemas
+from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.types import Prompts
 from psigrad.language.training.evaluator import Evaluator
@@ -138,7 +138,7 @@ def _prepared(
 
     asked = [one for setup in (rewards, metric) if setup for one in setup.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
-    tools = schemas(resolve(config.tools, config.worker_env)) if config.tools else []
+    tools = schemas(offered_tools(config))
     room = model.max_length, completion_room(config)
     settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges]
     return prepare(config.data, model.tokenizer, settings, journal, make)
