@@ -443,7 +443,7 @@ def test_every_setting_of_a_grid_and_of_a_plan_is_read(job, alone):
     plan = ["plan", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--eval-prompts", "4",
             "--reward", "exact", "--memory", "24GB", "--tflops", "1", "--max-completion-length", "4"]  # fmt: skip
     more = ["--devices", "2", "--prompt-length", "3"]
-    for cls, runs in ((GridSettings, [["grid"]]), (PlanConfig, [[*plan, "--json", "--eight-bit"], [*plan, *more]])):
+    for cls, runs in ((GridSettings, [["grid"]]), (PlanConfig, [[*plan, "--json"], [*plan, *more]])):
         with watching(cls, everything) as read:
             assert [cli.main(words) for words in runs] == [0] * len(runs)
         assert set(settings_of(cls)) - read == set(), cls

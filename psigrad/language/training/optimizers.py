@@ -1,4 +1,4 @@
-"""What steps the weights: AdamW, Muon for hidden matrices, and Adafactor, each with a state that knows the parameters' names."""
+"""What steps the weights: AdamW (with less memory in `frugal_adamw.py`), Muon for hidden matrices, and Adafactor, each with a state that knows the parameters' names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,14 @@ class Stepper(Protocol):
         ...
 
 
-def make_rule(parameters: Mapping[str, Tensor], optim: Optim, low_precision: Mapping[str, Tensor] | None = None) -> Stepper:
-    """What the settings name; `low_precision` is for AdamW."""
+def make_rule(
+    parameters: Mapping[str, Tensor],
+    optim: Optim,
+    low_precision: Mapping[str, Tensor] | None = None,
+    bare: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+) -> Stepper:
+    """What the settings name; `low_precision`, the weights without a master (`bare`) and the seed of their rounding are AdamW's."""
     if optim.optimizer == "adafactor":
         return Adafactor(parameters, optim.weight_decay)
     betas = (optim.adam_beta1, optim.adam_beta2)
@@ -43,7 +49,12 @@ def make_rule(parameters: Mapping[str, Tensor], optim: Optim, low_precision: Map
         hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
         rest = {name: p for name, p in parameters.items() if name not in hidden}
         return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
-    return AdamW(parameters, betas, optim.adam_epsilon, optim.weight_decay, low_precision)
+    rule = (parameters, betas, optim.adam_epsilon, optim.weight_decay, low_precision)
+    if optim.optimizer == "adamw_8bit" or bare:
+        from psigrad.language.training.frugal_adamw import FrugalAdamW
+
+        return FrugalAdamW(*rule, eight_bits=optim.optimizer == "adamw_8bit", bare=bare, seed=seed)
+    return AdamW(*rule)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -77,7 +88,7 @@ class AdamW:
     ) -> None:
         self.parameters, self.low_precision = dict(parameters), dict(low_precision or {})
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.state = {name: self._fresh(p) for name, p in self.parameters.items()}
+        self.state = {name: self._fresh(name, p) for name, p in self.parameters.items()}
 
     @torch.no_grad()
     def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None, *, shrink: float = 1.0) -> None:
@@ -139,7 +150,7 @@ class AdamW:
     def squared_norm_bf16(self) -> float:
         """Σ g² over the gradients of `low_precision`."""
         gradients = [p.grad for p in self.low_precision.values() if p.grad is not None]
-        return _native().squared_norm(gradients) if gradients else 0.0
+        return native_half_precision().squared_norm(gradients) if gradients else 0.0
 
     def _step_low_precision(self, names: list[str], lr: float, shrink: float) -> None:
         steps = [self.state[name]["step"] for name in names]
@@ -151,7 +162,7 @@ class AdamW:
             decay = self.weight_decay if stored.dim() > 1 else 0.0
             first, second = moments
             found.append(MasterWeight(self.parameters[name], stored, stored.grad.contiguous(), first, second, int(step), decay))
-        _native().step(found, lr, self.betas, self.eps, 1 / shrink)
+        native_half_precision().step(found, lr, self.betas, self.eps, 1 / shrink)
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and step counts as "exp_avg.<name>" and so on."""
@@ -173,13 +184,14 @@ class AdamW:
         for key, held in own.items():
             held.copy_(tensors[key]) if key in tensors else held.zero_()
 
-    def _fresh(self, p: Tensor) -> dict[str, Tensor]:
+    def _fresh(self, name: str, p: Tensor) -> dict[str, Tensor]:
         # fused, torch counts steps on the parameter's device
         moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in _MOMENTS}
         return {"step": torch.zeros((), device=p.device), **moments}
 
 
-def _native() -> HalfPrecision:
+def native_half_precision() -> HalfPrecision:
+    """The kernels that step weights in low precision."""
     native = kernels()
     assert not isinstance(native, str), "without kernels no weight is stepped in low precision"
     return native.half_precision

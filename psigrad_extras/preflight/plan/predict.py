@@ -73,7 +73,6 @@ class Plan:
     cost: StepCost
     memory_per_token: float
     machine: Machine
-    eight_bit: bool = False
     quick: bool = False
 
     @property
@@ -95,19 +94,17 @@ class Plan:
     def ways(self) -> list[tuple[str, Plan]]:
         """Changes of the settings that take less memory, the least intrusive first, each with its plan."""
         found = []
-        for name, config, eight_bit in _changes(self):
-            other = predict(
-                config, self.work.lengths, self.machine, dataset=self.work.dataset, eight_bit=eight_bit, quick=self.quick
-            )
+        for name, config in _changes(self):
+            other = predict(config, self.work.lengths, self.machine, dataset=self.work.dataset, quick=self.quick)
             if other.memory.peak < 0.98 * self.memory.peak:
                 found.append((name, other))
         return found
 
 
 def predict(
-    config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, eight_bit: bool = False, quick: bool = False
+    config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, quick: bool = False
 ) -> Plan:
-    """The plan of a run. `eight_bit` counts AdamW's moments at 8 bits (psigrad has no such optimiser).
+    """The plan of a run.
 
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
     configurations that are on this machine are read.
@@ -136,7 +133,8 @@ def predict(
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     parts = roles_of(
-        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), *_summing(config, machine, work)),
+        ModelRole("policy", policy.parameters, learns, width, adapter, _coarse(config, policy, adapter or learns), sum(again),
+                  *_summing(config, machine, work), config.optim.bf16_stochastic_round and not adapter),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -161,7 +159,6 @@ def predict(
         cost,
         sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
-        eight_bit,
         quick,
     )
 
@@ -192,6 +189,12 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
     several = work.micro_batches > 1 or config.placement.processes > 1
     return not steps_natively(DTYPES[config.model.dtype], machine.device), several
+
+
+def _coarse(config: Config, policy: Shape, learns: int) -> int:
+    """Of how many weights the moments have 8 bits: not of embeddings."""
+    embedding = 0 if config.model.lora_rank else policy.vocabulary * policy.hidden
+    return learns - embedding if config.optim.optimizer == "adamw_8bit" and learns else 0
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
@@ -272,17 +275,15 @@ def _tokenizer(path: str) -> Any:
         raise UserError(f"{error} Or leave the dataset out and give --prompt-length.") from error
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, Config, bool]]:
-    """(what to change, the settings with it, 8-bit moments), the least intrusive first; then all of them at once."""
+def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
+    """(what to change, the settings with it), the least intrusive first; then all of them at once."""
     config, everything, names = plan.config, plan.config, []
     for name, change in _steps(plan):
-        yield name, change(config), plan.eight_bit
+        yield name, change(config)
         everything = change(everything)
         names.append(name)
     if len(names) > 1:
-        yield "all of these", everything, plan.eight_bit
-    if not plan.eight_bit:
-        yield "an 8-bit optimizer (counted only: psigrad has none)", config, True
+        yield "all of these", everything
 
 
 def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
@@ -299,8 +300,12 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "critic_shared=true", lambda c: replace(c, critic_shared=True, critic="", critic_learning_rate=0.0)
     if config.model.dtype == "float32":
         yield "model.dtype=bfloat16", lambda c: _with(c, dtype="bfloat16")
+    if config.optim.optimizer == "adamw":
+        yield "optim.optimizer=adamw_8bit", lambda c: replace(c, optim=replace(c.optim, optimizer="adamw_8bit"))
     if not config.model.lora_rank:
         yield "model.lora_rank=16", lambda c: _with(c, lora_rank=16)
+    if not config.model.quantize_base:
+        yield "model.lora_rank=16 model.quantize_base=nf4", lambda c: _with(c, lora_rank=c.model.lora_rank or 16, quantize_base="nf4")
 
 
 def _with(config: Config, **settings: Any) -> Config:

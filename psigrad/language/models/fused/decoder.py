@@ -124,8 +124,8 @@ class Decoder:
         first = base.layers[0].self_attn
         dim = int(first.head_dim)
         heads = Heads(
-            queries=first.q_proj.weight.shape[0] // dim if hasattr(first.q_proj, "weight") else 0,
-            keys=first.k_proj.weight.shape[0] // dim if hasattr(first.k_proj, "weight") else 0,
+            queries=int(getattr(first.q_proj, "out_features", 0)) // dim,
+            keys=int(getattr(first.k_proj, "out_features", 0)) // dim,
             dim=dim,
             eps=float(config.rms_norm_eps),
             scale=float(first.scaling),
