@@ -37,9 +37,13 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Where one level ends and the next begins; infinity behind the last."""
+    """Where one level ends and the next begins; infinity behind the last. A second moment above 0 stays above 0, unlike
+    bitsandbytes': by its root, and little else, the next step is divided.
+    """
     own = levels(signed)
-    return torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
+    found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
+    found[0] = found[0] if signed else 0.0
+    return found
 
 
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

