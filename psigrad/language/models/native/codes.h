@@ -17,26 +17,34 @@ struct Codes {
     int64_t rows, block, bits;
 };
 
-inline vec look_up(const float* levels, words codes) {
+// Sixteen levels, in a register where it holds them all.
+struct Levels {
+    const float* table;
 #if defined(__AVX512F__)
-    return (vec)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(levels));
+    __m512 all;
+    explicit Levels(const float* table) : table(table), all(_mm512_loadu_ps(table)) {}
+    vec operator[](words codes) const { return (vec)_mm512_permutexvar_ps((__m512i)codes, all); }
 #elif defined(__AVX2__)
-    return (vec)_mm256_i32gather_ps(levels, (__m256i)codes, 4);
+    explicit Levels(const float* table) : table(table) {}
+    vec operator[](words codes) const { return (vec)_mm256_i32gather_ps(table, (__m256i)codes, 4); }
 #else
-    vec out;
-    for (int i = 0; i < WIDTH; i++) out[i] = levels[codes[i]];
-    return out;
+    explicit Levels(const float* table) : table(table) {}
+    vec operator[](words codes) const {
+        vec out;
+        for (int i = 0; i < WIDTH; i++) out[i] = table[codes[i]];
+        return out;
+    }
 #endif
-}
+};
 
 // The levels of neighbours in WIDTH rows.
 template <int BITS>
-inline void both_levels(vec& first, vec& second, const uint8_t* codes, const float* levels) {
+inline void both_levels(vec& first, vec& second, const uint8_t* codes, const Levels& levels) {
     if constexpr (BITS == 4) {
         bytes given;
         memcpy(&given, codes, sizeof(given));
         words wide = __builtin_convertvector(given, words);
-        first = look_up(levels, wide & 15), second = look_up(levels, wide >> 4);
+        first = levels[wide & 15], second = levels[wide >> 4];
     } else {
         halves given;
         memcpy(&given, codes, sizeof(given));
@@ -45,38 +53,47 @@ inline void both_levels(vec& first, vec& second, const uint8_t* codes, const flo
     }
 }
 
-inline words bits_of(vec x) {
-    bfloat16 room[WIDTH];
-    narrow(room, x);
-    halves out;
-    memcpy(&out, room, sizeof(out));
-    return __builtin_convertvector(out, words);
+// Both rounded to bfloat16, side by side in a word.
+inline words paired(vec first, vec second) {
+#if defined(__AVX512BF16__)
+    static const uint16_t TURNS[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return (words)_mm512_permutexvar_epi16(_mm512_loadu_si512(TURNS), (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+    bfloat16 room[2][WIDTH];
+    narrow(room[0], first), narrow(room[1], second);
+    halves low, high;
+    memcpy(&low, room[0], sizeof(low)), memcpy(&high, room[1], sizeof(high));
+    return __builtin_convertvector(low, words) | __builtin_convertvector(high, words) << 16;
+#endif
 }
 
-// Columns from .. from + depth of `count` rows from `row` on: as floats [depth, count], or as pairs of bfloat16 [depth / 2, count]. `from`
+// Columns from .. from + depth of COUNT rows from `row` on: as floats [depth, COUNT], or as pairs of bfloat16 [depth / 2, COUNT]. `from`
 // begins a block, and the rows are of one panel.
-template <bool HALF, int BITS>
-inline void unpacked(void* to, const Codes& m, int64_t k, int64_t row, int64_t count, int64_t from, int64_t depth) {
+template <bool HALF, int64_t COUNT, int BITS>
+inline void unpacked(void* to, const Codes& m, int64_t k, int64_t row, int64_t from, int64_t depth) {
+    constexpr int64_t N = COUNT / WIDTH;
     int64_t panel = row / WIDE, inner = row % WIDE;
+    Levels levels(m.levels);
     for (int64_t start = from; start < from + depth; start += m.block) {
         int64_t end = std::min(start + m.block, from + depth), place = (panel * (k / m.block) + start / m.block) * WIDE + inner;
-        for (int64_t c = 0; c < count; c += WIDTH) {
-            vec scale = widen(m.scales + place + c), offset = m.offsets ? widen(m.offsets + place + c) : vec{};
-            for (int64_t p = start; p < end; p += 2) {
+        vec scale[N], offset[N];
+        for (int64_t j = 0; j < N; j++) scale[j] = widen(m.scales + place + j * WIDTH), offset[j] = m.offsets ? widen(m.offsets + place + j * WIDTH) : vec{};
+        const uint8_t* codes = m.codes + ((panel * (k / 2) + start / 2) * WIDE + inner) * (BITS / 4);
+        for (int64_t p = start - from; p < end - from; p += 2, codes += WIDE * (BITS / 4))
+            for (int64_t j = 0; j < N; j++) {
                 vec first, second;
-                both_levels<BITS>(first, second, m.codes + ((panel * (k / 2) + p / 2) * WIDE + inner + c) * (BITS / 4), m.levels);
-                first = multiply_add(first, scale, offset), second = multiply_add(second, scale, offset);
+                both_levels<BITS>(first, second, codes + j * WIDTH * (BITS / 4), levels);
+                first = multiply_add(first, scale[j], offset[j]), second = multiply_add(second, scale[j], offset[j]);
                 if constexpr (HALF) {
-                    words both = bits_of(first) | bits_of(second) << 16;
-                    memcpy((uint32_t*)to + (p - from) / 2 * count + c, &both, sizeof(both));
+                    words both = paired(first, second);
+                    memcpy((uint32_t*)to + p / 2 * COUNT + j * WIDTH, &both, sizeof(both));
                 } else {
-                    narrow((float*)to + (p - from) * count + c, first), narrow((float*)to + (p - from + 1) * count + c, second);
+                    narrow((float*)to + p * COUNT + j * WIDTH, first), narrow((float*)to + (p + 1) * COUNT + j * WIDTH, second);
                 }
             }
-        }
     }
 }
-template <bool HALF>
-inline void unpacked(void* to, const Codes& m, int64_t k, int64_t row, int64_t count, int64_t from, int64_t depth) {
-    m.bits == 4 ? unpacked<HALF, 4>(to, m, k, row, count, from, depth) : unpacked<HALF, 8>(to, m, k, row, count, from, depth);
+template <bool HALF, int64_t COUNT>
+inline void unpacked(void* to, const Codes& m, int64_t k, int64_t row, int64_t from, int64_t depth) {
+    m.bits == 4 ? unpacked<HALF, COUNT, 4>(to, m, k, row, from, depth) : unpacked<HALF, COUNT, 8>(to, m, k, row, from, depth);
 }

@@ -187,7 +187,7 @@ void unpack_codes(int half, void* to, const Codes* codes, int64_t k, int threads
         int64_t wide = half ? k / 2 : k, rows = std::min(WIDE, m.rows - row);
         for (int64_t p = 0; p < k; p += WIDE) {
             int64_t span = std::min(WIDE, k - p), depth = half ? span / 2 : span;  // k is a multiple of 32
-            half ? unpacked<true>(room, m, k, row, WIDE, p, span) : unpacked<false>(room, m, k, row, WIDE, p, span);
+            half ? unpacked<true, WIDE>(room, m, k, row, p, span) : unpacked<false, WIDE>(room, m, k, row, p, span);
             for (int64_t c = 0; c < rows; c += WIDTH)
                 for (int64_t q = 0; q < depth; q += WIDTH) {
                     vec square[WIDTH];
@@ -214,7 +214,7 @@ void multiply_codes(float* out, const float* x, const Codes* codes, const float*
                 for (int64_t r = 0; r < rows; r++) std::copy_n(base + (i + r) * base_row + j, count, sums + r * PANEL);
             for (int64_t p = 0; p < k; p += DEPTH) {
                 int64_t depth = std::min(DEPTH, k - p);
-                unpacked<false>(panel, *codes, k, j, PANEL, p, depth);
+                unpacked<false, PANEL>(panel, *codes, k, j, p, depth);
                 column_tiles<TILE_COLUMNS>(rows, depth, x + i * x_row + p, x_row, 1, panel, PANEL, sums, PANEL, base || p > 0);
             }
             for (int64_t r = 0; r < rows; r++) std::copy_n(sums + r * PANEL, count, out + (i + r) * out_row + j);

@@ -150,7 +150,7 @@ void multiply_codes_bf16(bfloat16* out, const bfloat16* x, const Codes* codes, c
             sums.resize(std::max<int64_t>(sums.size(), share * PANEL));
             for (int64_t p = 0; p < k; p += DEPTH) {
                 int64_t depth = std::min(DEPTH, k - p);
-                unpacked<true>(panel.data(), *codes, k, j, PANEL, p, depth);
+                unpacked<true, PANEL>(panel.data(), *codes, k, j, p, depth);
                 for (int64_t top = 0; top < rows; top += TILE_ROWS)
                     tile_of(std::min<int64_t>(TILE_ROWS, rows - top), sums.data() + top * PANEL, x + (i + top) * x_row + p, x_row, 2, panel.data(), depth / 2, p > 0);
             }
