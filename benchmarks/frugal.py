@@ -1,8 +1,8 @@
-"""Learning curves of AdamW in little memory beside float32's, on a task whose best loss is known: `python benchmarks/frugal.py`.
+"""Learning curves of AdamW in little memory beside float32's, on a task whose best loss is known: `benchmarks/frugal.py`.
 
-Texts are drawn from a Markov chain over 24 tokens, whose entropy is the least that any model can have. What is printed is the mean
-loss above it over five seeds of weights and texts, on 4,096 held-out tokens. Two thirds of the steps are taken at the full rate, and
-the rate falls to 0 in the rest. "bfloat16, to the nearest" is the control: the same without masters, and rounded as usual.
+Texts are drawn from a Markov chain over 24 tokens, whose entropy is the least that any model can have. What is printed is the
+mean loss above it over five seeds of weights and texts, on 4,096 held-out tokens. Two thirds of the steps are taken at the full
+rate, which falls to 0 in the rest. "bfloat16, to the nearest" is the control: the same without masters, and rounded as usual.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
     RESULTS.write_text(json.dumps({"processor": name, "entropy": chain()[1], "curves": made}, indent=1) + "\n")
-    print(f"loss above the entropy of {chain()[1]:.3f} nats after {STEPS // 5} and {STEPS} steps, mean and deviation of {SEEDS} seeds")
+    print(f"loss above the entropy of {chain()[1]:.3f} nats after {STEPS // 5} and {STEPS} steps, mean and deviation")
     for way, curves in made.items():
         ends = [[one[1] for one in curves], [one[-1] for one in curves]]
         print(f"{way:34}", *(f"{statistics.fmean(x):8.4f} ± {statistics.stdev(x):.4f}" for x in ends))

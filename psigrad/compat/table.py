@@ -165,7 +165,7 @@ _ROWS = (
     _is("optim", {
         **{name: {} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf")},
         **{name: {"optim.optimizer": name} for name in ("adamw", "adamw_8bit", "muon", "adafactor")},
-        **dict.fromkeys(_ADAMW_8BIT, {"optim.optimizer": "adamw_8bit"}),
+        **{name: {"optim.optimizer": "adamw_8bit"} for name in _ADAMW_8BIT},
     }, "the optimiser is optimizer=adamw, adamw_8bit, muon or adafactor"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),
     _is("assistant_only_loss", {True: {}}, "messages teach the assistant's turns alone; rows of text teach all of it"),

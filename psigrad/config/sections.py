@@ -86,8 +86,9 @@ class Model:
     """Precision of the weights and of the forward pass, as TRL's on a GPU. The optimiser steps float32 masters of bfloat16
     weights. Products of float32 are made in TF32 on a GPU."""
     quantize_base: Annotated[Literal["", "nf4", "int8", "gguf"], _ADAPTER] = ""
-    """Keep the layers below a LoRA adapter in codes: of 4 bits (nf4: QLoRA's, blocks of 64), of 8 (int8: blocks of 32), or as a GGUF
-    file has them (gguf: Q4_0, Q4_K, Q6_K, Q8_0). lora_save=both then leaves the adapter alone. TRL: load_in_4bit, load_in_8bit."""
+    """Keep the layers below a LoRA adapter in codes: of 4 bits (nf4: QLoRA's, blocks of 64), of 8 (int8: blocks of 32), or as a
+    GGUF file has them (gguf: Q4_0, Q4_K, Q6_K, Q8_0). lora_save=both then leaves the adapter alone. TRL: load_in_4bit,
+    load_in_8bit."""
     adapter: Literal["continue", "merge"] = "continue"
     """What becomes of an adapter that is given as the model: it is trained on, or merged into its base, all of whose weights
     then learn. With lora_rank it is merged, and a new adapter put on top."""

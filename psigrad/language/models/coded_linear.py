@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -28,17 +26,18 @@ class CodedLinear(nn.Linear):
     @property
     def matrix(self) -> CodedMatrix:
         """The matrix as it stands now, on whatever device."""
-        parts: Any = [getattr(self, name) for name in _PARTS]
-        return CodedMatrix(self.weight.data, *parts, (self.out_features, self.in_features), self.block)
+        scales, offsets, levels = (getattr(self, name) for name in _PARTS)
+        return CodedMatrix(self.weight.data, scales, offsets, levels, (self.out_features, self.in_features), self.block)
 
     def forward(self, x: Tensor) -> Tensor:
         """x in float32 or bfloat16; its gradient is that of the numbers which the codes stand for."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if x.device.type == "cpu" and not torch.is_grad_enabled() and not isinstance(native := kernels(), str):
-            if x.dtype in native.dtypes and x.is_contiguous():
-                rows = x.reshape(-1, self.in_features)
-                out = native.products.multiply_codes(rows, [self.matrix], x.new_empty(len(rows), self.out_features), bias)
-                return out.view(*x.shape[:-1], -1)
+        native = kernels()
+        plain = x.device.type == "cpu" and x.is_contiguous() and not torch.is_grad_enabled()
+        if plain and not isinstance(native, str) and x.dtype in native.dtypes:
+            rows = x.reshape(-1, self.in_features)
+            out = native.products.multiply_codes(rows, [self.matrix], x.new_empty(len(rows), self.out_features), bias)
+            return out.view(*x.shape[:-1], -1)
         return nn.functional.linear(x, unpack(self.matrix, x.dtype), bias)
 
 

@@ -109,8 +109,8 @@ def load(
     """The scalar model at `path`: one that was saved as such, or any causal language model, which gets a fresh head.
 
     `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" where only a trained head
-    will do. `tokenizer` takes the place of its own. `for_shards` and `base` are those of `language_model.load`. Raises `UserError` if nothing
-    loads from `path`.
+    will do. `tokenizer` takes the place of its own. `for_shards` and `base` are those of `language_model.load`. Raises
+    `UserError` if nothing loads from `path`.
     """
     try:
         kind = base or None if lora is not None else None

@@ -23,9 +23,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @functools.cache
 def levels(signed: bool) -> Tensor:
-    """The 256 numbers that a moment, over the largest of its block, is rounded to: 0, 1, and of each power of ten 10⁻ⁱ, i = 0 … 6,
-    the middles of so many equal parts of [0.1, 1] · 10⁻ⁱ as there are codes left (dynamic tree quantisation, Dettmers et al. 2022,
-    arXiv:2110.02861, as bitsandbytes has it). Those of the second moment, which has no sign, are twice as many.
+    """The 256 numbers that a moment, over the largest of its block, is rounded to: 0, 1, and of each power of ten 10⁻ⁱ,
+    i = 0 … 6, the middles of so many equal parts of [0.1, 1] · 10⁻ⁱ as there are codes left (dynamic tree quantisation, Dettmers
+    et al. 2022, arXiv:2110.02861, as bitsandbytes has it). Those of the second moment, which has no sign, are twice as many.
     """
     found = [0.0, 1.0]
     for i in range(7):

@@ -78,9 +78,10 @@ class Optimizer:
     """AdamW, Muon or Adafactor (`optim.optimizer`) over named parameters.
 
     Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
-    itself, which is most of them at fine-tuning rates. With `bf16_stochastic_round` they are rounded by chance (by `seed`) and have
-    no copy: what stands in `masters` then only has their shape, to hold a gradient in float32. With `recompute` the gradient of a large head is not stored: its rows are
-    made twice, for the norm and for the step. In a `world` of several processes the gradients are summed over them.
+    itself, which is most of them at fine-tuning rates. With `bf16_stochastic_round` they are rounded by chance (by `seed`) and
+    have no copy: what stands in `masters` then only has their shape, to hold a gradient in float32. With `recompute` the
+    gradient of a large head is not stored: its rows are made twice, for the norm and for the step. In a `world` of several
+    processes the gradients are summed over them.
     """
 
     def __init__(

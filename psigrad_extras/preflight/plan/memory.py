@@ -186,11 +186,14 @@ class ModelRole:
     """Whether several passes make a gradient, which half-precision weights then have in float32."""
     bare: bool = False
     """Whether half-precision weights have no float32 masters."""
+    saved: float = 0.0
+    """Bytes that weights take less for being in codes."""
 
     def items(self) -> list[MemoryItem]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
-        size = self.width * self.parameters + 4 * self.adapter
-        found = [MemoryItem(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
+        size = self.width * self.parameters + 4 * self.adapter - self.saved
+        note = f"{count(self.parameters)} × {self.width} bytes" + (", the layers in codes" if self.saved else "")
+        found = [MemoryItem(self.name, size, "weights", note)]
         learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
         if not learns:
             return found
@@ -401,7 +404,16 @@ def roles_of(
         found.append(ModelRole("reference", reference.parameters, 0, policy.width))
     if critic is not None:
         size = critic[0].scalar_parameters
-        own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1], coarse=size if policy.coarse else 0)
+        own = replace(
+            policy,
+            name="critic",
+            parameters=size,
+            learns=size,
+            adapter=0,
+            saved=0.0,
+            recomputed=critic[1],
+            coarse=size if policy.coarse else 0,
+        )
         found.append(own)
     return found + [ModelRole(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 

@@ -101,9 +101,7 @@ class Plan:
         return found
 
 
-def predict(
-    config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, quick: bool = False
-) -> Plan:
+def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, quick: bool = False) -> Plan:
     """The plan of a run.
 
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
@@ -116,6 +114,7 @@ def predict(
     rank = config.model.lora_rank
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
+    coded = sum(i * o for name, i, o in policy.linears if ".layers." in name) if adapter and config.model.quantize_base else 0
     learns, head = (0, False) if adapter else (policy.parameters, True)
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
@@ -133,8 +132,18 @@ def predict(
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     parts = roles_of(
-        ModelRole("policy", policy.parameters, learns, width, adapter, _coarse(config, policy, adapter or learns), sum(again),
-                  *_summing(config, machine, work), config.optim.bf16_stochastic_round and not adapter),
+        ModelRole(
+            "policy",
+            policy.parameters,
+            learns,
+            width,
+            adapter,
+            _coarse(config, policy, adapter or learns),
+            sum(again),
+            *_summing(config, machine, work),
+            config.optim.bf16_stochastic_round and not adapter,
+            coded * (width - CODED.get(config.model.quantize_base, 0.0)),
+        ),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -142,6 +151,8 @@ def predict(
     items = _models(config, parts, policy, work)
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     items += load_items(parts)
+    if coded:
+        items.append(MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time"))
     weights = width * policy.parameters
     caching = cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
@@ -189,6 +200,10 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
     several = work.micro_batches > 1 or config.placement.processes > 1
     return not steps_natively(DTYPES[config.model.dtype], machine.device), several
+
+
+# Bytes of a weight in codes, scales among them; of a GGUF file those of Q4_K and Q6_K, about half of each.
+CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
 
 
 def _coarse(config: Config, policy: Shape, learns: int) -> int:
@@ -305,7 +320,10 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     if not config.model.lora_rank:
         yield "model.lora_rank=16", lambda c: _with(c, lora_rank=16)
     if not config.model.quantize_base:
-        yield "model.lora_rank=16 model.quantize_base=nf4", lambda c: _with(c, lora_rank=c.model.lora_rank or 16, quantize_base="nf4")
+        yield (
+            "model.lora_rank=16 model.quantize_base=nf4",
+            lambda c: _with(c, lora_rank=c.model.lora_rank or 16, quantize_base="nf4"),
+        )
 
 
 def _with(config: Config, **settings: Any) -> Config:

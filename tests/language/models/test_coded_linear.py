@@ -22,7 +22,7 @@ from psigrad.language.models import language_model
 from psigrad.language.models.coded_linear import CodedLinear, code_linears, uncode_linears, unpack
 from psigrad.language.models.fused.gguf_weights import _coded
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.language.models.native.codes import NF4, code, lay_out
+from psigrad.language.models.native.codes import NF4, code
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -192,8 +192,8 @@ def test_a_run_trains_an_adapter_over_codes_and_leaves_it(tokenizer, tmp_path):
     hf.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "completion": " world"}\n' * 8)
-    settings = dict(model=str(tmp_path / "base"), dataset=str(tmp_path / "rows.jsonl"), lora_rank=4, learning_rate=1e-2,
-                    batch_size=4, eval_prompts=0, progress=False, report=False, output_dir=str(tmp_path / "run"))  # fmt: skip
+    settings = {"model": str(tmp_path / "base"), "dataset": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "run")}
+    settings |= {"lora_rank": 4, "learning_rate": 1e-2, "batch_size": 4, "eval_prompts": 0, "progress": False, "report": False}
     whole = psigrad.train("sft", **settings, quantize_base="nf4", max_steps=4)
     rows = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -213,8 +213,6 @@ def test_a_gguf_file_is_trained_on_as_it_is(quantization, tokenizer, tmp_path, m
     plain = load_model(replace(settings, quantize_base=""), Run(), None)  # unpacked by transformers
     layers = [m for m in coded.network.modules() if isinstance(m, CodedLinear)]
     assert len(layers) == 14 and {layer.matrix.bits for layer in layers} == {int(quantization[1])}
-    torch.testing.assert_close(
-        coded.evaluate(some_groups()).logp, plain.evaluate(some_groups()).logp, rtol=0, atol=2e-5
-    )
+    torch.testing.assert_close(coded.evaluate(some_groups()).logp, plain.evaluate(some_groups()).logp, rtol=0, atol=2e-5)
     with pytest.raises(UserError, match="give a GGUF file"):
         load_model(replace(settings, path=str(tmp_path / "cache")), Run(), None)

@@ -75,7 +75,8 @@ def test_no_cell_of_the_kernels_table_has_two_middles(signed):
 @pytest.mark.parametrize(
     ("dtype", "optim"),
     [(torch.float32, Optim(optimizer="adamw_8bit")), (torch.bfloat16, Optim(optimizer="adamw_8bit")),
-     (torch.bfloat16, Optim(bf16_stochastic_round=True)), (torch.bfloat16, Optim(optimizer="adamw_8bit", bf16_stochastic_round=True))],
+     (torch.bfloat16, Optim(bf16_stochastic_round=True)),
+     (torch.bfloat16, Optim(optimizer="adamw_8bit", bf16_stochastic_round=True))],
 )  # fmt: skip
 def test_the_kernel_steps_as_torch_does(dtype, optim, monkeypatch):
     if not steps_natively(torch.bfloat16, "cpu"):

@@ -34,11 +34,12 @@ def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[st
         tensor = held[own]
         heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
         permuted = [heads[part] for part in _PERMUTED if kind == "llama" and part in own]
-        made = _coded(tensor.tensor_type.name, tensor.data, permuted) if ".layers." in name else None
-        if made is None:
+        coded = _coded(tensor.tensor_type.name, tensor.data, permuted) if ".layers." in name else None
+        if coded is not None:
+            yield name, coded
+        else:
             numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
-            made = torch.from_numpy(np.array(_rows(numbers, permuted)))
-        yield name, made
+            yield name, torch.from_numpy(np.array(_rows(numbers, permuted)))
 
 
 def has_head(file: Path) -> bool:

@@ -19,7 +19,7 @@ from psigrad.errors import kind_of
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.activation_cache import Version, version_of
-from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, Factors, PackedFactors, PackedWeights
+from psigrad.language.models.fused.packed_weights import Factors, PackedFactors, PackedWeights
 from psigrad.language.models.native.codes import CodedMatrix
 from psigrad.language.models.native.kernels import Heads, Kernels
 from psigrad.language.models.native.processor import fast_bfloat16
@@ -223,8 +223,8 @@ class Layer:
                 )
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
-    def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None, rows: int = 0) -> LayerWeights:
-        """The present weights, with LoRA if `adapted`; packed too if `packed_weights` has or makes them for so many rows."""
+    def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
+        """The present weights, with LoRA if `adapted`; packed too if `packed_weights` has or makes them."""
         now = iter(self.weights.now())
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(7)]
         norms = [next(now), next(now)]
@@ -240,16 +240,15 @@ class Layer:
         plain = LayerWeights(matrices, norms, head_norms, biases, lora, self.native)
         made = None
         if packed_weights is not None:
-            rows = max(rows, MIN_ROWS_TO_PACK) if self.coded else rows
             key, groups, products = (self.index, adapted), range(len(_GROUPS)), self.native.products
-            made = packed_weights.of(key, rows, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
+            made = packed_weights.of(key, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
         if made is None and self.coded:
             plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in matrices])
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
-    def addresses(self, packed_weights: PackedWeights, rows: int, adapted: bool) -> list[int] | None:
+    def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
         """Its weights as `Kernels.decode_layers` takes them. None if they are not packed, or attention's output has a bias."""
-        weights = self.current_weights(adapted, packed_weights, rows)
+        weights = self.current_weights(adapted, packed_weights)
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
         heads = [0, 0] if weights.head_norms is None else [x.data_ptr() for x in weights.head_norms]
@@ -280,7 +279,7 @@ class Layer:
         """The layer's output [W, E], and what `backward` needs besides x: [q|k|v], attention's output and log-normaliser of every
         token [S, …]; the stream after attention and [gate|up] of the output rows [W, …].
         """
-        weights = self.current_weights(adapted, layout.packed_weights, len(x))
+        weights = self.current_weights(adapted, layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
         qkv = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
         rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)

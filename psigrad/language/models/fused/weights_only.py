@@ -330,7 +330,9 @@ def load(
         else:
             tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     if kind is not None:
-        for name, read in gguf_weights.read(path, config, wanted.keys() - {"score.weight"}) if kind == "gguf" else _coded(places, kind):
+        for name, read in (
+            gguf_weights.read(path, config, wanted.keys() - {"score.weight"}) if kind == "gguf" else _coded(places, kind)
+        ):
             if isinstance(read, CodedMatrix):
                 weights.set_submodule(name.removesuffix(".weight"), CodedLinear(read, None))
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +29,8 @@ BLOCKS = {"nf4": 64, "int8": 32}
 class CodedMatrix:
     """A matrix [N, K] of numbers level · scale + offset, N filled up to a multiple of 64.
 
-    - `codes`, uint8 [N / 64, K / 2, 64] for 4 bits, two neighbours of a row in a byte, the first below; for 8 [N / 64, K / 2, 64, 2].
+    - `codes`, uint8 [N / 64, K / 2, 64] for 4 bits, two neighbours of a row in a byte, the first below; for 8 bits
+      [N / 64, K / 2, 64, 2].
     - `scales` and `offsets` (or None), float32 [N / 64, K / block, 64], for each `block` of a row.
     - `levels`, float32 [16], what the codes of 4 bits mean; those of 8 are signed integers.
     """
@@ -96,7 +98,7 @@ def code(weight: Tensor, kind: Kind) -> CodedMatrix:
     nearest of 255 even steps up to it (int8: those of GGUF's Q8_0).
     """
     block, pieces = BLOCKS[kind], []
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)], device=weight.device)
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(NF4)], device=weight.device)
     for rows in weight.detach().split(max(1, (1 << 20) // weight.shape[1])):
         x = rows.float().view(len(rows), -1, block)
         scales = x.abs().amax(2) / (1 if kind == "nf4" else 127)

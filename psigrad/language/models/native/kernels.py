@@ -346,8 +346,8 @@ class MasterWeight:
 
 @dataclass(frozen=True)
 class FrugalWeight:
-    """One weight's tensors in a step that takes little memory: float32 `master`, bfloat16 `stored`, or both; its `gradient` in either
-    type; moments in float32, or in codes of 8 bits with the `scales` of their blocks.
+    """One weight's tensors in a step that takes little memory: float32 `master`, bfloat16 `stored`, or both; its `gradient` in
+    either type; moments in float32, or in codes of 8 bits with the `scales` of their blocks.
     """
 
     master: Tensor | None
