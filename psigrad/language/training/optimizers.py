@@ -1,4 +1,6 @@
-"""What steps the weights: AdamW (with less memory in `frugal_adamw.py`), Muon for hidden matrices, and Adafactor, each with a state that knows the parameters' names."""
+"""What steps the weights: AdamW (in less memory: `frugal_adamw.py`), Muon for hidden matrices, and Adafactor, each with a state
+that knows the parameters' names.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def make_rule(
     bare: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> Stepper:
-    """What the settings name; `low_precision`, the weights without a master (`bare`) and the seed of their rounding are AdamW's."""
+    """What the settings name; `low_precision`, weights without a master (`bare`) and the seed of their rounding are AdamW's."""
     if optim.optimizer == "adafactor":
         return Adafactor(parameters, optim.weight_decay)
     betas = (optim.adam_beta1, optim.adam_beta2)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from psigrad.language.models import language_model
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.fused.packed_weights import LIMIT, MIN_ROWS_TO_PACK
+from psigrad.language.models.fused.packed_weights import LIMIT
 from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
@@ -286,7 +286,7 @@ def passing(
     if work.samples:
         slots = f"{work.slots} sequences"
         found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
-        if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= MIN_ROWS_TO_PACK:
+        if kept.fused == 4 or (kept.fused and plain_bfloat16()):
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
             found.append(
