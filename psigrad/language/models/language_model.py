@@ -168,7 +168,7 @@ class LanguageModel(Pretrained):
         inputs: Groups | Rows,
         *,
         temperature: float = 1.0,
-        entropy: bool = False,
+        entropy: bool | Literal["figure"] = False,
         accuracy: bool = False,
         kl_to: LanguageModel | Divergence | None = None,
         value: bool = False,
@@ -176,7 +176,9 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
-        """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
+        """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs; the entropy may be
+        asked for as a "figure", without gradient.
+        """
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         cache = self.usable(cache)

@@ -74,8 +74,8 @@ def round_by_chance(x: Tensor, seed: int) -> Tensor:
 class FrugalAdamW(AdamW):
     """As `AdamW`, in less memory.
 
-    With `eight_bits` moments of at least 4,096 numbers have 8 bits, in blocks of 256, but for embeddings, whose rows learn at very
-    different rates: as bitsandbytes and transformers do. Weights in `bare` have no master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded to
+    With `eight_bits` moments of at least 4,096 numbers have 8 bits, in blocks of 256, but for embeddings, whose rows learn
+    at very different rates: as transformers does. Weights in `bare` have no master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded to
     bfloat16 up or down by chance, so that steps smaller than a 256th of a weight happen as often as is right (Zamirai et al.
     2020, arXiv:2010.06192). Draws depend on `seed`, the weight's name and the step.
     """
