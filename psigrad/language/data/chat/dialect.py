@@ -84,7 +84,7 @@ class Specials:
     """What finds the tokens at which a text is cut before anything else is done with it; None where that is not certain."""
     backend: Any = None
     """The tokenizer of `tokenizers` behind it, where transformers adds nothing to what that makes of a text."""
-    begun: dict[str, list[int]] | None = None
+    begun: dict[str, list[int]] | None = field(default=None, compare=False)
     """The tokens of texts behind which others were encoded, where the tokenizer is `fixed`."""
 
 
