@@ -48,12 +48,10 @@ def locate(settings: Model) -> str:
     to. An adapter is merged into its base.
     """
     check_path(settings.path)
-    if settings.quantize_base == "gguf":
-        return str(_without_weights(settings.path))
-    if settings.revision:
+    if settings.revision and settings.quantize_base != "gguf":
         return str(_download(settings.path, settings.revision))
     found = _adapter_on_hub(settings.path)
-    return plain_folder(settings.path if found is None else str(found))
+    return _folder_of(settings) if found is None else plain_folder(str(found))
 
 
 def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
@@ -101,7 +99,7 @@ def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
     """
     found = find_adapter(settings, local=local)
     if found is None:
-        return replace(settings, path=plain_folder(settings.path)) if settings.path else settings
+        return replace(settings, path=_folder_of(settings)) if settings.path else settings
     lora = found.lora
     return replace(found.base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=lora.target_modules)
 
@@ -109,7 +107,7 @@ def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
 def tokenizer_path(settings: Model) -> str:
     """Where its tokenizer is loaded from."""
     found = find_adapter(settings)
-    return plain_folder(settings.path) if found is None else found.tokenizer or found.base.path
+    return _folder_of(settings) if found is None else found.tokenizer or found.base.path
 
 
 def load_tokenizer(path: str) -> Any:
@@ -222,6 +220,11 @@ def plain_folder(path: str) -> str:
         names = ", ".join(file.name for file in files)
         raise UserError(f"The folder {path!r} has several GGUF files ({names}); name one of them.")
     return _convert_once(_identity(files), files[0], _convert_gguf) if files else path
+
+
+def _folder_of(settings: Model) -> str:
+    """Where the settings' path lies as a folder of transformers, without the weights where they are read as they are."""
+    return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else plain_folder(settings.path)
 
 
 def _without_weights(path: str) -> Path:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from torch.optim.adamw import adamw
 
-from psigrad.config import Optim
 from psigrad.language.models.native.kernels import HalfPrecision, MasterWeight, kernels
 from psigrad.records.checkpoint import CheckpointError
 
@@ -34,29 +33,6 @@ class Stepper(Protocol):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`. Raises `CheckpointError` where they are of other parameters."""
         ...
-
-
-def make_rule(
-    parameters: Mapping[str, Tensor],
-    optim: Optim,
-    low_precision: Mapping[str, Tensor] | None = None,
-    bare: Mapping[str, Tensor] | None = None,
-    seed: int = 0,
-) -> Stepper:
-    """What the settings name; `low_precision`, weights without a master (`bare`) and the seed of their rounding are AdamW's."""
-    if optim.optimizer == "adafactor":
-        return Adafactor(parameters, optim.weight_decay)
-    betas = (optim.adam_beta1, optim.adam_beta2)
-    if optim.optimizer == "muon":
-        hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
-        rest = {name: p for name, p in parameters.items() if name not in hidden}
-        return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
-    rule = (parameters, betas, optim.adam_epsilon, optim.weight_decay, low_precision)
-    if optim.optimizer == "adamw_8bit" or bare:
-        from psigrad.language.training.frugal_adamw import FrugalAdamW
-
-        return FrugalAdamW(*rule, eight_bits=optim.optimizer == "adamw_8bit", bare=bare, seed=seed)
-    return AdamW(*rule)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

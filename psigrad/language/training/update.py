@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.language.models.gradients import Sums, in_place
-from psigrad.language.training.optimizers import AdamW, make_rule, steps_natively
+from psigrad.language.training.frugal_adamw import FrugalAdamW
+from psigrad.language.training.optimizers import Adafactor, AdamW, Muon, Stepper, is_hidden_matrix, steps_natively
 from psigrad.processes.parallel.shards import held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
@@ -74,6 +75,27 @@ def check_schedule(optim: Optim) -> None:
     learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)
 
 
+def _make_rule(
+    parameters: Mapping[str, Tensor],
+    optim: Optim,
+    low_precision: Mapping[str, Tensor] | None = None,
+    bare: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+) -> Stepper:
+    """What the settings name; `low_precision`, weights without a master (`bare`) and the seed of their rounding are AdamW's."""
+    if optim.optimizer == "adafactor":
+        return Adafactor(parameters, optim.weight_decay)
+    betas = (optim.adam_beta1, optim.adam_beta2)
+    if optim.optimizer == "muon":
+        hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
+        rest = {name: p for name, p in parameters.items() if name not in hidden}
+        return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
+    rule = (parameters, betas, optim.adam_epsilon, optim.weight_decay, low_precision)
+    if optim.optimizer == "adamw_8bit" or bare:
+        return FrugalAdamW(*rule, eight_bits=optim.optimizer == "adamw_8bit", bare=bare, seed=seed)
+    return AdamW(*rule)
+
+
 class Optimizer:
     """AdamW, Muon or Adafactor (`optim.optimizer`) over named parameters.
 
@@ -114,7 +136,7 @@ class Optimizer:
         if not plain and any(own is not self.parameters[name] for name, own in self.held.items()):
             what = "bf16_stochastic_round" if self.bare else f"optimizer {optim.optimizer}"
             raise UserError(f"{what} needs whole matrices, and strategy=fsdp shards them; take strategy=ddp.")
-        self.rule = make_rule(self.masters, optim, stepped, self.bare, seed)
+        self.rule = _make_rule(self.masters, optim, stepped, self.bare, seed)
         self.nonfinite = self.updates = 0
         """Steps in a row without a finite gradient; updates of the weights by this object."""
         self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and plain)

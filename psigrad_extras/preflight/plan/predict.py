@@ -117,7 +117,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     rank = config.model.lora_rank
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
-    coded = sum(i * o for name, i, o in policy.linears if ".layers." in name) if adapter and config.model.quantize_base else 0
+    coded = policy.layer_matrices if adapter and config.model.quantize_base else 0
     learns, head = (0, False) if adapter else (policy.parameters, True)
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
@@ -134,19 +134,9 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
         return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    role = ModelRole("policy", policy.parameters, learns, width, adapter, 0, sum(again), *_summing(config, machine, work))
     parts = roles_of(
-        ModelRole(
-            "policy",
-            policy.parameters,
-            learns,
-            width,
-            adapter,
-            _coarse(config, policy, adapter or learns),
-            sum(again),
-            *_summing(config, machine, work),
-            config.optim.bf16_stochastic_round and not adapter,
-            coded * (width - CODED.get(config.model.quantize_base, 0.0)),
-        ),
+        replace(role, **_frugal(config, policy, adapter or learns, coded)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -155,8 +145,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     engine, starved = _engine(config, work, policy, machine)
     items += [*load_items(parts), *engine]
-    if coded:
-        items.append(MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time"))
+    items += [MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time")] if coded else []
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     cost = cost.with_head_again(work, policy) if again[0] else cost
@@ -218,10 +207,12 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
 CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
 
 
-def _coarse(config: Config, policy: Shape, learns: int) -> int:
-    """Of how many weights the moments have 8 bits: not of embeddings."""
-    embedding = 0 if config.model.lora_rank else policy.vocabulary * policy.hidden
-    return learns - embedding if config.optim.optimizer == "adamw_8bit" and learns else 0
+def _frugal(config: Config, policy: Shape, learns: int, coded: int) -> dict[str, Any]:
+    """What a `ModelRole` has in little memory: moments of 8 bits but for embeddings, no masters, `coded` weights in codes."""
+    model, optim = config.model, config.optim
+    coarse = learns - (0 if model.lora_rank else policy.vocabulary * policy.hidden) if optim.optimizer == "adamw_8bit" else 0
+    saved = coded * (DTYPES[model.dtype].itemsize - CODED.get(model.quantize_base, 0.0))
+    return {"coarse": coarse, "bare": optim.bf16_stochastic_round and not model.lora_rank, "saved": saved}
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:

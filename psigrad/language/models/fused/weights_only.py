@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -323,21 +323,16 @@ def load(
                 if name == "score.weight":
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
-        if kind is not None:
-            tensors = {}  # read below, one by one
-        elif mapped:
+        tensors: dict[str, Tensor] = {}  # with codes read below, one by one
+        if mapped and kind is None:
             tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
-        else:
+        elif kind is None:
             tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     if kind is not None:
-        for name, read in (
-            gguf_weights.read(path, config, wanted.keys() - {"score.weight"}) if kind == "gguf" else _coded(places, kind)
-        ):
-            if isinstance(read, CodedMatrix):
-                weights.set_submodule(name.removesuffix(".weight"), CodedLinear(read, None))
-            else:
-                tensors[name] = torch.empty(wanted[name], dtype=dtype).copy_(read)
-        missing = [name for name in missing if kind != "gguf" or name == "score.weight"]
+        of_file = wanted.keys() - {"score.weight"}
+        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _coded(places, found, kind)
+        tensors = _put_codes(weights, each, dtype)
+        missing = [name for name in missing if name == "score.weight"]
     for name in missing:
         tensors[name] = torch.empty(wanted[name], dtype=dtype).normal_(std=config.initializer_range or 0.02)
     for name, tensor in tensors.items():
@@ -348,10 +343,21 @@ def load(
     return weights.eval(), missing
 
 
-def _coded(places: Mapping[str, str], kind: Kind) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """The tensors of safetensors files one by one, layers' matrices in codes."""
-    for name, path in places.items():
-        with safe_open(path, "pt") as alone:  # whose pages go with it
+def _put_codes(weights: WeightsOnly, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Put matrices in codes into their layers; the other tensors."""
+    rest = {}
+    for name, read in each:
+        if isinstance(read, CodedMatrix):
+            weights.set_submodule(name.removesuffix(".weight"), CodedLinear(read, None))
+        else:
+            rest[name] = torch.empty(read.shape, dtype=dtype).copy_(read)
+    return rest
+
+
+def _coded(places: Mapping[str, str], wanted: Iterable[str], kind: Kind) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
+    """Tensors of safetensors files one by one, layers' matrices in codes."""
+    for name in wanted:
+        with safe_open(places[name], "pt") as alone:  # whose pages go with it
             read = alone.get_tensor(name)
         yield name, code(read, kind) if ".layers." in name and can_code(read, kind) else read
 
