@@ -6,19 +6,12 @@ import time
 from dataclasses import replace
 
 import pytest
-from tiny_jobs import online_config, sft_config
+from tiny_jobs import agent_config, online_config, sft_config
+from tiny_rewards import of_misspelt, of_nothing
 
 from psigrad.errors import UserError
 from psigrad_extras.preflight import first_rows
 from psigrad_extras.preflight.plan import plan
-
-
-def wrong(completions, anwser, **columns):
-    return [1.0 for _ in completions]
-
-
-def broken(completions, answer, **columns):
-    return [float(text.nope) for text in completions]
 
 
 def on(job, tmp_path, *rewards):
@@ -34,7 +27,7 @@ def test_the_rewards_are_called_on_real_rows_before_any_model_is_loaded(job, tmp
     assert [line.split()[1] for line in lines] == ["1", "0", "1", "0"] and "train.jsonl:1" in lines[0] and "'?'" in lines[1]
 
 
-@pytest.mark.parametrize(("reward", "said"), [(wrong, "needs the column 'anwser'"), (broken, "AttributeError")])
+@pytest.mark.parametrize(("reward", "said"), [(of_misspelt, "needs the column 'anwser'"), (of_nothing, "AttributeError")])
 def test_a_reward_that_cannot_judge_is_a_sentence(reward, said, job, tmp_path):
     with pytest.raises(UserError, match=said):
         first_rows.try_rewards(on(job, tmp_path, reward))
@@ -45,6 +38,8 @@ def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens
     assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " here and evaluations." in said
+    plan.foretell(agent_config(job, tmp_path / "agent"))
+    assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
 
 
 def test_a_long_run_that_nobody_asked_for_is_begun_on_a_yes_alone(job, tmp_path, monkeypatch):
