@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -15,9 +14,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 import psigrad
-from psigrad.config import Model, Run
-from psigrad.errors import UserError
-from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import language_model
 from psigrad.language.models.coded_linear import CodedLinear, code_linears, uncode_linears, unpack
 from psigrad.language.models.fused.gguf_weights import _coded
@@ -27,7 +23,6 @@ from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad_extras.connect.exporting import write_gguf
 
 pytestmark = pytest.mark.needs("compiler")
 KINDS = ("nf4", "int8")
@@ -200,19 +195,3 @@ def test_a_run_trains_an_adapter_over_codes_and_leaves_it(tokenizer, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     assert (whole.model / "adapter_config.json").exists() and not (whole.model / "model.safetensors").exists()
     assert sum(x.numel() for x in load_file(whole.model / "adapter_model.safetensors").values()) > 0
-
-
-@pytest.mark.parametrize("quantization", ["q4_0", "q8_0"])
-def test_a_gguf_file_is_trained_on_as_it_is(quantization, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hf = made(CONFIGS["llama"], tokenizer).as_transformers()
-    file = tmp_path / "tiny.gguf"
-    write_gguf(hf, tokenizer, file, quantization)
-    settings = Model(path=str(file), lora_rank=4, quantize_base="gguf")
-    coded = load_model(settings, Run(), None)
-    plain = load_model(replace(settings, quantize_base=""), Run(), None)  # unpacked by transformers
-    layers = [m for m in coded.network.modules() if isinstance(m, CodedLinear)]
-    assert len(layers) == 14 and {layer.matrix.bits for layer in layers} == {int(quantization[1])}
-    torch.testing.assert_close(coded.evaluate(some_groups()).logp, plain.evaluate(some_groups()).logp, rtol=0, atol=2e-5)
-    with pytest.raises(UserError, match="give a GGUF file"):
-        load_model(replace(settings, path=str(tmp_path / "cache")), Run(), None)
