@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -29,7 +30,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = ("-q", "--capture=sys", "--timeout=0", "-o", "faulthandler_timeout=0", "-p", "no:cacheprovider", "-p", "no:xdist")
+OPTIONS = ("-q", "--disable-warnings", "--capture=sys", "--timeout=0", "-p", "no:faulthandler", "-p", "no:cacheprovider", "-p", "no:xdist")
 # What a test may take is processor time, since a busy machine is no verdict: so many times its own, and LEAST seconds more.
 TIMES, LEAST = 10, 10
 # What waits and computes nothing is given up after so many times that on the clock, and is no verdict either.
@@ -292,6 +293,8 @@ class Cold:
                     for line in requests:
                         row = json.loads(line)
                         os.write(answer, (json.dumps(_fresh(Request(**row))) + "\n").encode())
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(asked)
@@ -300,6 +303,8 @@ class Cold:
 
     def noticed(self, request: Request) -> Verdict:
         """As `Collected.noticed`."""
+        if not request.tests:
+            return Verdict(False)
         print(json.dumps(asdict(request)), file=self._in, flush=True)
         return Verdict(*json.loads(self._out.readline()))
 
@@ -316,7 +321,7 @@ def _fresh(request: Request) -> Verdict:
         finally:
             os._exit(0)
     try:
-        code, _ = ended(pid, math.inf if request.tests else CLOCK * IMPORT)
+        code, _ = ended(pid, CLOCK * IMPORT + 3600)
         if told.exists():
             return Verdict(*json.loads(told.read_text()))
         return Verdict(code == -signal.SIGXCPU, request.file, "time" if code == -signal.SIGXCPU else f"ended with {code}")

@@ -206,6 +206,12 @@ class Places:
         functions = [n for n in self._around(line) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         return not any(line >= node.body[0].lineno for node in functions)
 
+    def is_plain(self, line: int) -> bool:
+        """Whether a statement of a function's body stands on this line alone."""
+        around = self._around(line)
+        alone = bool(around) and isinstance(around[-1], ast.Assign | ast.Return | ast.Expr) and around[-1].lineno == line
+        return alone and around[-1].end_lineno == line and not self.runs_on_import(line)
+
     def mentions(self, line: int) -> set[int]:
         """The lines that speak of what the statement on this line defines, and those of its class or function."""
         names: set[str] = set()

@@ -77,7 +77,7 @@ def in_a_fork(path: Path, run):
             forks.collect(arguments, lambda collected: told.write_text(json.dumps(run(collected))))
         finally:
             os._exit(0)
-    os.waitpid(pid, 0)
+    forks.ended(pid, 240)
     return json.loads(told.read_text())
 
 
