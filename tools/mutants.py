@@ -379,6 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a file's name")
     parser.add_argument("--tests", nargs="*", help="files or folders of tests, in the place of all; a later run tries the others")
+    parser.add_argument("--named", action="store_true", help="those of tests/mutants.yaml alone")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that judge")
@@ -392,7 +393,8 @@ def main(arguments: list[str] | None = None) -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     people = named()
     drawn = sample(asked.seed, asked.count)
-    mutants = [mutant for mutant in [*people.values(), *drawn] if asked.only in mutant.file]
+    asked_for = people.values() if asked.named else [*people.values(), *drawn]
+    mutants = [mutant for mutant in asked_for if asked.only in mutant.file]
     if not asked.report:
         forks.warm()
         cold = [Cold() for _ in range(asked.jobs)]
@@ -400,7 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
         forks.collect(asked.tests or TESTS, partial(judge_all, asked, mutants, cold, tracer))
     found = results(asked, drawn, people)
     print(page(found))
-    if not asked.only:
+    if not (asked.only or asked.named):
         RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     if asked.page:
         text = asked.page.read_text()
