@@ -30,7 +30,18 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = ("-q", "--disable-warnings", "--capture=sys", "--timeout=0", "-p", "no:faulthandler", "-p", "no:cacheprovider", "-p", "no:xdist")
+OPTIONS = (
+    "-q",
+    "--disable-warnings",
+    "--capture=sys",
+    "--timeout=0",
+    "-p",
+    "no:faulthandler",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+)
 # What a test may take is processor time, since a busy machine is no verdict: so many times its own, and LEAST seconds more.
 TIMES, LEAST = 10, 10
 # What waits and computes nothing is given up after so many times that on the clock, and is no verdict either.
@@ -64,17 +75,19 @@ Functions = Mapping[tuple[str, str, int], list[FunctionType]]
 NONE: Functions = {}
 
 
-def swaps_of(before: str, after: str, file: Path) -> Swaps | None:
-    """The functions whose code differs, each before and after; None where what runs on import differs too."""
+def swaps_of(before: str, after: str, file: Path, functions: Functions = NONE) -> Swaps | None:
+    """The functions whose code differs, each before and after; None where that cannot be exchanged: what runs on import differs
+    too, or a living function's place in another.
+    """
     try:
         old, new = (compile(source, str(file), "exec", dont_inherit=True) for source in (before, after))
     except SyntaxError:
         return None
     found: Swaps = []
-    return found if _compare(old, new, found) else None
+    return found if _compare(old, new, found, functions) else None
 
 
-def _compare(old: CodeType, new: CodeType, found: Swaps) -> bool:
+def _compare(old: CodeType, new: CodeType, found: Swaps, functions: Functions) -> bool:
     """Collect the functions of a module or class that differ; whether nothing else does."""
     if (old.co_code, old.co_names, len(old.co_consts)) != (new.co_code, new.co_names, len(new.co_consts)):
         return False
@@ -83,22 +96,25 @@ def _compare(old: CodeType, new: CodeType, found: Swaps) -> bool:
             if (type(a), repr(a)) != (type(b), repr(b)):
                 return False
         elif a.co_flags & inspect.CO_OPTIMIZED:
-            if not _pair(a, b, found):
+            if not _pair(a, b, found, functions):
                 return False
-        elif not _compare(a, b, found):
+        elif not _compare(a, b, found, functions):
             return False
     return True
 
 
-def _pair(old: CodeType, new: CodeType, found: Swaps) -> bool:
-    """A function and those within it, which a decorator may have made already; whether their cells agree."""
+def _pair(old: CodeType, new: CodeType, found: Swaps, functions: Functions) -> bool:
+    """A function and those within it. Those are made anew when it is called, unless a decorator has made them already."""
     if old == new:
         return True
-    inner = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new)]
-    if old.co_freevars != new.co_freevars or [c.co_qualname for c in inner[0]] != [c.co_qualname for c in inner[1]]:
-        return False
+    if old.co_freevars != new.co_freevars:
+        return place(old) not in functions and ".<locals>." in old.co_qualname
     found.append((old, new))
-    return all(_pair(a, b, found) for a, b in zip(*inner, strict=True))
+    inner = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new)]
+    if [c.co_qualname for c in inner[0]] != [c.co_qualname for c in inner[1]]:
+        within = f"{old.co_qualname}.<locals>."
+        return not any(file == old.co_filename and name.startswith(within) for file, name, _ in functions)
+    return all(_pair(a, b, found, functions) for a, b in zip(*inner, strict=True))
 
 
 def place(code: CodeType) -> tuple[str, str, int]:

@@ -193,12 +193,12 @@ class Judge:
     def judge(self, mutant: Mutant, patience: float = PATIENCE, but: Iterable[str] = ()) -> tuple[Verdict, list[str]]:
         """The verdict and the tests that were tried. What failed must pass at once with nothing changed, or it is none."""
         before, after = mutant.sources()
-        swaps = forks.swaps_of(before, after, ROOT / mutant.file)
+        swaps = forks.swaps_of(before, after, ROOT / mutant.file, self.functions)
         if swaps == []:
             return Verdict(False, how="the same code"), []
         chosen = [test for test in self.coverage.of(mutant, patience) if test not in set(but)]
         tests = sorted(chosen, key=lambda test: (self.coverage.seconds[test] + 0.05) / (1 + self.kills[test]))
-        cold = swaps is None or self.coverage.cold(mutant) or any(forks.place(old) not in self.functions for old, _ in swaps)
+        cold = swaps is None or self.coverage.cold(mutant) or not any(forks.place(old) in self.functions for old, _ in swaps)
         while tests:
             part = tests[:FIRST] if cold else tests  # to collect many files takes long
             timed = [(test, self.coverage.seconds[test]) for test in part]
@@ -231,10 +231,8 @@ class Judge:
             if time.time() > end or os.getppid() != self.parent:
                 return
             tried = known.get(mutant.key, {}).get("tried", [])
-            start = time.process_time() + sum(os.times()[2:4])
             verdict, tests = self.judge(mutant, patience, tried)
-            seconds = time.process_time() + sum(os.times()[2:4]) - start
-            row = {"key": mutant.key, **verdict._asdict(), "seconds": round(seconds, 2)}
+            row = {"key": mutant.key, **verdict._asdict()}
             VERDICTS.add(row if verdict.killed else {**row, "tried": [*tried, *tests]})
             if not verdict.killed:
                 print(f"survived  {mutant.file}:{mutant.line}  {mutant.before}  ->  {mutant.after}", flush=True)
@@ -281,12 +279,13 @@ def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold]
     open_ones = [mutant for mutant in mutants if untried(mutant)]
     print(f"{len(open_ones):,} of {len(mutants):,} mutants to be judged", flush=True)
     end = time.time() + 60 * asked.minutes
-    in_processes([partial(judge.run, open_ones[i :: asked.jobs], known, end, asked.patience) for i, judge in enumerate(judges)])
+    shares = [(judge, open_ones[i :: asked.jobs]) for i, judge in enumerate(judges)]
+    in_processes([partial(judge.run, share, known, end, asked.patience) for judge, share in shares])
 
 
 def check(judge: Judge) -> None:
-    """That a planted fault is noticed in both ways, and that nothing is noticed where nothing is changed. What raises in the place
-    of the line that most tests run cannot be missed.
+    """That a planted fault is noticed in both ways, and nothing where nothing is changed. What raises in the place of the line
+    that most tests run cannot be missed.
     """
     coverage, found = judge.coverage, list[tuple[int, str, int]]()
     for file, held in coverage.tests.items():

@@ -224,6 +224,22 @@ def decorated(x):
     assert (space["plain"](3), space["Held"]().size, space["decorated"](1)) == (2, 9, 6)
 
 
+def test_what_a_function_makes_anew_at_each_call_needs_no_exchange_of_its_own():
+    """The mean over n loses its n, so that the function within has another cell; made by a decorator it would live on."""
+    before = "def mean(values, n):\n    return [each() for each in [lambda: sum(values) / n]][0]\n"
+    file = Path("/tmp/closures.py")
+    space = {}
+    exec(compile(before, str(file), "exec"), space)
+    functions = forks.living([str(file)])
+    found = forks.swaps_of(before, before.replace(" / n", ""), file, functions)
+    assert "mean" in [old.co_qualname for old, _ in found] and "mean.<locals>.<lambda>" not in [o.co_qualname for o, _ in found]
+    forks.swap(found, functions)
+    assert space["mean"]([1, 2, 3], 3) == 6
+    made = "def outer(n):\n    def inner(x):\n        return x + n\n    return inner\nkept = outer(1)\n"
+    exec(compile(made, str(file), "exec"), space)
+    assert forks.swaps_of(made, made.replace("x + n", "x"), file, forks.living([str(file)])) is None, "it lives already"
+
+
 def test_a_line_is_that_of_its_statement_and_runs_on_import_unless_a_function_holds_it():
     places = planting.Places(
         "LIMIT = 3\n"  # 1
