@@ -317,17 +317,15 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 
 
 def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str, Mutant]) -> dict[str, Any]:
-    """What is known of the sample and of the faults that people planted. What was written by hand about a survivor, in `why`,
-    stays.
-    """
-    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"survivors": []}
-    why = {row["key"]: row["why"] for row in held["survivors"]}
-    known = verdicts(measured())
+    """What is known of the sample and of the faults that people planted. The `reasons` of survivors, written by hand, stay."""
+    held = json.loads(RESULTS.read_text())["reasons"] if RESULTS.exists() else {}
+    reasons = {mutant.key: held[mutant.key] for mutant in drawn if mutant.key in held}
+    known = verdicts(row["test"] for row in MEASURED.rows())
     judged = [mutant for mutant in drawn if mutant.key in known]
     killed = [mutant for mutant in judged if known[mutant.key]["killed"]]
     rooms = {
-        room: [sum(m.file.split("/")[1] == room for m in some) for some in (judged, killed)]
-        for room in sorted({mutant.file.split("/")[1] for mutant in judged})
+        room: [sum(m.file.split("/")[1] == room for m in some) for some in (drawn, judged, killed)]
+        for room in sorted({mutant.file.split("/")[1] for mutant in drawn})
     }
     tests = Counter(row["kind"] for row in measured().values())
     lost = sorted((m for m in judged if not known[m.key]["killed"]), key=lambda mutant: (mutant.file, mutant.line))
@@ -336,36 +334,38 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
         "drawn": len(drawn),
         "judged": len(judged),
         "killed": len(killed),
-        "interval": [round(x, 4) for x in wilson(len(killed), len(judged))],
         "how": dict(Counter(known[mutant.key]["how"] for mutant in killed)),
         "rooms": rooms,
         "tests": dict(tests),
         "named": {about: known[m.key]["by"] for about, m in people.items() if m.key in known},
-        "survivors": [
-            {"file": m.file, "line": m.line, "before": m.before, "after": m.after, "key": m.key, "why": why.get(m.key, "")}
-            for m in lost
-        ],
+        "survivors": [{"file": m.file, "line": m.line, "before": m.before, "after": m.after, "key": m.key} for m in lost],
+        "reasons": reasons,
     }
 
 
 def page(found: Mapping[str, Any]) -> str:
     """The results as Markdown."""
 
-    def share(judged: int, killed: int) -> str:
-        return f"{judged:,} | {killed:,} | {killed / max(judged, 1):.1%}"
+    def row(name: str, drawn: int, judged: int, killed: int) -> str:
+        low, high = wilson(killed, judged)
+        fair = judged and (judged == drawn or name in found["rooms"])
+        share = f"{killed / judged:.1%} ({low:.1%} to {high:.1%})" if fair else ""
+        return f"| {name} | {drawn:,} | {judged:,} | {killed:,} | {share} |"
 
-    low, high = found["interval"]
-    of = "all" if found["judged"] == found["drawn"] else f"a random sample ({low:.1%} to {high:.1%} of all, 95 %)"
-    lines = [f"{found['judged']:,} of {found['drawn']:,} judged, {of}.", "", "| room | judged | noticed | |", "|---|---|---|---|"]
-    lines += [f"| {room} | {share(*counts)} |" for room, counts in found["rooms"].items()]
-    lines += [f"| **all** | {share(found['judged'], found['killed'])} |", ""]
+    lines = ["| room | drawn | judged | noticed | share, and 95 % interval |", "|---|---|---|---|---|"]
+    lines += [row(room, *counts) for room, counts in found["rooms"].items()]
+    lines += [row("**all**", found["drawn"], found["judged"], found["killed"]), ""]
+    if found["judged"] < found["drawn"]:
+        lines += ["Not all of the sample is judged yet. What is judged of a room is a random part of what was drawn of it.", ""]
     words = {"failed": "a test failed", "time": "ten times its processor time"}
     words |= {"died": "its process died", "import": "on import"}
     lines += ["Noticed by: " + ", ".join(f"{words[how]} {count}" for how, count in sorted(found["how"].items())) + ".", ""]
     lines += ["| not noticed | change | why |", "|---|---|---|"]
-    for row in found["survivors"]:
-        before, after = (row[end].replace("|", "\\|").replace("`", "'") for end in ("before", "after"))
-        lines.append(f"| `{row['file'].removeprefix('psigrad/')}:{row['line']}` | `{before}` → `{after}` | {row['why']} |")
+    for lost in found["survivors"]:
+        before, after = (lost[end].replace("|", "\\|").replace("`", "'") for end in ("before", "after"))
+        lines.append(
+            f"| `{lost['file'].removeprefix('psigrad/')}:{lost['line']}` | `{before}` → `{after}` | {found['reasons'].get(lost['key'], '')} |"
+        )
     lines += ["", "| planted by hand in reviews | noticed by |", "|---|---|"]
     lines += [f"| {about} | {f'`{by}`' if by else '**nothing**'} |" for about, by in found["named"].items()]
     return "\n".join(lines)
