@@ -71,7 +71,7 @@ demo-real: $(INSTALLED)
 	$(RUN) examples/sums.py
 
 test: $(INSTALLED) test-machine
-	+@MAKE="$(MAKE)" $(RUN) tools/whole.py lint types docs suite
+	+@MAKE="$(MAKE)" $(RUN) tools/whole.py lint suite+types+docs
 
 # What pytest is given; nothing for the whole suite.
 TESTS ?=
@@ -79,7 +79,7 @@ tests: test-machine
 	+@$(MAKE) --no-print-directory suite
 
 suite: $(INSTALLED)
-	$(RUN) -m pytest $(TESTS) --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(RUN) -m pytest $(TESTS) --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Programs that tests start are installed as far as that is allowed here: as root, by apt-get.
 test-machine: $(INSTALLED)
@@ -92,7 +92,7 @@ quick: $(INSTALLED)
 	$(RUN) -m pytest tests/objective tests/tabular tests/config tests/surface $(SLOW_SURFACE:%=--ignore=tests/surface/test_%.py) --quiet --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test-studio: test-machine
-	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Ray is no dependency of psigrad: it gets an environment of its own, which sees the other's packages.
 CLUSTER_VENV ?= .venv-cluster
@@ -118,7 +118,7 @@ test-mutants: $(MUTANTS_VENV)/.installed
 
 # What takes seconds each, and whose heart a shorter test of `make test` holds: browsers, several ranks, more seeds.
 test-slow: test-machine
-	$(RUN) -m pytest -m "slow and not long" --durations 5 --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(RUN) -m pytest -m "slow and not long" --durations 5 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600

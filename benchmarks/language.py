@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--attention", default="sdpa", choices=["sdpa", "flex"])
+    parser.add_argument("--attention", default="auto", choices=["auto", "sdpa", "varlen", "flex"])
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     parser.add_argument("--json", default=str(HERE / "results" / "language.jsonl"))
     given = parser.parse_args()

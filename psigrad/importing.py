@@ -15,8 +15,11 @@ from typing import Any
 
 from psigrad.errors import UserError, kind_of, nearest
 
-# The files that a module opened for reading while it was imported here, by its name.
+# The files that a module opened for reading while it was imported here, and the modules that came with it, by its name.
 opened_by: dict[str, set[str]] = {}
+loaded_by: dict[str, set[str]] = {}
+# Of what was asked for by name, itself and the module that it stands in: an instance or a partial is another's by its class.
+_found_in: dict[int, tuple[Any, str]] = {}
 _watching: list[int] = []
 # Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
 FILE_MODULE = "_psigrad_file_"
@@ -31,7 +34,14 @@ def imported(path: str, kind: str) -> Any:
     module = _module(module_name, path, kind)
     if not hasattr(module, attribute):
         raise UserError(f"The {kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module)) or '.'}")
-    return getattr(module, attribute)
+    found = getattr(module, attribute)
+    _found_in[id(found)] = found, module.__name__
+    return found
+
+
+def home_of(thing: Any) -> str:
+    """The name of the module in which a thing was asked for; empty where it was not."""
+    return _found_in.get(id(thing), (None, ""))[1]
 
 
 def imported_callable(path: str, kind: str) -> Any:
@@ -63,11 +73,11 @@ def _module(name: str, path: str, kind: str) -> ModuleType:
             if str(file.parent) not in sys.path:
                 sys.path.append(str(file.parent))  # its neighbours, as for a script; last, so that it hides nothing
             inner = FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12]
-            with _watched():
+            with _watched(inner):
                 return load_file(inner, str(file))
         if "" not in sys.path and "." not in sys.path:
             sys.path.insert(0, "")
-        with _watched():
+        with _watched(name):
             return importlib.import_module(name)
     except UserError:
         raise
@@ -76,8 +86,11 @@ def _module(name: str, path: str, kind: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[None]:
-    """Note in `opened_by` what is opened for reading in the block."""
+def _watched(name: str) -> Iterator[None]:
+    """Note in `opened_by` what is opened for reading in the block, and in `loaded_by` which modules come with the one of this
+    name.
+    """
+    before = set(sys.modules)
     if not _watching:
         sys.addaudithook(_note_opened)  # it stays for good
         _watching.append(0)
@@ -86,16 +99,19 @@ def _watched() -> Iterator[None]:
         yield
     finally:
         _watching[0] -= 1
+        loaded_by.setdefault(name, set()).update(sys.modules.keys() - before)
 
 
 def _note_opened(event: str, about: tuple[Any, ...]) -> None:
-    if event != "open" or not _watching[0] or not isinstance(about[0], str) or about[0].endswith((".py", ".pyc", ".so")):
+    if event not in ("open", "sqlite3.connect") or not _watching[0] or not isinstance(about[0], str | bytes):
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "<module>":
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return  # a module's own file
         frame = frame.f_back
-    if frame is not None and not about[2] & (os.O_WRONLY | os.O_RDWR):
-        opened_by.setdefault(frame.f_globals.get("__name__", ""), set()).add(os.path.abspath(about[0]))
+    if frame is not None and (event != "open" or not about[2] & (os.O_WRONLY | os.O_RDWR)):
+        opened_by.setdefault(frame.f_globals.get("__name__", ""), set()).add(os.path.abspath(os.fsdecode(about[0])))
 
 
 def checkout_folder(name: str) -> Path | None:

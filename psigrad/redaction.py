@@ -17,8 +17,11 @@ _SHORTEST = 8  # a shorter value of a variable is a word that may stand anywhere
 _OF_TEXT = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "eot", "boi", "eoi", "image", "video", "audio")
 _TOKEN = "".join(f"(?<!{kind}[_-])" for kind in _OF_TEXT) + "token"
 # Names of environment variables that hold secrets. An AUTHOR is none, nor are TOKENIZERS_PARALLELISM and MAX_TOKENS.
-SECRET_NAME = re.compile(rf"{_TOKEN}(?!iz|s$)|secret|passw|credential|(^|_)(api_?)?key(_|$)|auth(?!ors?(_|$))", re.IGNORECASE)
-_WORD = rf"(?:api|access|private)[_-]?key|secret|password|passwd|credentials?|authorization|{_TOKEN}"
+SECRET_NAME = re.compile(
+    rf"{_TOKEN}(?!iz|s$)|secret|passw|passphrase|credential|(^|_)((api_?)?key|pass)(_|$)|_(pwd|pat)$|auth(?!ors?(_|$))",
+    re.IGNORECASE,
+)
+_WORD = rf"(?:api|access|private)[_-]?key|secret|password|passwd|passphrase|credentials?|authorization|{_TOKEN}"
 _NAMED = r"(?:api|access|private)[_-]?key|password|passwd"
 _KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
 _QUOTED = r"'[^']+'|\"[^\"]+\""

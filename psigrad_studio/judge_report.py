@@ -63,8 +63,8 @@ def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> lis
         found = list(_of_row(row, left_out))
         if not found and "prompt" not in row:
             raise UserError(f"row {number} has no prompt; expected rows that the labelling desk exports ({', '.join(row)}).")
-        prompt, criterion = transcript_of(row["prompt"]), str(row.get("criterion") or "")
-        for first, second, vote, models in found:
+        prompt = transcript_of(row["prompt"])
+        for first, second, vote, models, criterion in found:
             a, b = sorted((first, second))
             unit = units.setdefault((prompt, a, b, criterion), Unit(prompt, (a, b), criterion))
             unit.votes.append(vote if a == first else -vote)
@@ -72,12 +72,13 @@ def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> lis
     return list(units.values())
 
 
-def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[str, str, int, tuple[str, str]]]:
-    """(first text, second text, vote, their models) of each pair in a row."""
+def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[str, str, int, tuple[str, str], str]]:
+    """(first text, second text, vote, their models, criterion) of each pair in a row; a vote has one for each aspect."""
+    criterion = str(row.get("criterion") or "")
     if row.get("chosen") is not None:
         lineage = row.get("lineage") or {}
         wrote = (_model_of(lineage.get("chosen")), _model_of(lineage.get("rejected")))
-        yield transcript_of(row["chosen"]), transcript_of(row["rejected"]), 1, wrote
+        yield transcript_of(row["chosen"]), transcript_of(row["rejected"]), 1, wrote, criterion
         return
     completions = row.get("completions") or []
     if not row.get("stands", True) or row.get("action", "vote") != "vote":
@@ -85,14 +86,24 @@ def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[st
         return
     texts = [c if isinstance(c, str) else transcript_of(c.get("text", c)) for c in completions]
     models = [_model_of(c.get("origins")) if isinstance(c, Mapping) else "" for c in completions]
-    ranks = row.get("ranks")
+    ranks, answers = row.get("ranks"), row.get("answers") or {}
+    said = {name: one.get("value") for name, one in answers.items() if one.get("kind") in ("better", "scale")}
+    on = {name: vote for name, value in said.items() if (vote := _preferred(value)) is not None} if len(texts) == 2 else {}
+    yield from ((texts[0], texts[1], vote, (models[0], models[1]), name) for name, vote in on.items())
     if row.get("choice") in ("a", "b", "tie", "both_bad") and len(texts) == 2:
-        yield texts[0], texts[1], {"a": 1, "b": -1}.get(row["choice"], 0), (models[0], models[1])
+        yield texts[0], texts[1], _preferred(row["choice"]) or 0, (models[0], models[1]), criterion
     elif isinstance(ranks, list) and len(ranks) == len(texts) > 1:
         for i, j in combinations(range(len(texts)), 2):
-            yield texts[i], texts[j], (ranks[i] < ranks[j]) - (ranks[i] > ranks[j]), (models[i], models[j])
-    else:
+            yield texts[i], texts[j], (ranks[i] < ranks[j]) - (ranks[i] > ranks[j]), (models[i], models[j]), criterion
+    elif not on:
         left_out["no comparison"] += 1
+
+
+def _preferred(value: Any) -> int | None:
+    """1 where the first of a pair is better, −1 where the second is, 0 for neither: of a choice, or of a scale for each."""
+    if isinstance(value, list) and len(value) == 2:
+        return _sign(value[0] - value[1])
+    return {"a": 1, "b": -1, "tie": 0, "both_bad": 0}.get(value) if isinstance(value, str) else None
 
 
 def _model_of(origins: Any) -> str:
@@ -127,18 +138,24 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     """Compare a judge with people's votes, and with itself. `own` is the model whose texts are the judge's own."""
     left_out: Counter[str] = Counter()
     units = read_votes(rows, left_out)
+    if any(not unit.criterion for unit in units):  # beside votes on the whole, those on what the judge isn't asked about
+        left_out["on another question"] = sum(bool(unit.criterion) and unit.criterion not in judge.criteria for unit in units)
+        units = [unit for unit in units if not unit.criterion or unit.criterion in judge.criteria]
     left_out["split votes"] = sum(unit.human is None for unit in units)
     units = [unit for unit in units if unit.human is not None and unit.texts[0] != unit.texts[1]]
     units = units[:most] if most else units
+    # a pair is shown once for all its aspects
+    shown = {(unit.prompt, unit.texts): unit for unit in sorted(units, key=lambda unit: not unit.criterion)}
     with ThreadPoolExecutor(judge.concurrency) as threads:
-        found = list(threads.map(lambda unit: judge.rank(unit.prompt, unit.texts), units))
-    reasons = [ranks.reason for ranks in found if isinstance(ranks, Unscored)]
+        found = dict(zip(shown, threads.map(lambda pair: judge.rank(*pair), shown), strict=True))
+    reasons = [ranks.reason for ranks in found.values() if isinstance(ranks, Unscored)]
     left_out["no reply of the judge"] = len(reasons)
-    judged = [(unit, ranks) for unit, ranks in zip(units, found, strict=True) if not isinstance(ranks, Unscored)]
+    judged = [(unit, ranks) for unit in units if not isinstance(ranks := found[unit.prompt, unit.texts], Unscored)]
+    once = [(unit, ranks) for unit, ranks in judged if shown[unit.prompt, unit.texts] is unit]
     if not judged:
         raise UserError(f"No pair was judged: {reasons[0].rstrip('.') if reasons else 'there is none that people agree on'}.")
-    made = [*_beside_people(judge, judged), *_beside_itself(judge, judged, own or judge.model)]
-    return JudgeReport(made, _slope(judge, judged), {k: v for k, v in left_out.items() if v}, len(judged))
+    made = [*_beside_people(judge, judged), *_beside_itself(judge, once, own or judge.model)]
+    return JudgeReport(made, _slope(judge, once), {k: v for k, v in left_out.items() if v}, len(once))
 
 
 Judged = Sequence[tuple[Unit, list[Ranks]]]

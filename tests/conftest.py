@@ -32,6 +32,16 @@ def job(tmp_path_factory) -> Path:
     return make_job(tmp_path_factory.mktemp("job"))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than processors: some tests wait, for a program, a deadline or a disk."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+LONGEST = (
+    *("training/test_learning.py", "parallel/test_rank_runs.py", "parallel/test_rank_gradients.py", "cli/test_obeyed.py"),
+    *("sandbox/test_hostile.py", "labels/test_chaos.py", "runs/test_resume.py", "sandbox/test_user_tier.py"),
+)
+"""The files that take longest."""
 NEEDED = "needs"
 """The property of a report that names what its test was left out for, and why."""
 
@@ -43,7 +53,10 @@ def _needs(item: pytest.Item) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What drives a browser is slow, but for those marked `quick`; before pytest chooses by marks."""
+    """What drives a browser is slow, but for those marked `quick`; before pytest chooses by marks. And files of few long tests
+    begin first, that no worker is left alone with one at the end.
+    """
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
     for item in items:
         if "chromium" in _needs(item) and item.get_closest_marker("quick") is None:
             item.add_marker(pytest.mark.slow)

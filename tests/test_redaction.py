@@ -85,6 +85,17 @@ def test_a_run_of_control_holds_none_either(tmp_path, monkeypatch):
         assert found_in(output) == set()
 
 
+def test_what_a_secret_is_called_and_a_variable_that_is_set_later(tmp_path, monkeypatch):
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
+        for number, name in enumerate(("DB_PASS", "SSH_PASSPHRASE", "MYSQL_PWD", "GITHUB_PAT", "MY_API_KEY")):
+            monkeypatch.setenv(name, f"correct-horse-{number}")  # as a reward's module does when it reads a .env file
+            folder.event("failed", reason=f"said correct-horse-{number}", settings={"passphrase": "open sesame"})
+    said = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "correct-horse" not in said and "sesame" not in said and said.count("***") == 10
+    for name in ("PWD", "OLDPWD", "PASSES", "COMPASS", "PATH", "PATTERN"):
+        assert not redaction.SECRET_NAME.search(name)
+
+
 def test_the_command_line_says_none(tmp_path, capsys):
     assert main(["report", f"https://me:{PLANTED['url']}@host/run"]) == 2
     said = capsys.readouterr().err

@@ -89,8 +89,9 @@ def _score_by_model(arguments: list[str]) -> int:
     output = given.pop("output")
     from psigrad.language.recipes import reward
 
-    scores = reward.score(given.pop("model"), given.pop("dataset"), **given)
-    _write("".join(f"{score:.6g}\n" for score in scores), output, len(scores))
+    scored = reward.score_rows(given.pop("model"), given.pop("dataset"), **given)
+    lines = (json.dumps(row) if output.endswith(".jsonl") else f"{row['reward']:.6g}" for row in scored)
+    _write("".join(f"{line}\n" for line in lines), output, len(scored))
     return 0
 
 

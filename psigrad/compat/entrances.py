@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any
 
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values
+from psigrad.config.fields import types_of
 from psigrad.config.nested import Given, names_of, read_value
 from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
@@ -24,11 +25,11 @@ def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple
     """
     nested: dict[str, Any] = {}
     flat: list[Given] = []
-    hints = get_type_hints(cls)
+    hints = types_of(cls)
     for name, value in in_file.items():
         section = is_dataclass(hints.get(name))
         if section and isinstance(value, Mapping):
-            fields = get_type_hints(hints[name])
+            fields = types_of(hints[name])
             theirs = {key: inner for key, inner in value.items() if key not in fields and is_known(f"{name}.{key}")}
             flat += [Given(f"{name}.{key}", inner, source) for key, inner in theirs.items()]
             nested[name] = {key: inner for key, inner in value.items() if key not in theirs}

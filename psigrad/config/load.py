@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -19,7 +19,7 @@ from psigrad.compat.conversion import convert_object as convert_object
 from psigrad.compat.entrances import open_zoo_file, split_file
 from psigrad.compat.entrances import split_flags as split_flags
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
-from psigrad.config.fields import STEPS, settings_of, unread_of, usual_on
+from psigrad.config.fields import STEPS, settings_of, types_of, unread_of, usual_on
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value, value_below
@@ -188,7 +188,7 @@ def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> di
 
 
 def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, prefix: str) -> None:
-    hints = get_type_hints(cls)
+    hints = types_of(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     for name, value in values.items():
         if name not in known:
@@ -208,7 +208,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` as people mean them: `reward: exact` is a tuple of one, a `Path` is its name."""
-    hints = get_type_hints(cls)
+    hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(hints[name]) and isinstance(value, Mapping):

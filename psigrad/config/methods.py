@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
+from psigrad.config.fields import types_of
 from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
@@ -91,5 +92,5 @@ def other_methods(cls: type[Any], name: str) -> str:
     leaf = name.rpartition(".")[2]
     if counterpart := _COUNTERPARTS.get((cls, leaf)):
         return f": {counterpart}."
-    have = [family for other, family in _FAMILIES.items() if leaf in {*get_type_hints(other), *shortcuts_of(other)}]
+    have = [family for other, family in _FAMILIES.items() if leaf in {*types_of(other), *shortcuts_of(other)}]
     return f": it is a setting of {' and '.join(have)}." if have else ""

@@ -105,9 +105,10 @@ class Model:
     lora_save: Literal["both", "merged", "adapter"] = "both"
     """What the run's model/ holds at the end: the whole model with the adapter merged in, the adapter alone, or both, the
     adapter then in model/adapter."""
-    attention: Literal["sdpa", "flex"] = "sdpa"
-    """How packed sequences attend where the fused decoder does not compute: scaled_dot_product_attention, or on a GPU compiled
-    FlexAttention."""
+    attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
+    """How packed sequences attend where the fused decoder does not compute. On a GPU "varlen" (torch's kernel, or flash-attn's)
+    and "flex" (compiled FlexAttention) compute the scores that are needed, where "sdpa" pads; "auto" takes the first that runs
+    and gives the numbers of the last. On a CPU that is "sdpa"."""
     gradient_checkpointing: Annotated[bool, RECORDED, On(cuda=True)] = False
     """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, a third
     more time, with a vocabulary of 150,000 before a small model nearly twice. TRL: on."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from psigrad.config import algorithms
+from psigrad.config.fields import types_of
 from psigrad.config.nested import Given, put
 from psigrad.errors import UserError
 
@@ -108,7 +109,7 @@ class Shortcut(NamedTuple):
 
 def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
     """Those of a settings class: only what trains by an algorithm or a loss has any."""
-    names = get_type_hints(cls)
+    names = types_of(cls)
     return SHORTCUTS if ("algorithm" in names and "prompts_per_step" in names) or "loss" in names else {}
 
 
@@ -134,7 +135,7 @@ def expand(
     short = {**known, **more} if known else {}
     if not any(one.name in short for one in given):
         return list(given), []
-    setting = "loss" if "loss" in get_type_hints(cls) else "algorithm"
+    setting = "loss" if "loss" in types_of(cls) else "algorithm"
     stated = {setting: deepcopy(values.get(setting, getattr(cls(), setting)))}
     for one in given:
         if one.name.partition(".")[0] == setting:

@@ -227,7 +227,7 @@ def _logging_to(root: str | Path | None, name: str, again: bool) -> Iterator[Log
     if root is None:
         yield lambda steps, figures: None
         return
-    numbers = [int(n) for path in Path(root).glob(f"{name}_*") if (n := path.name.removeprefix(f"{name}_")).isdigit()]
+    numbers = [int(n) for path in Path(root).glob(f"{name}_*") if (n := path.name.removeprefix(f"{name}_")).isdecimal()]
     newest = max(numbers, default=0)
     folder = Path(root) / f"{name}_{max(1, newest if again else newest + 1)}"
     (tracker,) = extras.load("trackers").open_trackers(["tensorboard"], folder, {})

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import site
 import sys
 import sysconfig
@@ -25,7 +26,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from psigrad.config.fields import FREE, LENGTH, RECORDED, defaults_of, marked
 from psigrad.errors import UserError, nearest
-from psigrad.importing import opened_by
+from psigrad.importing import home_of, loaded_by, opened_by
 from psigrad.records.rows import FORMAT
 
 # What is pinned besides the settings, by the names that `run.allow` takes.
@@ -192,6 +193,8 @@ def hash_code(*objects: Any) -> str | None:
     """
     found: dict[str, str] = {}
     for thing in objects:
+        if (home := sys.modules.get(home_of(thing))) is not None and _is_users(home) and home.__name__ != "__main__":
+            _add_module(home, found)
         thing = thing.func if isinstance(thing, functools.partial) else thing
         owner = thing if isinstance(thing, type) or hasattr(thing, "__qualname__") else type(thing)
         module = sys.modules.get(getattr(owner, "__module__", None) or "")
@@ -226,13 +229,20 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
     found[file] = Path(file).read_text(errors="replace")
     for data in opened_by.get(module.__name__, ()):
         path = Path(data).resolve()
-        if path.is_file() and not _is_library(path) and not any(part.startswith(".") for part in path.parts):
+        if path.is_file() and not _is_library(path) and not _is_hidden(path, Path(file).resolve().parent):
             found[str(path)] = _file_hash(path)
     values = list(vars(module).values())
     others = {v if isinstance(v, ModuleType) else sys.modules.get(getattr(v, "__module__", None) or "") for v in values}
+    others |= {sys.modules.get(name) for name in loaded_by.get(module.__name__, ())}
     for other in [*filter(None, others), *_imported_by(module, found[file])]:
         if other is not module and _is_users(other) and other.__name__ != "__main__":
             _add_module(other, found)
+
+
+def _is_hidden(path: Path, home: Path) -> bool:
+    """Whether a file lies in a hidden folder, as caches do, as seen from the folder of the code that opens it."""
+    seen = Path(os.path.relpath(path, home)).parts
+    return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 
 
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:

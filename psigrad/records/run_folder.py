@@ -25,6 +25,7 @@ from psigrad.records.rows import FORMAT, parse_row
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
+_WRITTEN = (".jsonl", ".json", ".damaged", ".html", ".txt", ".log", ".gif")
 REPLAYS = "replays"
 """The folder of `psigrad replay`'s pages."""
 # Bytes at which a new rollouts.jsonl is begun.
@@ -59,7 +60,6 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, BinaryIO] = {}
-        self._secret = redaction.values()
         self.settings: dict[str, Any] = {}
         """The run's settings as they are written down."""
         self.rows: dict[str, int] = {}
@@ -99,6 +99,9 @@ class RunFolder:
                 _must_be_own(path / name, Path.is_file, "regular file")
             for name in ("checkpoints", "model"):
                 _must_be_own(path / name, Path.is_dir, "folder")
+            for place in path.iterdir():  # what is written besides: rows kept aside, parts, pages, files that are renamed
+                if place.name.startswith(".") or place.suffix in _WRITTEN:
+                    _must_be_own(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
             lock = _lock(path)
         try:
             folder = cls(path, lock)
@@ -120,7 +123,7 @@ class RunFolder:
                 f"{self.path} has no checkpoint that can be used and resume is must; check output_dir or set resume to auto."
             )
         file = self.path / "config.json"
-        now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), self._secret))
+        now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), redaction.values()))
         changes: list[pins.Change] = []
         before = self._settings_before(file)
         if before is not None:
@@ -187,7 +190,7 @@ class RunFolder:
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _append(self, name: str, lines: bytes) -> None:
-        stream, rest = self._files[name], memoryview(redaction.without(lines, self._secret))
+        stream, rest = self._files[name], memoryview(redaction.without(lines, redaction.values()))
         if name != "events":
             self.rows[name] = self.rows.get(name, 0) + lines.count(b"\n")
         with _errors_of(self.path):

@@ -110,12 +110,20 @@ class SignalNames:
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
+        self._given = set[str]()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._of
+
+    def __len__(self) -> int:
+        return len(self._of)
 
     def of(self, key: str) -> str:
         """The name of a key."""
         if key not in self._of:
             name = name_of(key)
-            self._of[key] = key if name in self._of.values() else name
+            self._of[key] = key if name in self._given else name
+            self._given.add(self._of[key])
         return self._of[key]
 
 

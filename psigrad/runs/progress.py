@@ -5,10 +5,46 @@ from __future__ import annotations
 import contextlib
 import html
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
+
+
+class _Unheard:
+    """A stream whose reader may leave, as `head` does: what is written then goes nowhere, and nothing is raised."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._or_nowhere():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._or_nowhere():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _or_nowhere(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """For the length of the block it ends nothing that the reader of our output has left."""
+    with contextlib.redirect_stdout(_Unheard(sys.stdout)), contextlib.redirect_stderr(_Unheard(sys.stderr)):
+        yield
 
 
 class Advance(Protocol):

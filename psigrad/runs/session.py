@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -29,6 +30,7 @@ from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
 from psigrad.runs.machine import device, prepared_torch
+from psigrad.runs.progress import readers_may_leave
 from psigrad.runs.result import Result
 
 
@@ -39,6 +41,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
     Rank 0 has the folder; the others write nothing.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(readers_may_leave())
         world = ALONE
         language = hasattr(config, "model")
         recompute = language and config.model.gradient_checkpointing
@@ -199,7 +202,8 @@ def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[No
     """For the length of the block nothing written in Python ends this process with status 0.
 
     SystemExit becomes a `UserError`. `os._exit`, and `os.exec…`, which would put another program in the run's place, end the
-    process with status 1 or the one asked for; `tell` is given the reason first. Forked children end as they like.
+    process with status 1 or the one asked for; `tell` is given the reason first. Forked children end as they like. Behind a block
+    that raised, `os._exit(0)` ends the process with 1 where Python is ending: some simulators leave so.
     """
     own, before = os.getpid(), {name: getattr(os, name) for name in _WAYS}
 
@@ -217,11 +221,18 @@ def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[No
 
         return leave
 
+    def at_exit() -> None:
+        really = os._exit
+        os._exit = lambda status: really(status or int(os.getpid() == own))
+
     for name in _WAYS:
         setattr(os, name, guarded(name))
     try:
         yield
-    except SystemExit as error:
+    except BaseException as error:
+        atexit.register(at_exit)  # the last that is registered is called first
+        if not isinstance(error, SystemExit):
+            raise
         code = "" if error.code is None else error.code
         raise UserError(
             f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. "

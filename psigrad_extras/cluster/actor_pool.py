@@ -396,7 +396,7 @@ def _connect(address: str) -> Any:
 def _knock(address: str) -> None:
     """Ray itself asks for minutes whether anybody is at an address."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if address == "auto" or not colon or not port.isdigit():
+    if address == "auto" or not colon or not port.isdecimal():
         return
     try:
         socket.create_connection((host, int(port)), timeout=10.0).close()

@@ -18,7 +18,7 @@ from typing import Any
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.rollout.episodes.tools import ServerLost, ServerTool
-from psigrad.processes.workers.process import START_LIMIT
+from psigrad.processes.workers.worker_pool import START_LIMIT
 
 INVALID_PARAMETERS = -32602
 """JSON-RPC's code for a call that the server does not take."""

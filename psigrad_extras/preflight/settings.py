@@ -20,6 +20,8 @@ class PlanConfig:
     """Mean tokens of a completion; 0: the dataset's, or the longest that may be sampled."""
     tflops: PositiveOrZero = 0.0
     """Speed of matrix products in TFLOP/s; 0: measured here."""
+    gpu: str = ""
+    """A GPU by name, as h100: its memory, its speed and its bandwidth, without having it here."""
     devices: CountOrZero = 0
     """Show how to divide this many such devices between training and sampling; 0: the plan of the settings as they are."""
     network: PositiveOrZero = 50.0
@@ -56,7 +58,7 @@ class BenchConfig:
     """Rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are."""
     gradient_checkpointing: bool = False
     """Recompute in the backward pass what takes memory."""
-    attention: Literal["sdpa", "flex"] = "sdpa"
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     """psigrad's attention over packed sequences on a GPU."""
     cuda_graphs: bool = True
     """Record psigrad's decoding steps on a GPU."""

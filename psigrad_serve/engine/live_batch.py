@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from psigrad.language.models.attention import on_device
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import upcast
-from psigrad.language.models.packing import on_device
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.distribution import Drawn, draw
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler

@@ -20,10 +20,24 @@ from psigrad_studio.labels.completion_groups import ROLLOUTS
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.intake import TaskOptions
 from psigrad_studio.labels.projects import ProjectSettings
+from psigrad_studio.labels.questions import MOST
 
 MOST_RUNS = 500
 Count = Annotated[int, Field(ge=0, le=10**6)]
 Short = Annotated[str, Field(max_length=200)]
+
+
+class QuestionForm(RequestForm):
+    """`questions.Question`."""
+
+    name: Short
+    kind: Short = "better"
+    ask: Annotated[str, Field(max_length=2000)] = ""
+    options: list[Short] = Field(default_factory=list, max_length=30)
+    top: Count = 5
+    required: bool = True
+    why: bool = False
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 1.0
 
 
 class SettingsForm(RequestForm):
@@ -37,6 +51,9 @@ class SettingsForm(RequestForm):
     ties: bool = True
     both_bad: bool = True
     strengths: Count = 0
+    questions: list[QuestionForm] = Field(default_factory=list, max_length=MOST)
+    overall: bool = True
+    checks: Count = 10
 
 
 class ChangeForm(ProjectForm):
@@ -49,6 +66,8 @@ class ChangeForm(ProjectForm):
     ties: bool | None = None
     both_bad: bool | None = None
     strengths: Count | None = None
+    questions: list[QuestionForm] | None = Field(None, max_length=MOST)
+    checks: Count | None = None
     closed: bool | None = None
 
 
@@ -85,6 +104,12 @@ class ImportRunForm(ProjectForm):
     making: TaskOptionsForm = TaskOptionsForm()
 
 
+class WithdrawForm(ProjectForm):
+    """`intake.withdraw`."""
+
+    since: Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class PairForm(ProjectForm):
     """Two completions of one prompt. Each has `completion`, and where it came from as far as that is known."""
 
@@ -113,12 +138,13 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
     def bring_in(form: ImportForm, request: Request) -> Response:
         making = TaskOptions(**form.making.model_dump())
         with store.slowly():
-            rows = list(rows_of(form.text, form.name))
-            return json_response(
-                intake.add_rows(
-                    store.db, store.asking(request), form.project, rows, making, source=form.name, sampler=form.sampler
-                )
-            )
+            rows, since, who = list(rows_of(form.text, form.name)), store.db.clock(), store.asking(request)
+            added = intake.add_rows(store.db, who, form.project, rows, making, source=form.name, sampler=form.sampler)
+            return json_response({**vars(added), "since": since})
+
+    @routes.post("/withdraw")
+    def withdraw(form: WithdrawForm, request: Request) -> Response:
+        return json_response(intake.withdraw(store.db, store.asking(request), form.project, form.since))
 
     @routes.get("/runs")
     def runs(request: Request) -> Response:
@@ -133,19 +159,19 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
             raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; take one of the list.")
         steps = None if form.first is None and form.last is None else range(form.first or 0, (form.last or 10**9) + 1)
         with store.slowly():
-            return json_response(
-                intake.add_run(
-                    store.db,
-                    person,
-                    form.project,
-                    store.settings.runs / form.run,
-                    TaskOptions(**form.making.model_dump()),
-                    kind=form.kind,
-                    steps=steps,
-                    across_steps=form.across_steps,
-                    name=form.run,  # the relative path: two folders may both have a run seed-0
-                )
+            since = store.db.clock()
+            added = intake.add_run(
+                store.db,
+                person,
+                form.project,
+                store.settings.runs / form.run,
+                TaskOptions(**form.making.model_dump()),
+                kind=form.kind,
+                steps=steps,
+                across_steps=form.across_steps,
+                name=form.run,  # the relative path: two folders may both have a run seed-0
             )
+            return json_response({**vars(added), "since": since})
 
     _add_pairs(routes, store)
 

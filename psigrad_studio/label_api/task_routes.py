@@ -55,6 +55,7 @@ class VoteForm(SkipForm):
     rating: Annotated[int, Field(ge=0, le=100)] | None = None
     strength: Annotated[int, Field(ge=0, le=100)] | None = None
     client_ms: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    answers: dict[str, dict[str, Any]] | None = None
 
 
 class UndoForm(ProjectForm):
@@ -110,8 +111,11 @@ def _administers(person: people.Person) -> bool:
 
 
 def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
-    """A project as its members see it. The seed is left out: it would reveal how sides are drawn."""
-    about = {k: v for k, v in vars(info.settings).items() if k != "seed"}
+    """A project as its members see it. The seed is left out, it would reveal how sides are drawn, and from labellers that
+    there are attention checks.
+    """
+    hidden = {"seed"} if "manage" in info.may else {"seed", "checks"}
+    about = {k: v for k, v in vars(info.settings).items() if k not in hidden}
     return {"id": info.id, **about, "closed": info.closed_at is not None, "may": info.may}
 
 

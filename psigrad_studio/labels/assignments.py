@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from sqlalchemy.orm import Session
 
 from psigrad import seeds
 from psigrad.errors import nearest
-from psigrad_studio.labels import people
+from psigrad_studio.labels import people, questions
 from psigrad_studio.labels.database import now, reads, writes
 from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.questions import Question
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
 from psigrad_studio.labels.schema import (
     Assignment,
@@ -55,7 +56,9 @@ class ShownTask:
 @dataclass(frozen=True)
 class LabelAnswer:
     """An answer in display terms: `choice` for a pair, `ranks` (one for each completion, in display order, 1 is best) for a
-    ranking, `rating` for a rating. `client_ms` is the time that the page measured.
+    ranking, `rating` for a rating; `answers` to the project's own questions by name, each an object with `value` (left, right or
+    tie; a list of ratings in display order; an option; a text), `strength` and `reason`. `client_ms` is the time that the page
+    measured.
     """
 
     choice: str | None = None
@@ -64,6 +67,7 @@ class LabelAnswer:
     strength: int | None = None
     reason: str | None = None
     client_ms: int | None = None
+    answers: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def next_task(session: Session, person: Person, project_id: int) -> ShownTask | 
     the project is closed.
     """
     project = _open_project(session, person, project_id)
-    seat = _held(session, person, project) or _free(session, person, project)
+    seat = _held(session, person, project) or _check(session, person, project) or _free(session, person, project)
     if seat is None:
         return None
     return _show(session, project, _assign(session, person, project, seat), seat)
@@ -105,6 +109,29 @@ def _held(session: Session, person: Person, project: Project) -> Seat | None:
     mine = select(Seat.id).where(Seat.user_id == person.id, Seat.project_id == project.id, Seat.done.is_(False))
     mine = mine.order_by(Seat.lease_until.desc(), Seat.id).limit(1).with_for_update(skip_locked=True)
     return _take(session, person, project, mine)
+
+
+def _check(session: Session, person: Person, project: Project) -> Seat | None:
+    """A seat at a task whose answer is known, where one is due: drawn for each person, so that nobody knows which it is.
+
+    Where there is nothing else in the project all of them are given, one after the other.
+    """
+    if not project.checks:
+        return None
+    met = select(Assignment.task_id).where(Assignment.user_id == person.id, Assignment.project_id == project.id)
+    of_project = select(LabelTask.id).where(LabelTask.project_id == project.id)
+    count = session.scalar(select(func.count()).select_from(met.subquery())) or 0
+    drawn = 100 * seeds.derive(project.seed, "check", person.id, count) / 2**63
+    if drawn >= project.checks and session.scalar(of_project.where(LabelTask.gold.is_(None)).limit(1)) is not None:
+        return None
+    task = session.scalar(of_project.where(LabelTask.gold.is_not(None), LabelTask.id.not_in(met)).order_by(LabelTask.id).limit(1))
+    if task is None:
+        return None
+    until = now(session) + project.lease_ms
+    seat = Seat(project_id=project.id, task_id=task, turn=0, user_id=person.id, lease_until=until, done=False)
+    session.add(seat)
+    session.flush()
+    return seat
 
 
 def _free(session: Session, person: Person, project: Project, task_id: int | None = None) -> Seat | None:
@@ -167,7 +194,7 @@ def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnsw
     """
     assignment, project = _mine(session, person, assignment_id)
     # a page that repeats a call may have measured another time
-    digest = _digest("vote", assignment_id, asdict(replace(answer, client_ms=None)))
+    digest = _digest("vote", assignment_id, _said(replace(answer, client_ms=None)))
     if (old := _repeated(session, person, key, digest)) is not None:
         return old
     _must_be_open(project)
@@ -203,7 +230,7 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
     if task is None:
         raise Missing(f"There is no task {task_id}.")
     project = _open_project(session, person, task.project_id)
-    digest = _digest("record", task_id, [list(display), asdict(answer)])
+    digest = _digest("record", task_id, [list(display), _said(answer)])
     if (old := _repeated(session, person, key, digest)) is not None:
         return old
     row = session.scalar(select(Assignment).where(Assignment.task_id == task_id, Assignment.user_id == person.id))
@@ -213,7 +240,8 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
     row.display, row.shown_at = list(display), now(session)
     session.add(row)
     session.flush()
-    stored = _canonical(project, answer, row.display) | _aside(answer.reason, answer.client_ms)
+    # another page asks the main question alone
+    stored = _canonical(project, answer, row.display, whole=False) | _aside(answer.reason, answer.client_ms)
     _hold(session, person, row, done=True, lease_until=None)
     return _store(session, row, key, digest, "vote", stored)
 
@@ -328,6 +356,11 @@ def _receipt(row: Vote) -> Receipt:
     return Receipt(row.id, row.assignment_id, row.action, row.decided_at, row.supersedes)
 
 
+def _said(answer: LabelAnswer) -> dict[str, Any]:
+    """An answer for its digest. Without own questions it is what it was before there were any, also across an upgrade."""
+    return {name: value for name, value in asdict(answer).items() if name != "answers" or value}
+
+
 def _digest(action: str, of: int, what: object) -> str:
     return hashlib.sha256(json.dumps([action, of, what], sort_keys=True).encode()).hexdigest()
 
@@ -340,16 +373,29 @@ def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
     return {"reason": reason or None, "client_ms": client_ms}
 
 
-def _canonical(project: Project, answer: LabelAnswer, display: list[int]) -> dict[str, Any]:
-    """The columns of an answer, with sides turned into places. Raises `Refusal` where the answer does not fit the question."""
-    asked = {"pair": "choice", "ranking": "ranks"}.get(project.kind, "rating")
+def _canonical(project: Project, answer: LabelAnswer, display: list[int], *, whole: bool = True) -> dict[str, Any]:
+    """The columns of an answer, with sides turned into places. Raises `Refusal` where the answer does not fit the questions."""
+    main = _main(project, answer, display, asked=project.overall is not False)
+    asked = [Question(**one) for one in project.questions or ()]
+    own = questions.stored(asked, project.strengths, answer.answers or {}, display, whole=whole)
+    if not main and own is None:
+        raise Refusal("None of the questions is answered; answer one, or skip the task.")
+    return main | {"answers": own}
+
+
+def _main(project: Project, answer: LabelAnswer, display: list[int], *, asked: bool) -> dict[str, Any]:
+    wanted = {"pair": "choice", "ranking": "ranks"}.get(project.kind, "rating") if asked else None
     given = [name for name in ("choice", "ranks", "rating") if getattr(answer, name) is not None]
-    if given != [asked]:
-        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks for {asked} alone.")
-    if asked == "ranks":
+    if given != ([wanted] if wanted else []):
+        only = f"{wanted} alone" if wanted else "answers to its own questions alone"
+        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks for {only}.")
+    if wanted is None:
+        _check_strength(answer, 0, decided=False)
+        return {}
+    if wanted == "ranks":
         _check_strength(answer, 0, decided=False)
         return {"ranks": _places(project, answer.ranks or (), display)}
-    if asked == "rating":
+    if wanted == "rating":
         _check_strength(answer, 0, decided=False)
         top = int(project.kind.removeprefix("rating-"))
         if not 1 <= (answer.rating or 0) <= top:

@@ -2,14 +2,17 @@
 
 Every row says where both of its completions came from and which votes it rests on (column `lineage`). What is left out is
 counted by reason: `tie`, `both_bad`, `split` (no answer has more than half of the votes), `middle` (neither good nor bad),
-`alone` (nothing of the same prompt to compare with), `skipped` and `unanswered`.
+`alone` (nothing of the same prompt to compare with), `check` (an attention check), `skipped` and `unanswered`.
+
+With `aspect` the rows are of one question of the project's own, of "weighted" all of them, or of "each" in turn; the column
+`criterion` names it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +23,7 @@ from sqlalchemy.orm import Session
 
 from psigrad.errors import UserError
 from psigrad.language.data import preferences as conversions
-from psigrad_studio.labels import completion_groups, label_data, people
+from psigrad_studio.labels import aspects, completion_groups, label_data, people
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.label_data import CurrentAnswer, LabelTexts, ProjectLabels
 from psigrad_studio.labels.people import Person
@@ -39,7 +42,9 @@ class Exported:
 
 
 @reads
-def preference(session: Session, person: Person, project_id: int, votes: Votes = "majority", *, margin: bool = False) -> Exported:
+def preference(
+    session: Session, person: Person, project_id: int, votes: Votes = "majority", *, margin: bool = False, aspect: str = ""
+) -> Exported:
     """Rows with `prompt`, `chosen`, `rejected`, the prompt's own columns and `lineage`.
 
     With `votes` "majority" one row for each task that more than half of its answers agree on (rankings: by mean rank; ratings:
@@ -47,27 +52,49 @@ def preference(session: Session, person: Person, project_id: int, votes: Votes =
     the column of that name, which reward-model losses read.
     """
     labels, texts = _load(session, person, project_id, votes)
-    kind = labels.project.kind
-    if margin and (kind == "ranking" or (kind == "pair" and not labels.project.strengths)):
+    return _all(labels, aspect, lambda own: _preference(own, texts, votes, margin))
+
+
+def _preference(labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: bool) -> Exported:
+    if margin and (labels.kind == "ranking" or (labels.kind == "pair" and not labels.grades)):
         raise Refusal("This project asks for neither strengths nor ratings, so there is no margin to export.")
     found = Exported()
-    if kind == "pair":
+    if labels.kind == "pair":
         for task, answers in _ballots(labels, votes):
             _pair(found, labels, texts, task, answers, margin)
     else:
         _converted(found, labels, texts, votes, margin)
-    _unanswered(found, labels)
-    return _uniform(found)
+    return found
+
+
+def _all(labels: ProjectLabels, aspect: str, make: Callable[[ProjectLabels], Exported]) -> Exported:
+    """What `make` makes of one aspect, or of each, with what is left out."""
+    total = Exported()
+    for name in aspects.names(labels) if aspect == "each" else [aspect]:
+        own = aspects.of_aspect(labels, name)
+        if own.kind == "choice":
+            raise Refusal(
+                f"{name!r} is a choice among options: no row to train on follows; it stands in the export of all votes."
+            )
+        found = make(own)
+        _unanswered(found, own)
+        total.rows += [row | {"criterion": name} for row in found.rows] if name else found.rows
+        total.left_out += found.left_out
+    return _uniform(total)
 
 
 @reads
-def unpaired(session: Session, person: Person, project_id: int, votes: Votes = "majority") -> Exported:
+def unpaired(session: Session, person: Person, project_id: int, votes: Votes = "majority", *, aspect: str = "") -> Exported:
     """Rows with `prompt`, `completion`, `label`, the prompt's own columns and `lineage`: the form that KTO takes.
 
     Of a pair the chosen one is true and the other false, or both false where both are bad. Of a ranking the best is true and
     the worst false; a rating is true above the middle of its scale and false below.
     """
     labels, texts = _load(session, person, project_id, votes)
+    return _all(labels, aspect, lambda own: _unpaired(own, texts, votes))
+
+
+def _unpaired(labels: ProjectLabels, texts: LabelTexts, votes: Votes) -> Exported:
     found = Exported()
     for task, answers in _ballots(labels, votes):
         asked = labels.tasks[task]
@@ -77,8 +104,7 @@ def unpaired(session: Session, person: Person, project_id: int, votes: Votes = "
             lineage |= {"completion": texts.origins.get(completion, [])}
             row = _prompt(texts, asked.prompt) | {"completion": texts.completions[completion], "label": label}
             found.rows.append(row | {"lineage": lineage})
-    _unanswered(found, labels)
-    return _uniform(found)
+    return found
 
 
 @reads
@@ -150,14 +176,14 @@ def _majority(answers: list[CurrentAnswer]) -> str:
 
 def _converted(found: Exported, labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: bool) -> None:
     """Rankings and ratings as pairs, by the same functions that convert files of them."""
-    ranked = labels.project.kind == "ranking"
+    ranked = labels.kind == "ranking"
     for asked, completions, values, answers in (_rankings if ranked else _ratings)(labels, votes):
         row = _prompt(texts, asked) | {"completions": [texts.completions[n] for n in completions]}
         name = f"project {labels.project.name!r}"
         if ranked:
             made = conversions.from_rankings([row | {"ranking": values}], name)
         else:
-            scale = int(labels.project.kind.removeprefix("rating-"))
+            scale = int(labels.kind.removeprefix("rating-"))
             made = conversions.from_ratings([row | {"ratings": values}], name, scale=scale, margin=margin)
         found.left_out["tie"] += made.ties
         found.left_out["alone"] += made.alone
@@ -189,7 +215,7 @@ def _ratings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[in
 
 def _thumbs(found: Exported, labels: ProjectLabels, answers: list[CurrentAnswer], items: int) -> list[tuple[int, bool]]:
     """(place, label) of the completions that the answers to one task call good or bad."""
-    kind = labels.project.kind
+    kind = labels.kind
     if kind == "pair":
         verdict = _majority(answers)
         if verdict == "both_bad":
@@ -239,10 +265,12 @@ def _lineage(
 
 
 def _unanswered(found: Exported, labels: ProjectLabels) -> None:
+    planted = {n for n, task in labels.tasks.items() if task.gold is not None and labels.project.checks}
     answered = {a.task for a in labels.answers}
-    skipped = {a.task for a in labels.skips} - answered
+    skipped = {a.task for a in labels.skips} - answered - planted
+    found.left_out["check"] += len(planted)
     found.left_out["skipped"] += len(skipped)
-    found.left_out["unanswered"] += len(labels.tasks) - len(answered) - len(skipped)
+    found.left_out["unanswered"] += len(labels.tasks) - len(planted) - len(answered) - len(skipped)
     found.left_out = +found.left_out
 
 
@@ -255,7 +283,7 @@ def _uniform(found: Exported) -> Exported:
 
 
 def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels, texts: LabelTexts | None) -> dict[str, Any]:
-    asked = labels.tasks[assignment.task_id]
+    asked, kinds = labels.tasks[assignment.task_id], {question.name: question.kind for question in labels.questions}
     sides = {"ab"[place]: side for place, side in zip(assignment.display, ("left", "right"), strict=True)} if vote.choice else {}
     row = {
         "vote": vote.id,
@@ -267,7 +295,9 @@ def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels
         "ranks": vote.ranks,
         "rating": vote.rating,
         "strength": vote.strength,
+        "answers": vote.answers and {name: {"kind": kinds[name], **one} for name, one in vote.answers.items()},
         "reason": vote.reason,
+        "known": None if asked.gold is None else "ab"[asked.gold],
         "display": assignment.display,
         "shown_at": _iso(vote.shown_at),
         "decided_at": _iso(vote.decided_at),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
 from psigrad import seeds
@@ -18,7 +18,7 @@ from psigrad_studio.labels.completion_groups import PromptGroup
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Refusal
-from psigrad_studio.labels.schema import LabelTask, Origin, Project, Seat, StoredCompletion, StoredPrompt, TaskItem
+from psigrad_studio.labels.schema import Assignment, LabelTask, Origin, Project, Seat, StoredCompletion, StoredPrompt, TaskItem
 
 CHUNK = 200
 """Prompts that are stored in one transaction; labelling goes on between two of them."""
@@ -43,7 +43,8 @@ class TaskOptions:
     shuffle: bool = True
     """Give the tasks out in random order."""
     gold: bool = False
-    """Take chosen and rejected of preference rows as known answers to hold labellers against."""
+    """Take chosen and rejected of preference rows as known answers to hold labellers against: attention checks (see
+    `ProjectSettings.checks`)."""
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
@@ -61,7 +62,7 @@ class TaskOptions:
 @dataclass(frozen=True)
 class Added:
     """What an import added. `repeated` completions were there already; `alone` prompts had too few different completions to
-    compare; `unusable` rows had an empty completion; `known` tasks were there before.
+    compare; `unusable` rows had an empty completion; `known` tasks were there before; `checks` of the tasks have a known answer.
     """
 
     prompts: int = 0
@@ -71,6 +72,7 @@ class Added:
     alone: int = 0
     unusable: int = 0
     known: int = 0
+    checks: int = 0
 
     def __add__(self, other: Added) -> Added:
         return Added(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -160,6 +162,22 @@ def add_pair(
     return _add_placed(database, person, project_id, placed, TaskOptions(priority=1), None, None)
 
 
+@writes
+def withdraw(session: Session, person: Person, project_id: int, since: int) -> dict[str, int]:
+    """Take out the `tasks` that were made at `since` (milliseconds since 1970) or later; those that somebody has `begun` stay."""
+    people.require(session, person, project_id, "manage")
+    made = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.created_at >= since)
+    begun = set(
+        session.scalars(made.where(LabelTask.id.in_(select(Assignment.task_id).where(Assignment.project_id == project_id))))
+    )
+    gone = [task for task in session.scalars(made) if task not in begun]
+    for part in _parts(gone):
+        for table, column in ((Seat, Seat.task_id), (TaskItem, TaskItem.task_id), (LabelTask, LabelTask.id)):
+            session.execute(delete(table).where(column.in_(part)))
+    people.note(session, person, project_id, "withdrew", tasks=len(gone))
+    return {"tasks": len(gone), "begun": len(begun)}
+
+
 @reads
 def _kind(session: Session, person: Person, project_id: int) -> str:
     return people.require(session, person, project_id, "manage").kind
@@ -218,7 +236,7 @@ def _store(session: Session, person: Person, project_id: int, groups: list[Promp
     }
     _keyed(session, Origin, "completion_id", origins)
     tasks = {key: value for prompt, g in owned for key, value in _tasks(project, prompt, g, making)}
-    new_tasks, known = _store_tasks(session, project, tasks, completions, making)
+    new_tasks, known, checks = _store_tasks(session, project, tasks, completions, making)
     added = Added(
         prompts=new_prompts,
         completions=new_completions,
@@ -226,6 +244,7 @@ def _store(session: Session, person: Person, project_id: int, groups: list[Promp
         repeated=sum(len(found) - 1 for g in groups for found in g.completions.values()),
         alone=sum(len(g.completions) < 2 for g in groups) if not project.kind.startswith("rating") else 0,
         known=known,
+        checks=checks,
     )
     people.note(session, person, project_id, "imported", prompts=new_prompts, completions=new_completions, tasks=new_tasks)
     return added
@@ -301,8 +320,8 @@ def _store_tasks(
     tasks: dict[tuple[int, str], dict[str, Any]],
     completions: Mapping[tuple[int, str], int],
     making: TaskOptions,
-) -> tuple[int, int]:
-    """Tasks with their items and seats; how many are new, and how many were there."""
+) -> tuple[int, int, int]:
+    """Tasks with their items and seats; how many are new, how many were there, and how many of the new have a known answer."""
     keys = list(tasks)
     if making.shuffle:
         keys = [keys[i] for i in seeds.permutation(len(keys), project.seed, "shuffle", len(keys))]
@@ -323,11 +342,12 @@ def _store_tasks(
         for place, h in enumerate(tasks[key]["placed"]):
             items.append({"task_id": number, "place": place, "completion_id": completions[prompt, h]})
         seat = {"project_id": project.id, "task_id": number, "turn": -making.priority, "done": False}
-        seats += [seat] * _seats(project, key[1], making)
+        seats += [seat] * (0 if project.checks and tasks[key]["gold"] is not None else _seats(project, key[1], making))
     if fresh:
         session.execute(insert(TaskItem), items)
+    if seats:
         session.execute(insert(Seat), seats)
-    return len(fresh), len(there)
+    return len(fresh), len(there), sum(tasks[key]["gold"] is not None for key in fresh)
 
 
 def _seats(project: Project, task_hash: str, making: TaskOptions) -> int:

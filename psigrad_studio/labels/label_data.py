@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from psigrad_studio.labels.questions import Question
 from psigrad_studio.labels.schema import (
     Assignment,
     LabelTask,
@@ -31,7 +32,10 @@ _TEXT = ("run", "kind", "finish_reason", "status", "sampler", "source")
 
 @dataclass(frozen=True)
 class CurrentAnswer:
-    """One answer (`action` vote) or skip that was not taken back. `display[i]` is the place of the item shown i-th."""
+    """One answer (`action` vote) or skip that was not taken back. `display[i]` is the place of the item shown i-th.
+
+    `answers` are those to the project's own questions; `ratings`, by place, are there where an aspect was rated (see `aspects`).
+    """
 
     id: int
     task: int
@@ -40,8 +44,10 @@ class CurrentAnswer:
     choice: str | None
     ranks: list[int] | None
     rating: int | None
-    strength: int | None
+    strength: float | None
+    answers: dict[str, Any] | None
     display: list[int]
+    ratings: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,18 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class ProjectLabels:
-    """Tasks, answers, skips and names of a project, by number."""
+    """Tasks, answers, skips and names of a project, by number. `checks` are answers to tasks whose answer is known, where the
+    project plants them; they aren't among `answers`. `kind` and `grades` (of strength) say how the answers are to be read.
+    """
 
     project: Project
+    kind: str
+    grades: int
+    overall: bool
+    questions: list[Question]
     tasks: dict[int, TaskSummary]
     answers: list[CurrentAnswer]
+    checks: list[CurrentAnswer]
     skips: list[CurrentAnswer]
     names: dict[int, str]
     """Of people."""
@@ -96,12 +109,27 @@ def load(session: Session, project: Project) -> ProjectLabels:
         select(LabelTask.id, LabelTask.prompt_id, LabelTask.gold).where(LabelTask.project_id == project.id).order_by(LabelTask.id)
     )
     tasks = {n: TaskSummary(n, prompt, items[n], gold, seats.get(n, 0)) for n, prompt, gold in rows}
-    columns = (Vote.id, Assignment.task_id, Vote.user_id, Vote.action, Vote.choice, Vote.ranks, Vote.rating, Vote.strength)
+    columns = (
+        Vote.id,
+        Assignment.task_id,
+        Vote.user_id,
+        Vote.action,
+        Vote.choice,
+        Vote.ranks,
+        Vote.rating,
+        Vote.strength,
+        Vote.answers,
+    )
     votes = select(*columns, Assignment.display).join(Assignment, Assignment.vote_id == Vote.id)
     found = [CurrentAnswer(*row) for row in session.execute(votes.where(Vote.project_id == project.id).order_by(Vote.id))]
     names = dict(session.execute(select(User.id, User.name).where(User.id.in_({s.user for s in found}))).all())
-    answers, skips = ([s for s in found if s.action == action] for action in ("vote", "skip"))
-    return ProjectLabels(project, tasks, answers, skips, names)
+    votes_, skips = ([s for s in found if s.action == action] for action in ("vote", "skip"))
+    planted = {n for n, task in tasks.items() if task.gold is not None and project.checks}
+    answers, checks = ([s for s in votes_ if (s.task in planted) is known] for known in (False, True))
+    own = [Question(**one) for one in project.questions or ()]
+    return ProjectLabels(
+        project, project.kind, project.strengths, project.overall is not False, own, tasks, answers, checks, skips, names
+    )
 
 
 def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelTexts:

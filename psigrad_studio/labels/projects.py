@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import func, insert, or_, select
 from sqlalchemy.orm import Session
 
 from psigrad.errors import nearest
 from psigrad_studio.labels import people
+from psigrad_studio.labels import questions as own
 from psigrad_studio.labels.database import now, reads, writes
 from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.questions import Question
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
 from psigrad_studio.labels.schema import KINDS, ROLES, Assignment, LabelTask, Membership, Project, Seat, User, Vote
 
@@ -38,8 +40,17 @@ class ProjectSettings:
     """Grades of how much better the chosen one is, from 1; 0 doesn't ask (pairs)."""
     seed: int | None = None
     """What display orders are drawn from; drawn itself unless given."""
+    questions: tuple[Question, ...] = ()
+    """Questions of the project's own, asked in this order."""
+    overall: bool = True
+    """Whether the question of the kind is asked; without it `questions` alone are."""
+    checks: int = 10
+    """Of a hundred tasks that a person is shown, so many have a known answer (attention checks), where any were imported as such.
+    With 0 those are ordinary tasks."""
 
     def __post_init__(self) -> None:
+        made = tuple(q if isinstance(q, Question) else Question(**q) for q in self.questions)
+        object.__setattr__(self, "questions", made)
         for name, ok, expected in (
             ("name", 1 <= len(self.name.strip()) <= 120 and self.name.isprintable(), "1 to 120 printable characters"),
             ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}{nearest(self.kind, KINDS)}"),
@@ -48,10 +59,12 @@ class ProjectSettings:
             ("lease_s", 10 <= self.lease_s <= 7 * 86_400, "10 seconds to a week"),
             ("strengths", 0 <= self.strengths <= 9, "0 to 9"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
+            ("checks", 0 <= self.checks <= 50, "0 to 50"),
         ):
             if not ok:
                 given = getattr(self, name)
                 raise Refusal(f"{name} is {str(given)[:80]!r}; expected {expected}.")
+        own.check(self.kind, self.overall, self.questions)
 
 
 @dataclass(frozen=True)
@@ -112,16 +125,28 @@ def mine(session: Session, person: Person) -> list[ProjectInfo]:
 
 @writes
 def change(session: Session, person: Person, project_id: int, changes: Mapping[str, Any]) -> None:
-    """Change instructions, lease_s, ties, both_bad, strengths or name, or raise the overlap. Existing answers stay as they are.
+    """Change instructions, lease_s, ties, both_bad, strengths, checks or name, raise the overlap, add questions or change their
+    words. Existing answers stay as they are.
 
     A higher overlap asks for more answers to every task that has fewer. A lower one is refused, since the answers may exist
     already.
     """
     project = people.require(session, person, project_id, "manage")
     settings = _settings(project)
-    if unknown := set(changes) - {"name", "instructions", "overlap", "lease_s", "ties", "both_bad", "strengths"}:
+    if unknown := set(changes) - {
+        "name",
+        "instructions",
+        "overlap",
+        "lease_s",
+        "ties",
+        "both_bad",
+        "strengths",
+        "questions",
+        "checks",
+    }:
         raise Refusal(f"{', '.join(sorted(unknown))} can't be changed once a project is there; make another project.")
     new = replace(settings, **changes)
+    own.changed(settings.questions, new.questions)
     if new.overlap < settings.overlap:
         raise Refusal(f"The overlap is {settings.overlap} and can't be lowered to {new.overlap}; it can only be raised.")
     if session.scalar(select(Project.id).where(Project.name == new.name, Project.id != project_id)) is not None:
@@ -130,11 +155,15 @@ def change(session: Session, person: Person, project_id: int, changes: Mapping[s
         setattr(project, column, value)
     if new.overlap > settings.overlap:
         _raise_overlap(session, project_id, new.overlap)
-    people.note(session, person, project_id, "project changed", **changes)
+    people.note(session, person, project_id, "project changed", **{**changes, "questions": len(new.questions)})
 
 
 def _raise_overlap(session: Session, project_id: int, overlap: int) -> None:
     seats = select(Seat.task_id, func.count(), func.max(Seat.turn)).where(Seat.project_id == project_id)
+    seats = seats.join(LabelTask, LabelTask.id == Seat.task_id).join(Project, Project.id == Seat.project_id)
+    seats = seats.where(
+        or_(LabelTask.gold.is_(None), func.coalesce(Project.checks, 0) == 0)
+    )  # a check has a seat for whoever meets it
     rows = [
         {"project_id": project_id, "task_id": task, "turn": turn, "done": False}
         for task, there, turn in session.execute(seats.group_by(Seat.task_id).order_by(Seat.task_id))
@@ -215,6 +244,9 @@ def _settings(project: Project) -> ProjectSettings:
         both_bad=project.both_bad,
         strengths=project.strengths,
         seed=project.seed,
+        questions=tuple(Question(**one) for one in project.questions or ()),
+        overall=project.overall is not False,
+        checks=project.checks or 0,
     )
 
 
@@ -229,4 +261,7 @@ def _columns(settings: ProjectSettings) -> dict[str, Any]:
         "both_bad": settings.both_bad,
         "strengths": settings.strengths,
         "seed": settings.seed,
+        "questions": [asdict(question) for question in settings.questions],
+        "overall": settings.overall,
+        "checks": settings.checks,
     }

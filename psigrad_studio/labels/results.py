@@ -15,9 +15,11 @@ from psigrad.errors import nearest
 from psigrad_studio.labels import agreement as statistics
 from psigrad_studio.labels import label_data, people
 from psigrad_studio.labels.agreement import Alpha, Proportion
+from psigrad_studio.labels.aspects import names, of_aspect
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.label_data import CurrentAnswer, ProjectLabels
 from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.questions import WEIGHTED
 from psigrad_studio.labels.ranking import Ranking, Undetermined, bradley_terry
 from psigrad_studio.labels.refusals import Conflict, Refusal
 from psigrad_studio.labels.schema import CHOICES
@@ -87,13 +89,25 @@ class RankingTable:
 
 
 @reads
-def agreement(session: Session, person: Person, project_id: int) -> Agreement:
-    """Agreement between the people of a project, and with known answers where there are any."""
+def agreement(session: Session, person: Person, project_id: int, aspect: str = "") -> Agreement:
+    """Agreement between the people of a project, on one aspect where it is named, and with known answers where there are any."""
+    return _agreement(of_aspect(label_data.load(session, people.require(session, person, project_id, "results")), aspect))
+
+
+@reads
+def by_aspect(session: Session, person: Person, project_id: int) -> dict[str, Agreement]:
+    """Agreement on every question that can be counted: the main one (""), each of the project's own, and all weighted."""
     labels = label_data.load(session, people.require(session, person, project_id, "results"))
+    asked = [question.name for question in labels.questions if question.kind != "text"]
+    asked = [""] * labels.overall + asked + [WEIGHTED] * (WEIGHTED in names(labels))
+    return {aspect: _agreement(of_aspect(labels, aspect)) for aspect in asked}
+
+
+def _agreement(labels: ProjectLabels) -> Agreement:
     raters = sorted(labels.names, key=lambda n: labels.names[n])
     table = _matrix(labels, raters)
     answered = (~np.isnan(table)).sum(0)
-    rating = labels.project.kind.startswith("rating")
+    rating = labels.kind.startswith("rating") or any(answer.ratings for answer in labels.answers)
     levels: tuple[statistics.Level, ...] = ("nominal", "ordinal", "interval") if rating else ("nominal",)
     even = answered[answered > 0]
     return Agreement(
@@ -106,8 +120,8 @@ def agreement(session: Session, person: Person, project_id: int) -> Agreement:
             Kappa(labels.names[a], labels.names[b], statistics.cohen_kappa(table[i], table[j]), _both(table[i], table[j]))
             for (i, a), (j, b) in itertools.combinations(enumerate(raters), 2)
         ],
-        position=_by_name(labels, _left) if labels.project.kind == "pair" else {},
-        gold=_by_name(labels, lambda answer: _right(labels, answer)),
+        position=_by_name(labels, labels.answers, _left) if labels.kind == "pair" else {},
+        gold=_by_name(labels, [*labels.answers, *labels.checks], lambda answer: _right(labels, answer)),
     )
 
 
@@ -130,7 +144,9 @@ def _both(a: Any, b: Any) -> int:
 
 
 def _units(answer: CurrentAnswer) -> Iterator[tuple[tuple[int, ...], float]]:
-    if answer.choice is not None:
+    if answer.ratings is not None:
+        yield from (((answer.task, place), rating) for place, rating in enumerate(answer.ratings))
+    elif answer.choice is not None:
         yield (answer.task,), CHOICES.index(answer.choice)
     elif answer.rating is not None:
         yield (answer.task,), answer.rating
@@ -146,13 +162,13 @@ def _left(answer: CurrentAnswer) -> bool | None:
 
 def _right(labels: ProjectLabels, answer: CurrentAnswer) -> bool | None:
     gold = labels.tasks[answer.task].gold
-    return None if gold is None else answer.choice == "ab"[gold]
+    return None if gold is None or answer.choice is None else answer.choice == "ab"[gold]
 
 
-def _by_name(labels: ProjectLabels, question: Any) -> dict[str, Proportion]:
+def _by_name(labels: ProjectLabels, answers: list[CurrentAnswer], question: Any) -> dict[str, Proportion]:
     """The share of answers for which `question` is true, among those for which it is not None, overall and by person."""
     found: dict[str, list[bool]] = {"": []}
-    for answer in labels.answers:
+    for answer in answers:
         said = question(answer)
         if said is not None:
             found[""].append(said)
@@ -161,8 +177,8 @@ def _by_name(labels: ProjectLabels, question: Any) -> dict[str, Proportion]:
 
 
 @reads
-def ranking(session: Session, person: Person, project_id: int, by: By = "sampler") -> RankingTable:
-    """Bradley–Terry strengths of samplers, runs, steps of runs, or single completions, from all standing answers.
+def ranking(session: Session, person: Person, project_id: int, by: By = "sampler", aspect: str = "") -> RankingTable:
+    """Bradley–Terry strengths of samplers, runs, steps of runs, or single completions, from all standing answers (of one aspect).
 
     "Both bad" counts as a tie; a ranking as its pairs; ratings as comparisons of one person's ratings of one prompt. Answers to
     one task are allowed to depend on one another. Where the maximum of the likelihood doesn't exist (somebody never lost), a
@@ -171,12 +187,14 @@ def ranking(session: Session, person: Person, project_id: int, by: By = "sampler
     if by not in ("sampler", "run", "step", "completion"):
         raise Refusal(f"by is {by!r}; expected sampler, run, step or completion{nearest(by, ('sampler', 'run', 'step'))}.")
     project = people.require(session, person, project_id, "results")
-    labels = label_data.load(session, project)
-    names = _names(session, labels, by)
+    labels = of_aspect(label_data.load(session, project), aspect)
+    if labels.kind == "choice":
+        raise Conflict(f"{aspect!r} is a choice among options, which ranks nothing.")
+    called = _names(session, labels, by)
     kept: list[tuple[str, str, float, int]] = []
     left_out: Counter[str] = Counter()
     for a, b, outcome, cluster in _comparisons(labels):
-        one, other = names.get(a), names.get(b)
+        one, other = called.get(a), called.get(b)
         if one is None or other is None or one == other:
             left_out["shared" if one is None or other is None else "same"] += 1
         else:
@@ -228,7 +246,7 @@ def _called(origin: dict[str, Any], by: By) -> str | None:
 
 def _comparisons(labels: ProjectLabels) -> Iterator[tuple[int, int, float, int]]:
     """(completion, completion, 1 where the first is better, 0 where the second, 0.5 for equal; cluster)."""
-    if labels.project.kind.startswith("rating"):
+    if labels.kind.startswith("rating"):
         yield from _rated(labels)
         return
     for answer in labels.answers:

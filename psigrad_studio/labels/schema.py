@@ -19,6 +19,8 @@ KINDS = ("pair", "ranking", "rating-5", "rating-10")
 ROLES = ("viewer", "labeller", "admin")
 ACTIONS = ("vote", "skip", "undo")
 CHOICES = ("a", "b", "tie", "both_bad")
+_MAIN = " + ".join(f"(CASE WHEN {name} IS NULL THEN 0 ELSE 1 END)" for name in ("choice", "ranks", "rating"))
+ANSWERED = f"({_MAIN}) <= 1 AND (({_MAIN}) = 1 OR answers IS NOT NULL) = (action = 'vote')"
 
 _CONVENTION = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -150,7 +152,8 @@ class Project(Base):
     """One question put to people about many completions.
 
     `overlap` people answer each task, `strengths` is the number of grades of a choice (0: not asked), `seed` what display
-    orders are drawn from.
+    orders are drawn from. `questions` are those of the project's own (null: none), `overall` is false where only they are asked,
+    and of a hundred tasks `checks` are attention checks (null: none).
     """
 
     __tablename__ = "projects"
@@ -167,6 +170,9 @@ class Project(Base):
     seed: Mapped[int]
     created_at: Mapped[int]
     closed_at: Mapped[int | None]
+    questions: Mapped[Doc | None]
+    overall: Mapped[bool | None]
+    checks: Mapped[int | None]
 
 
 class StoredPrompt(Base):
@@ -280,7 +286,8 @@ class Vote(Base):
     """What a person did with an assignment. Rows are never changed; an undo is a row that `supersedes` another.
 
     `choice` names the item by its place (a is 0, b is 1), not by the side it was shown on; `ranks[place]` is the rank of an
-    item, 1 the best. `key` makes a submission safe to repeat; `digest` tells a repetition from another use of the key.
+    item, 1 the best; `answers` are those to the project's own questions, by name. `key` makes a submission safe to repeat;
+    `digest` tells a repetition from another use of the key.
     """
 
     __tablename__ = "votes"
@@ -291,11 +298,7 @@ class Vote(Base):
         _among("action", ACTIONS),
         _among("choice", CHOICES),
         CheckConstraint("(action = 'undo') = (supersedes IS NOT NULL)", name="supersedes"),
-        CheckConstraint(
-            "(CASE WHEN choice IS NULL THEN 0 ELSE 1 END) + (CASE WHEN ranks IS NULL THEN 0 ELSE 1 END)"
-            " + (CASE WHEN rating IS NULL THEN 0 ELSE 1 END) = (CASE WHEN action = 'vote' THEN 1 ELSE 0 END)",
-            name="answer",
-        ),
+        CheckConstraint(ANSWERED, name="answer"),
         {"sqlite_autoincrement": True},
     )
     id: Mapped[Id]
@@ -313,6 +316,7 @@ class Vote(Base):
     shown_at: Mapped[int]
     decided_at: Mapped[int]
     client_ms: Mapped[int | None]
+    answers: Mapped[Doc | None]
     supersedes: Mapped[int | None] = mapped_column(ForeignKey("votes.id"), unique=True)
 
 

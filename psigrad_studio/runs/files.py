@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-LONGEST_LINE = 64 << 20
+LONGEST_LINE = 16 << 20
 _MARK = 256
 
 
@@ -45,6 +45,8 @@ class Tail:
     """
 
     path: Path
+    longest: int = LONGEST_LINE
+    """Bytes beyond which a line is read in pieces, which are no rows."""
     generation: int = 0
     offset: int = 0
     _identity: tuple[int, int] | None = None
@@ -91,8 +93,8 @@ class Tail:
         stream.seek(self.offset)
         taken = 0
         while taken < most:
-            line = stream.readline(LONGEST_LINE)
-            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # still being written
+            line = stream.readline(self.longest)
+            if not line.endswith(b"\n") and len(line) < self.longest:  # still being written
                 self._looked = looked
                 return
             at = self.offset

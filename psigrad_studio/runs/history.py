@@ -17,9 +17,12 @@ from typing import Any
 from psigrad.records.rows import figures, number, parse_row, parse_step
 from psigrad.records.warnings import Alert, SignalNames, Watch
 from psigrad_studio.runs.files import Tail, content
+from psigrad_studio.runs.tokens import is_deep
 
 BYTES_AT_ONCE = 1 << 20
-MOST_KEYS = 400
+MOST_KEYS, MOST_EVENTS = 400, 200
+# Of a line of figures, and of all events that are kept.
+LONGEST_LINE, EVENT_BYTES = 1 << 20, 1 << 20
 SILENT_SECONDS = 120.0
 
 
@@ -37,7 +40,8 @@ class History:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = threading.RLock()
-        self._metrics, self._timings, self._events = (Tail(path / f"{n}.jsonl") for n in ("metrics", "timings", "events"))
+        files = (path / f"{name}.jsonl" for name in ("metrics", "timings", "events"))
+        self._metrics, self._timings, self._events = (Tail(file, LONGEST_LINE) for file in files)
         self.generation = 0
         self._clear()
 
@@ -51,6 +55,7 @@ class History:
         self.watch = Watch()
         self._names = SignalNames()
         self.events: list[dict[str, Any]] = []
+        self._event_bytes = array("q")
 
     def read(self, most: int = BYTES_AT_ONCE) -> bool:
         """Take in new rows; False where more are left. A run that went back is read again from its start."""
@@ -58,13 +63,13 @@ class History:
             tails = (self._metrics, self._timings, self._events)
             restarted = [tail.restarted() for tail in tails]
             if any(restarted):
-                self._metrics, self._timings, self._events = (Tail(tail.path) for tail in tails)
+                self._metrics, self._timings, self._events = (Tail(tail.path, LONGEST_LINE) for tail in tails)
                 self.generation += 1
                 self._clear()
             before = self._metrics.offset + self._timings.offset + self._events.offset
             for _, line in self._events.lines(most):
-                if (event := parse_row(line)) is not None:
-                    self.events = [*self.events[-199:], event]
+                if (event := parse_row(line)) is not None and not is_deep(event):
+                    self._told(event, len(line))
             for _, line in self._timings.lines(most):
                 if (row := parse_step(line)) is not None:
                     self._timed(row)
@@ -85,8 +90,18 @@ class History:
                 return False
         return True
 
+    def _told(self, event: dict[str, Any], size: int) -> None:
+        """Keep an event, and forget the oldest where there are too many."""
+        self._event_bytes.append(size)
+        first = max(0, len(self._event_bytes) - MOST_EVENTS)
+        while sum(self._event_bytes[first:]) > EVENT_BYTES:
+            first += 1
+        self.events = [*self.events, event][first:]
+        self._event_bytes = self._event_bytes[first:]
+
     def _measured(self, step: int, found: Mapping[str, float]) -> None:
-        named = {self._names.of(key): value for key, value in found.items()}
+        known = (key for key in found if key in self._names or len(self._names) < MOST_KEYS)
+        named = {self._names.of(key): found[key] for key in known}
         for name, value in named.items():
             self._add(name, step, value)
         self.last_step = max(self.last_step, step)
@@ -176,7 +191,7 @@ def _holder_lives(path: Path) -> bool | None:
     The lock itself is not tried: a trainer that starts at that moment would be refused.
     """
     words = content(path / ".lock", 4096).decode("utf-8", "replace").split()
-    if len(words) < 4 or words[0] != "process" or not words[1].isdigit() or words[3].rstrip(",") != socket.gethostname():
+    if len(words) < 4 or words[0] != "process" or not words[1].isdecimal() or words[3].rstrip(",") != socket.gethostname():
         return None
     try:
         os.kill(int(words[1]), 0)

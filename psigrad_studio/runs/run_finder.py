@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-DEPTH, MOST = 5, 2000
+DEPTH, MOST, MOST_FOLDERS = 5, 2000, 20_000
 _SKIPPED = frozenset({"checkpoints", "model", "settings", "data"})
 _MARKS = ("metrics.jsonl", "events.jsonl")
 SCAN_SECONDS = 1.0
@@ -34,14 +34,15 @@ class RunFinder:
         self._scanned = -SCAN_SECONDS
         self._places: dict[str, RunPlace] = {}
         self.more = False
-        """Whether there are more than `MOST`, of which the rest is left out."""
+        """Whether there are more than `MOST`, or folders than `MOST_FOLDERS`, of which the rest is left out."""
 
     def places(self) -> dict[str, RunPlace]:
         """All runs by identifier, sorted by name."""
         with self._lock:
             if time.monotonic() - self._scanned >= SCAN_SECONDS:
+                self.more = False
                 found = sorted(self._found(), key=lambda place: place.name)
-                self.more = len(found) > MOST
+                self.more |= len(found) > MOST
                 self._places = {place.id: place for place in found[:MOST]}
                 self._scanned = time.monotonic()
             return self._places
@@ -52,7 +53,10 @@ class RunFinder:
         except OSError:
             return
         count = 0
-        for folder, folders, files in os.walk(root):
+        for number, (folder, folders, files) in enumerate(os.walk(root)):
+            if number >= MOST_FOLDERS:
+                self.more = True
+                return
             path = Path(folder)
             depth = len(path.relative_to(root).parts)
             is_run = any(name in files for name in _MARKS)

@@ -133,5 +133,15 @@ def _loaded(said: bytes) -> Any:
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """A run's settings; empty where there are none."""
-    return parse_row(content(run / "config.json")) or {}
+    """A run's settings; empty where there are none, or none that anybody wrote."""
+    found = parse_row(content(run / "config.json")) or {}
+    return {} if is_deep(found) else found
+
+
+def is_deep(value: Any, most: int = 50) -> bool:
+    """Whether JSON is nested deeper than that: what works its way down would come to Python's limit."""
+    level = [value]
+    for _ in range(most):
+        inner = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        level = [part for parts in inner for part in parts]
+    return bool(level)

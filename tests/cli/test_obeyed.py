@@ -13,7 +13,7 @@ import pytest
 import tiny_rewards
 from hub_stand_in import TOKEN, hub_stand_in
 from huggingface_hub import constants
-from read_settings import NOT_OBEYED, watching
+from read_settings import watching
 
 from psigrad import cli
 from psigrad.cli import flags
@@ -24,10 +24,9 @@ from psigrad.config.load import load, resolve_names
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad_extras.experiments.declarations import BiasSettings
-from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 REWARD = f"{tiny_rewards.__file__}:of_text"
 DRAWN = ["--max-completion-length", "4", "--eval-prompts", "4"]
 ADAPTER = (
@@ -113,8 +112,9 @@ def listed(name, capsys):
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", capsys.readouterr().out))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name in ("dpo", "kto", "reward") else ()) for name in RUNS])
 def test_every_setting_that_help_lists_is_read(name, job, alone, capsys):
+    """Offline training by `sft` always; its relatives, which are started by the same recipe, with `make test-slow`."""
     cls, _, _, runs = RUNS[name]
     with watching(cls) as read:
         for number, more in enumerate(runs):
@@ -313,8 +313,9 @@ def without_effect(name, job, folder, capsys, settings, besides):
     return same
 
 
-@pytest.mark.parametrize("name", ["eval", "sample"])
+@pytest.mark.parametrize("name", [pytest.param("eval", marks=SLOW), "sample"])
 def test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys):
+    """Of `sample` always, of `eval`, which draws as it does, with `make test-slow`."""
     assert without_effect(name, job, alone, capsys, judged(RUNS[name][0]), ()) == []
 
 
@@ -438,38 +439,10 @@ def test_control_refuses_what_its_algorithm_does_not_read(words, said, alone, ca
     assert said in capsys.readouterr().err
 
 
-def test_every_setting_of_a_grid_and_of_a_plan_is_read(job, alone):
-    everything = tuple(part for part in NOT_OBEYED if "preflight" not in part)
-    plan = ["plan", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--eval-prompts", "4",
-            "--reward", "exact", "--memory", "24GB", "--tflops", "1", "--max-completion-length", "4"]  # fmt: skip
-    more = ["--devices", "2", "--prompt-length", "3"]
-    for cls, runs in ((GridSettings, [["grid"]]), (PlanConfig, [[*plan, "--json", "--eight-bit"], [*plan, *more]])):
-        with watching(cls, everything) as read:
-            assert [cli.main(words) for words in runs] == [0] * len(runs)
-        assert set(settings_of(cls)) - read == set(), cls
-
-
-@pytest.mark.long
-def test_every_setting_of_bench_and_of_an_experiment_is_read(job, alone):
-    small = [
-        "--prompts",
-        "2",
-        "--generations",
-        "2",
-        "--prompt-tokens",
-        "4",
-        "--completion-tokens",
-        "4",
-        "--steps",
-        "1",
-        "--json",
-        "times.jsonl",
-    ]
-    bench, bias = ["bench", "--model", str(job / "base"), *small], ["experiment", "bias", "--seeds", "2", "--episodes", "400"]
-    for cls, words in ((BenchConfig, bench), (BiasSettings, bias)):
-        with watching(cls, tuple(part for part in NOT_OBEYED if "preflight" not in part)) as read:
-            assert cli.main(words) == 0
-        assert set(settings_of(cls)) - read == set(), cls
+def test_every_setting_of_a_grid_is_read(alone):
+    with watching(GridSettings) as read:
+        assert cli.main(["grid"]) == 0
+    assert set(settings_of(GridSettings)) - read == set()
 
 
 class Given(UserDict):

@@ -7,16 +7,13 @@ import json
 import pytest
 import trl
 import yaml
+from tiny_rewards import right
 
 import psigrad
 from psigrad.compat.conversion import convert_object
 from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
 from psigrad.objective.parts.kl import KL
-
-
-def right(completions, answer, **columns):
-    return [float(text.strip() == a) for text, a in zip(completions, answer, strict=True)]
 
 
 def trained(job, tmp_path, method, args, **more):

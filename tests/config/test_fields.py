@@ -6,35 +6,30 @@ import ast
 import json
 from pathlib import Path
 
+import fields_said
 import pytest
 
 import psigrad
 from psigrad.cli.grid import GridSettings
 from psigrad.config import EvalConfig, LmEvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
-from psigrad.config.fields import FREE, LENGTH, LIVE, RECORDED, Mark, defaults_of, flag_of, help_of, marked, settings_of
-from psigrad.config.load import flat_names, to_dict
+from psigrad.config.fields import LENGTH, LIVE, RECORDED, Mark, defaults_of, marked, settings_of
+from psigrad.config.load import to_dict
 from psigrad.control.settings import ControlConfig
-from psigrad_extras.experiments.declarations import EXPERIMENTS
-from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 TRAINED = (OnlineConfig, SFTConfig, PreferenceConfig, RewardConfig, ControlConfig)
-OTHERS = (EvalConfig, SampleConfig, LmEvalConfig, PlanConfig, BenchConfig, GridSettings)
-CLASSES = (*TRAINED, *OTHERS, *(one.settings for one in EXPERIMENTS.values()))
-ON_RESUME = {FREE, RECORDED, LENGTH}
+CLASSES = (*TRAINED, EvalConfig, SampleConfig, LmEvalConfig, GridSettings)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_field_says_at_most_one_thing_of_resuming(cls):
-    for name, setting in settings_of(cls).items():
-        assert len(setting.marks & ON_RESUME) <= 1, name
-        assert help_of(cls, name), name
+    fields_said.check(cls)
 
 
 def test_a_setting_behaves_alike_in_every_class():
     meant = {}
     for cls in TRAINED:
         for name, setting in settings_of(cls).items():
-            marks = setting.marks & {*ON_RESUME, LIVE}
+            marks = setting.marks & {*fields_said.ON_RESUME, LIVE}
             assert meant.setdefault(name, marks) == marks, name
 
 
@@ -71,12 +66,6 @@ def test_marks_are_read_from_sections_and_bases():
     assert {"run.save_steps", "reward_timeout", "placement.cluster"} <= set(marked(OnlineConfig, RECORDED))
     assert {"run.max_steps", "run.num_train_epochs", "total_timesteps"} == set(marked(ControlConfig, LENGTH))
     assert marked(GridSettings, Mark.MAIN) == []
-
-
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_settings_of_a_class_are_its_fields(cls):
-    assert list(settings_of(cls)) == [name for _, name in flat_names(cls)]
-    assert len({flag_of(name) for name in settings_of(cls)}) == len(settings_of(cls))
 
 
 @pytest.mark.parametrize("cls", TRAINED, ids=lambda cls: cls.__name__)

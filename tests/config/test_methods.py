@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,13 @@ import pytest
 import psigrad
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.config import OnlineConfig, PreferenceConfig, Run, algorithms
+from psigrad.config import OnlineConfig, PreferenceConfig, algorithms
 from psigrad.config.load import load
 from psigrad.config.methods import declaration, declared, of_spec
 from psigrad.errors import UserError
 from psigrad.language.recipes import api, online, online_settings
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import online_preference, preference_catalog
-from psigrad_extras.investigate import comparison
 
 OBJECTS = {**catalog.METHODS, **online_preference.METHODS, **preference_catalog.METHODS}
 ONLINE = [name for name, method in declared().items() if method.online]
@@ -53,20 +51,11 @@ def as_typed(name: str, *arguments: str) -> OnlineConfig:
     return flags.parse(method.settings, name, ["--model", "m", "--reward", "exact", *arguments], defaults=method.defaults)
 
 
-def as_compared(name: str) -> OnlineConfig:
-    asked = load(OnlineConfig, flags={"model.path": "m", "reward": ["exact"], "num_generations": 2})
-    found = comparison.settings_of(comparison.Comparison((name,), asked), Path("."), name, 0)
-    assert isinstance(found, OnlineConfig)
-    return dataclasses.replace(found, run=Run())
-
-
 @pytest.mark.parametrize("name", ONLINE)
 def test_a_method_has_the_same_settings_by_every_entrance(name, monkeypatch):
     typed = as_typed(name)
     trained = as_trained(monkeypatch, name)
     assert dataclasses.replace(trained, data=typed.data) == typed
-    # a comparison gives every method the same number of samples per step
-    assert as_compared(name) == dataclasses.replace(typed, num_generations=2)
     algorithm = online_settings.method(typed)
     taught = isinstance(algorithm, PolicyGradient) and not algorithm.needs_reward
     # what a method brings is never refused

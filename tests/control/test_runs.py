@@ -78,7 +78,7 @@ def watch(count, seen=None):
     dying_at(count, seen)
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_a_killed_run_resumes_bitwise(index, whole, tmp_path):
     name, expected, events = whole
     point = random.Random(index).randrange(1, len(events))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
-import sys
 
 import pytest
 
@@ -16,10 +16,8 @@ from psigrad_extras.completion import Flag, _described, offer
 def scripts(tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("completion"), {}
     for shell in ("bash", "zsh", "fish"):
-        text = subprocess.run(
-            [sys.executable, "-m", "psigrad", "completion", shell], capture_output=True, text=True, check=True
-        ).stdout
-        (folder / shell).write_text(text)
+        with (folder / shell).open("w") as file, contextlib.redirect_stdout(file):
+            assert cli.main(["completion", shell]) == 0
         found[shell] = folder / shell
     return found
 

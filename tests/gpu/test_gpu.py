@@ -10,8 +10,9 @@ from in_memory import make
 
 from psigrad.config import Optim
 from psigrad.language.models import tiny
+from psigrad.language.models.hf_attention import unpadded
 from psigrad.language.models.language_model import prepare
-from psigrad.language.models.packing import Groups
+from psigrad.language.models.packing import Groups, pack
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.language.training.learners import State
@@ -44,11 +45,33 @@ def trained(model, recompute: bool = False) -> tuple[list[float], list[torch.Ten
 def test_three_steps_are_those_of_the_cpu(how):
     model = model_on("cuda")
     if how == "flex":
-        model.attend_by_flex()
+        model.attend("flex")
     norms, weights = trained(model, recompute=how == "recompute")
     expected, others = trained(model_on("cpu"))
     assert norms == pytest.approx(expected, rel=1e-3)
     assert max(float((a - b).abs().max()) for a, b in zip(weights, others, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("how", ["varlen", "flex"])
+def test_attention_without_padding_has_the_gradient_of_the_padded_one(how):
+    """In half precision, where they differ by rounding: against float32, no further than the padded one, four times over."""
+    layout = pack(GROUPS, "cuda").layout
+    draws = torch.Generator("cuda").manual_seed(0)
+    exact = [torch.randn(1, heads, layout.rows, 64, device="cuda", generator=draws) for heads in (4, 2, 2)]
+    slope = torch.randn(1, layout.rows, 4, 64, device="cuda", generator=draws)
+
+    def passed(one, dtype):
+        given = [x.to(dtype).requires_grad_() for x in exact]
+        out = one.attend(0, *given, 0.125, None)
+        out.backward(slope.to(dtype))
+        return [x.float() for x in (out.detach(), *(x.grad for x in given))]
+
+    right = passed(layout, torch.float32)
+    apart = [
+        [float((a - b).norm()) for a, b in zip(passed(one, torch.bfloat16), right, strict=True)]
+        for one in (unpadded(layout, how), layout)
+    ]
+    assert all(ours <= 4 * theirs for ours, theirs in zip(*apart, strict=True))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dapo", "top_entropy", "gdpo", "distill", "online_dpo"])

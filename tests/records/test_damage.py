@@ -105,8 +105,31 @@ def test_a_run_with_a_torn_line_has_its_evaluations_and_its_history(tmp_path):
     assert [r["step"] for r in read.load(tmp_path / "run").metrics] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl.damaged", ".metrics.jsonl.tmp", ".config.json.tmp", "report.html"])
+def test_a_link_in_place_of_what_is_written_leads_nowhere(name, tmp_path):
+    lines = written(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"".join([*lines[:5], b"torn\n", *lines[5:]]))
+    (tmp_path / "run" / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(RunFolderError, match=f"{name} is a link"), RunFolder.open(tmp_path / "run", CONFIG) as folder:
+        folder.rewind(10, {"metrics": 10})
+    assert not (tmp_path / "victim").exists()
+
+
 @pytest.mark.parametrize(
-    "name", ["rollouts.jsonl", "metrics.jsonl", "events.jsonl", "config.json", ".lock", "checkpoints", "model"]
+    "name",
+    [
+        "metrics.jsonl.damaged",
+        ".metrics.jsonl.tmp",
+        "rollouts-00000005-3.jsonl",
+        "report.html",
+        "rollouts.jsonl",
+        "metrics.jsonl",
+        "events.jsonl",
+        "config.json",
+        ".lock",
+        "checkpoints",
+        "model",
+    ],
 )
 def test_a_pipe_in_a_run_folder_is_refused_and_hangs_nobody(name, tmp_path):
     written(tmp_path / "run")

@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import pytest
 from tiny_jobs import online_config
+from tiny_rewards import constant
 
 from psigrad.language.recipes import online
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.journal import Announcer, Journal
-
-
-def constant(completions, **columns):
-    return [1.0] * len(completions)
 
 
 def events(folder, kind="warning"):

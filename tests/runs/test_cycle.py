@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_jobs import online_config
+from tiny_rewards import fails_later
 
 from psigrad.config import Run
 from psigrad.errors import UserError
@@ -106,17 +107,6 @@ def test_an_error_after_a_weight_has_moved_saves_nothing():
             lambda: next(moves),
         )
     assert found == []
-
-
-def fails_later(prompts, completions, **columns):
-    """Good for the first evaluation and some steps, then broken for good."""
-    fails_later.calls += 1
-    if fails_later.calls > 24:
-        raise RuntimeError("the service is gone")
-    return [float(len(text)) for text in completions]
-
-
-fails_later.calls = 0
 
 
 def test_a_run_whose_rewards_fail_leaves_a_checkpoint_the_reason_and_the_traceback(job, tmp_path):

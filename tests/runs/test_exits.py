@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import sys
@@ -97,6 +99,40 @@ def test_a_callback_that_ends_the_process_does_not_end_it_well(event, tmp_path):
     config = settings(lambda: Leaving(lambda: None), tmp_path / "run", callbacks=(Ends(event, lambda: sys.exit(0)),))
     with pytest.raises(UserError):
         run.run(config)
+
+
+def at_exit(work):
+    """The exit status of a Python that does the work, whose exit handlers are then called, one of which is `os._exit(0)`."""
+
+    def ends():
+        atexit._clear()
+        atexit.register(lambda: os._exit(0))
+        with contextlib.suppress(UserError):
+            work()
+        atexit._run_exitfuncs()
+        os._exit(7)
+
+    return status_of(ends)
+
+
+def test_an_exit_handler_of_a_simulator_does_not_end_a_failed_run_well(tmp_path):
+    failing = settings(lambda: Leaving(lambda: 1 / 0), tmp_path / "run")
+    assert at_exit(lambda: run.run(failing)) == 1
+    assert at_exit(lambda: run.run(settings(lambda: Leaving(lambda: None), tmp_path / "other"))) == 0
+
+
+def test_a_reader_of_the_output_who_leaves_ends_no_run(tmp_path, monkeypatch):
+    """As `| head` does: progress is printed, and the pipe is broken."""
+    shut, pipe = os.pipe()
+    os.close(shut)
+    with os.fdopen(pipe, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(BrokenPipeError):
+            print("nobody hears this", flush=True)
+        run.run(settings(lambda: Leaving(lambda: None), tmp_path / "run", progress=True))
+        assert sys.stdout is stream
+    assert last_event(tmp_path / "run")["kind"] == "finished" and (tmp_path / "run" / "model").is_dir()
 
 
 def test_a_fork_ends_as_it_likes_and_all_is_as_before_behind_the_block():

@@ -133,6 +133,58 @@ def test_a_reward_is_another_when_what_it_is_made_of_changes(files, reward, chan
     assert now() != first
 
 
+SAME = "\n\ndef mine(completions, **columns):\n    return [float(len(str(W)))] * len(completions)\n"
+BESIDE = "__file__.replace('mine.py', {!r})"
+
+
+def reads(how, name="words.txt"):
+    return how.format(BESIDE.format(name)) + SAME
+
+
+OWN = {
+    "in a hidden folder": (".work/p/mine.py", reads("W = open({}).read()"), "words.txt", "a", "b"),
+    "a name of bytes": ("mine.py", reads("import os\nW = open(os.fsencode({})).read()"), "words.txt", "a", "b"),
+    "sqlite": ("mine.py", reads("import sqlite3\nW = sqlite3.connect({})"), "words.txt", "a", "b"),
+    "exec": ("mine.py", reads("exec(open({}).read())", "x.py"), "x.py", "W = 1", "W = 2"),
+    "runpy": ("mine.py", reads("import runpy\nW = runpy.run_path({})", "x.py"), "x.py", "K = 1", "K = 2"),
+    "by its name": (
+        "mine.py",
+        f"import importlib as i\nW = i.import_module('extra_k').K{SAME}",
+        "extra_k.py",
+        "K = 1",
+        "K = 2",
+    ),
+    "a partial": ("mine.py", "from functools import partial\nmine = partial(max, 1.0)\n", "mine.py", "1.0", "2.0"),
+    "another's function": ("mine.py", "from own_made import of\nmine = of(1.0)\n", "mine.py", "1.0", "2.0"),
+}
+
+
+@pytest.mark.parametrize("way", OWN)
+def test_a_reward_is_another_also_by_ways_that_no_import_statement_shows(way, tmp_path, monkeypatch):
+    place, source, changed, before, now = OWN[way]
+    folder = (tmp_path / place).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "own_made.py").write_text(
+        "def of(k):\n    def made(completions, **columns):\n        return [k]\n\n    return made\n"
+    )
+    if changed != "mine.py":
+        (folder / changed).write_text(before)
+    (folder / "mine.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def pinned():
+        for name in ("own_made", "extra_k"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return pins.hash_code(importing.imported(f"{tmp_path / place}:mine", "reward"))
+
+    first = pinned()
+    assert first is not None and pinned() == first
+    (folder / changed).write_text((folder / changed).read_text().replace(before, now))
+    os.utime(folder / changed, (1, 1))
+    assert pinned() != first
+
+
 @pytest.mark.parametrize("changed", ["reward", "dataset"])
 def test_a_finished_run_says_what_has_changed_since(changed, copied, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(REWARD)

@@ -20,9 +20,9 @@ def uninterrupted(request, job, tmp_path_factory):
     return whole(*RECIPES[request.param], job, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=MORE_RECIPES)
+@pytest.fixture(scope="module", params=[pytest.param(r, marks=SLOW if r == "agent" else ()) for r in MORE_RECIPES])
 def another(request, job, tmp_path_factory):
-    """The same of the other recipes."""
+    """The same of the other recipes; of agents, which are episodes too, with `make test-slow`."""
     return whole(*MORE_RECIPES[request.param], job, tmp_path_factory.mktemp(request.param.replace(" ", "-")))
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from timing import until
 from tiny_jobs import online_config
+from tiny_rewards import Sleepy
 
 from psigrad.language.recipes import online
 from psigrad.runs import journal as watchdog
@@ -94,20 +95,6 @@ def test_zero_switches_it_off(tmp_path, clock):
         looks()
 
     assert watched(tmp_path, 0.0, work) == []
-
-
-class Sleepy:
-    """An environment that answers once it is told that sampling hangs, or never."""
-
-    def __init__(self, events):
-        self.events = events
-
-    def reset(self, row):
-        return None
-
-    def step(self, text):
-        until(lambda: '"sample"' in self.events.read_text())
-        return "", 1.0, True
 
 
 def test_a_run_names_the_phase_in_its_events(job, tmp_path):

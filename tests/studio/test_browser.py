@@ -439,7 +439,7 @@ def test_another_site_gets_nothing_out_of_the_studio(studio, opened):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Evil)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     other = page.context.new_page()
     other.goto(f"http://localhost:{server.server_port}/")
     seen = []

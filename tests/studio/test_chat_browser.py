@@ -165,6 +165,28 @@ def test_the_better_answer_goes_on_and_two_bad_ones_do_not(opened):
     assert kept == ["say 2", said[0], "say 3"]
 
 
+def test_a_skip_and_a_conversation_that_was_left_come_back(opened):
+    page = opened()
+    choose(page, "chat/talking, step 7", "chat/silent, final model")
+    page.fill("#tokens", "6")
+    page.fill("#seed", "5")
+    asked(page, "say c:")
+    ended(page, "Both have ended. Which answer is better?")
+    page.get_by_role("button", name="Skip").click()
+    page.get_by_role("button", name="Undo").click()
+    page.keyboard.press("2")
+    ended(page, "Stored.")
+    page.click("#fresh")
+    expect(page.locator(".exchange")).to_have_count(0)
+    page.locator("#nothing").get_by_role("button", name="Undo").click()
+    expect(page.locator(".exchange")).to_have_count(1)
+    bodies = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.url.endswith("/answer") else None)
+    asked(page, "and then?")
+    ended(page, "Both have ended. Which answer is better?")
+    assert bodies[-1]["messages"][0]["content"] == "say c:", "the conversation goes on"
+
+
 def test_escape_stops_a_long_answer(opened, monkeypatch):
     gate = chat_answers._Writer.step
 

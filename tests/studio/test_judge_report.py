@@ -109,6 +109,25 @@ def test_votes_as_they_were_given():
     assert left_out == {"skipped or undone": 2, "no comparison": 1}
 
 
+def test_the_aspects_of_a_vote_are_held_against_the_criteria_of_their_names():
+    vote = {"prompt": "p", "completions": [{"text": "aw"}, {"text": "b+"}], "action": "vote", "stands": True, "choice": "b",
+            "answers": {"quality": {"kind": "scale", "value": [2, 4]}, "wit": {"kind": "better", "value": "a", "strength": 2},
+                        "tone": {"kind": "better", "value": "tie"}, "note": {"kind": "text", "value": "a"}}}  # fmt: skip
+    calls = []
+
+    class Counted(Played):
+        def rank(self, prompt, texts):
+            calls.append(texts)
+            return super().rank(prompt, texts)
+
+    found = report(Counted(model="j", criteria={"quality": 1, "wit": 1}), [vote, {**vote, "prompt": "q"}])
+    of = figures(found)
+    assert of["agreement, quality"]["value"] == of["agreement, wit"]["value"] == 1.0
+    assert of["agreement, quality"]["unit"] == of["agreement, all criteria"]["unit"] == "of 2 pairs"
+    assert found.pairs == len(calls) == 2, "a pair is shown to the judge once, however many aspects people judged"
+    assert found.left_out == {"on another question": 2}  # tone; a text that happens to be "a" is no vote
+
+
 def test_split_votes_are_left_out_and_people_are_compared_with_each_other():
     rows = [*preferred(1, "a+", "b"), *preferred(1, "b", "a+")]
     rows += preferred(2, "c+", "d", of=1) * 2

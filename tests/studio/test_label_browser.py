@@ -386,6 +386,143 @@ def test_what_models_and_people_wrote_stays_text(opened, studio):
         assert each.locator("main img, main script, main i, main b").count() == 0
 
 
+# ---- questions of one's own
+
+ASPECTS = [
+    {"name": "helpful", "ask": "Which helps more?", "why": True},
+    {"name": "true", "kind": "scale", "ask": "How true is it?", "top": 3},
+    {"name": "kind", "kind": "choice", "options": ["an answer", "a refusal"]},
+    {"name": "note", "kind": "text", "ask": "Anything else?", "required": False},
+]
+
+
+def marked(page: Page) -> str:
+    return page.locator(".question.current .ask").inner_text()
+
+
+@pytest.mark.quick
+def test_a_sheet_of_questions_by_keyboard_alone(opened, studio):
+    number = project(studio, 2, strengths=2, questions=ASPECTS)
+    page, _ = at_work(opened, studio, number)
+    expect(page.locator(".question")).to_have_count(6)  # the main one, and a scale has a row for A and one for B
+    expect(page.get_by_role("group", name="A: How true is it?").get_by_role("button")).to_have_text(["1", "2", "3"])
+    page.keyboard.press("Enter")
+    expect(page.locator("#notice")).to_contain_text("“Overall, which is better?” isn't answered yet")
+    for question, key in [
+        ("Overall, which is better?", "1"),  # A clearly, of A clearly, A slightly, tie, B slightly, B clearly
+        ("Which helps more?", "3"),  # B slightly: the tie has a letter
+        ("A: How true is it?", "3"),
+        ("B: How true is it?", "1"),
+        ("kind", "2"),
+    ]:
+        assert marked(page) == question
+        page.keyboard.press(key)
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("1")  # the same again changes nothing where an answer is required
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
+    page.keyboard.type("a 1 b 2 s u t x? are letters")
+    page.keyboard.press("Control+z")
+    page.keyboard.press("Control+y")
+    page.keyboard.press("Enter")
+    page.keyboard.type("and Enter is a line")
+    counted(page, "0 answered")
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowUp")
+    while marked(page) != "Which helps more?":
+        page.keyboard.press("ArrowUp")
+    page.keyboard.press("4")
+    page.keyboard.press("w")
+    page.keyboard.type("because s is a letter")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Enter")
+    counted(page, "1 answered")
+    (row,) = votes(studio, number)
+    left, right = row["display"]
+    answers = row["answers"]
+    assert (row["side"], row["strength"]) == ("left", 2)
+    assert answers["helpful"] == {"kind": "better", "value": "ab"[right], "strength": 2, "reason": "because s is a letter"}
+    assert [answers["true"]["value"][place] for place in (left, right)] == [3, 1]
+    assert answers["kind"] == {"kind": "choice", "value": "a refusal"}
+    assert answers["note"]["value"].endswith("are letters\nand Enter is a line")
+    page.keyboard.press("u")
+    counted(page, "0 answered")
+    expect(page.locator(".question")).to_have_count(6)
+
+
+def test_one_completion_with_questions_of_ones_own_by_hand_on_a_phone(opened, studio):
+    asked = [{"name": "true", "kind": "scale", "top": 5}, {"name": "sound", "kind": "scale", "top": 3, "required": False}]
+    number = project(studio, 1, kind="rating-5", overall=False, questions=asked)
+    page, _ = at_work(opened, studio, number, size="phone")
+    expect(page.locator(".completion")).to_have_count(1)
+    page.get_by_role("group", name="true").get_by_role("button", name="4").click()
+    for _ in range(2):  # what need not be answered is taken back by choosing it again
+        page.get_by_role("group", name="sound").get_by_role("button", name="2").click()
+    page.get_by_role("button", name="Submit").click()
+    counted(page, "1 answered")
+    (row,) = votes(studio, number)
+    assert row["answers"] == {"true": {"kind": "scale", "value": [4]}} and row["rating"] is None
+
+
+def test_questions_are_written_in_the_form_and_each_is_exported(opened, studio, tmp_path):
+    owner = opened("/label#part=new")
+    owner.get_by_label("Name").fill("Of my own")
+    owner.get_by_label("How much better").select_option("2")
+    for name, kind in (("kind", "better"), ("true", "scale"), ("tone", "choice")):
+        owner.get_by_role("button", name="Add a question").click()
+        last = owner.locator(".own > li").last
+        last.get_by_label("Name").fill(name)
+        last.get_by_label("Kind").select_option(kind)
+        if kind == "choice":
+            last.get_by_label("Options, one in a line").fill("dry\n\n warm ")
+    owner.get_by_role("button", name="Make the project").click()
+    expect(owner.locator("#tabs")).to_contain_text("Material")
+    number = int(owner.url.partition("project=")[2].partition("&")[0])
+    (made,) = [each for each in told(studio.ask("GET", "/api/label/projects")) if each["id"] == number]
+    assert [(q["name"], q["kind"]) for q in made["questions"]] == [("kind", "better"), ("true", "scale"), ("tone", "choice")]
+    assert made["questions"][2]["options"] == ["dry", "warm"] and made["overall"] and made["checks"] == 10
+    bring(studio, number, [{"prompt": "q", "completions": ["x", "y"]}])
+    ann = guest(studio, number)
+    assert "checks" not in told(ann.get("/api/label/projects"))[0], "nobody who labels is told"
+    task = ann.next(number)
+    at = task["completions"].index("x")
+    answers = {"kind": {"value": ("left", "right")[at], "strength": 2}, "true": {"value": [1, 1]}, "tone": {"value": "dry"}}
+    told(ann.vote(task, choice=("left", "right")[1 - at], strength=1, answers=answers))
+    owner.get_by_role("link", name="Results").click()
+    table = owner.get_by_role("group", name="Table: Question")
+    expect(table.get_by_role("rowheader")).to_have_text(["overall", "kind", "true", "tone", "weighted"])
+    owner.get_by_label("Question to export").select_option("kind")
+    expect(owner.locator(".file").first).to_contain_text("1 rows")
+    with owner.expect_download() as waiting:
+        owner.get_by_role("button", name="Preferences").click()
+    waiting.value.save_as(tmp_path / "out.jsonl")
+    (row,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert (row["chosen"], row["criterion"]) == (
+        "x",
+        "kind",
+    ) and waiting.value.suggested_filename == "Of-my-own-kind-preference.jsonl"
+    owner.get_by_role("link", name="Settings").click()
+    owner.locator(".own > li").first.get_by_label("What people read").fill("Which is kinder?")
+    owner.get_by_role("button", name="Save").click()
+    until(
+        lambda: any(
+            q["ask"] == "Which is kinder?" for each in told(studio.ask("GET", "/api/label/projects")) for q in each["questions"]
+        )
+    )
+
+
+def test_a_file_that_was_brought_in_is_taken_out_again(opened, studio, tmp_path):
+    number = project(studio, 1)
+    owner = opened(f"/label#project={number}&part=material")
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "p", "completions": ["x", "y"]}\n')
+    owner.get_by_label("File").set_input_files(tmp_path / "wrong.jsonl")
+    owner.get_by_role("button", name="Bring the file in").click()
+    expect(owner.locator(".said")).to_contain_text("wrong.jsonl: 1 new task")
+    owner.locator(".said").get_by_role("button", name="Undo").click()
+    expect(owner.locator(".said")).to_have_text("1 task taken out again.")
+
+
 # ---- the administrator's way, and invites
 
 
@@ -532,6 +669,13 @@ def places(studio):
     token = invite(studio, pairs)
     views = {part: f"/label#project={pairs}&part={part}" for part in ("work", "results", "material", "people", "settings")}
     views |= {"home": "/label", "new": "/label#part=new", "account": "/label#part=account", "join": f"/join#{token}"}
+    aspects = project(studio, 2, strengths=2, questions=ASPECTS, instructions="Read **both**.")
+    own = project(studio, 2, kind="rating-5", overall=False, questions=ASPECTS[1:])
+    views |= {
+        "aspects": f"/label#project={aspects}",
+        "own": f"/label#project={own}",
+        "asked": f"/label#project={aspects}&part=settings",
+    }
     return views | {"ranking": f"/label#project={ranking}", "rating": f"/label#project={rating}"}
 
 
@@ -547,6 +691,9 @@ VIEWS = {
     "account": "form",
     "ranking": ".order li",
     "rating": ".scale",
+    "aspects": ".sheet",
+    "own": ".sheet",
+    "asked": ".own li",
     "join": "form:visible",
 }
 SMALL = """() => [...document.querySelectorAll('main :is(button, select, input:not([type=checkbox]))')]
@@ -574,7 +721,7 @@ def blameless(page: Page, view: str) -> None:
 @pytest.mark.parametrize("scheme, size", [("light", "laptop"), ("dark", "phone")])
 def test_axe_finds_nothing_and_nothing_is_too_wide_or_too_small(opened, studio, places, scheme, size):
     page = opened("/label", size=size, scheme=scheme)
-    for view in VIEWS if scheme == "light" else ("work", "results", "material", "people", "ranking", "join"):
+    for view in VIEWS if scheme == "light" else ("work", "results", "material", "people", "ranking", "aspects", "asked", "join"):
         if view == "join":
             page = opened(places[view], who="stranger", size=size, scheme=scheme)
         else:

@@ -565,6 +565,10 @@ def test_tags_and_notes_are_kept_and_found(opened, ids):
     page.get_by_label("Note").fill("the one with the low pole")
     page.get_by_role("button", name="Keep").click()
     expect(page.locator(f'.run[data-id="{ids["cartpole"]}"] .tags')).to_have_text("#baseline #paper")
+    page.get_by_label("Note").fill("what was it again")
+    page.get_by_role("button", name="Keep").click()
+    page.locator(".notes").get_by_role("button", name="Undo").click()
+    expect(page.get_by_label("Note")).to_have_value("the one with the low pole")
     page.fill("#search", "low pole")
     expect(page.locator(".run")).to_have_count(1)
 

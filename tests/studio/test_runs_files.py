@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
+import socket
 import time
 from pathlib import Path
 
@@ -15,10 +17,11 @@ import pytest
 from run_folders import TOKENS, append, figures, make_run, rollout, words
 
 from psigrad.records.run_folder import RunFolder, to_line
+from psigrad_studio.runs import run_finder
 from psigrad_studio.runs.advantage_notes import explained
 from psigrad_studio.runs.curves import thinned
 from psigrad_studio.runs.files import Tail, opened
-from psigrad_studio.runs.history import History
+from psigrad_studio.runs.history import MOST_KEYS, History
 from psigrad_studio.runs.rollout_index import RolloutIndex, RolloutQuery
 from psigrad_studio.runs.run_cache import RunCache
 from psigrad_studio.runs.run_finder import RunFinder
@@ -123,6 +126,44 @@ def test_damaged_runs_are_listed(tmp_path, name):
     assert whole and entry["name"] == "run"
     assert entry["step"] in ((0, 20) if "metrics" in name or "a f" in name or "a l" in name else (20, 21))
     json.dumps(entry["alerts"])
+
+
+HOSTILE_FILES = {
+    "a row of many names": ("metrics.jsonl", json.dumps({"step": 1, **{f"name{i}": i for i in range(30_000)}})),
+    "ever new names": (
+        "metrics.jsonl",
+        "".join(json.dumps({"step": s, **{f"{s}-{i}": i for i in range(300)}}) + "\n" for s in range(100)),
+    ),
+    "events of any size": ("events.jsonl", "".join('{"kind": "x", "a": [' + "[]," * 99_999 + "[]]}\n" for _ in range(12))),
+    "a long line": ("metrics.jsonl", '{"step": 1, "a": [' + "[]," * 999_999 + "[]]}\n"),
+    "deep settings": ("config.json", '{"a":' * 900 + "1" + "}" * 900),
+    "deep events": ("events.jsonl", '{"kind":' * 900 + "1" + "}" * 900 + "\n"),
+    "a number that is none": (".lock", f"process ² on {socket.gethostname()}, since"),
+}
+
+
+@pytest.mark.parametrize("which", HOSTILE_FILES)
+def test_a_hostile_run_is_listed_within_bounds_and_others_beside_it(which, tmp_path):
+    name, text = HOSTILE_FILES[which]
+    for run in ("bad", "good"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "events.jsonl").write_text('{"kind": "started", "step": 0}\n')
+    (tmp_path / "runs" / "bad" / name).write_text(text)
+    cache, began = RunCache(tmp_path / "runs"), time.process_time()
+    found, _ = cache.entries(60.0)
+    assert [entry["name"] for entry in found] == ["bad", "good"] and time.process_time() - began < 5.0
+    history = cache.history(found[0]["id"])
+    assert len(history.series) <= MOST_KEYS and len(history._names) <= MOST_KEYS
+    assert len(pickle.dumps(history.events)) < 2 << 20
+
+
+def test_folders_without_number_are_not_all_looked_through(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_finder, "MOST_FOLDERS", 3)
+    for number in range(6):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "metrics.jsonl").touch()
+    finder = RunFinder(tmp_path)
+    assert [place.name for place in finder.places().values()] == ["0", "1"] and finder.more, "with the folder of runs itself"
 
 
 def test_rows_that_are_no_numbers_raise_the_alert(tmp_path):

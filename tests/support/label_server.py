@@ -85,18 +85,21 @@ def label(db: database.Database, person: Person, project: int, ledger: Ledger) -
         submit(db, person, project, ledger, row)
 
 
-def main() -> None:
-    where, project, folder, *people = sys.argv[1:]
-    db = database.connect(where)
+def label_together(db: database.Database, project: int, folder: Path, people: list[int]) -> None:
+    """All these people label, each in a thread, until nothing is left for them."""
     threads = []
-    for number in map(int, people):
-        person = Person(number, f"person {number}")
-        ledger = Ledger(Path(folder) / f"{number}.jsonl")
-        threads.append(threading.Thread(target=label, args=(db, person, int(project), ledger)))
+    for number in people:
+        person, ledger = Person(number, f"person {number}"), Ledger(folder / f"{number}.jsonl")
+        threads.append(threading.Thread(target=label, args=(db, person, project, ledger)))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def main() -> None:
+    where, project, folder, *people = sys.argv[1:]
+    label_together(database.connect(where), int(project), Path(folder), list(map(int, people)))
     print("done")
 
 

@@ -8,6 +8,20 @@ from pathlib import Path
 import gguf
 from torch import Tensor
 
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import tiny
+
+
+def make(folder: Path) -> tuple[Path, Path]:
+    """A tiny chat model as a folder, and the same as a GGUF file in another folder."""
+    tokenizer = tiny.tokenizer(["What is 2 + 3? 2 + 3 = 5"] * 3, 290, digits_alone=False)
+    tokenizer.chat_template = CHATML
+    network = tiny.model("llama", len(tokenizer), hidden=32, layers=2, heads=4, seed=3)
+    network.save_pretrained(folder / "folder")
+    tokenizer.save_pretrained(folder / "folder")
+    (folder / "file").mkdir()
+    return folder / "folder", write(network, tokenizer, folder / "file" / "tiny.gguf")
+
 
 def write(model, tokenizer, path: Path) -> Path:
     """Weights, sizes, tokens, merges and the chat template."""

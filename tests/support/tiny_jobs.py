@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from sample_agents import helpers
-from tiny_rewards import early_letters
+from tiny_rewards import Echo, early_letters
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.language.data.templates import CHATML
@@ -92,17 +92,6 @@ def reward_config(job: Path, output: Path, **run) -> RewardConfig:
         batch_size=4,
         micro_batch_tokens=24,
     )
-
-
-class Echo:
-    """An environment that says what it heard; half a point for each turn with an "e" in it."""
-
-    def reset(self, row):
-        self.turns = 0
-
-    def step(self, completion):
-        self.turns += 1
-        return f" you said {len(completion)}:", 0.5 * ("e" in completion), self.turns == 2
 
 
 def sft_config(job: Path, output: Path, **run) -> SFTConfig:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from timing import until
+
+from psigrad.language.rewards import Failure, Unscored
+
 
 def early_letters(completions, **columns):
     """Dense enough that a random model's groups have signal: the share of early letters in the completion."""
@@ -20,6 +26,90 @@ def of_some(completions, **columns):
     ]
 
 
+def strict(completions, answer, **columns):
+    out = []
+    for text, right in zip(completions, answer, strict=True):
+        if not text.isdigit():
+            raise Failure(f"{text!r} is no number")
+        out.append(float(text == right))
+    return out
+
+
+def broken(completions, **columns):
+    raise KeyError("mark")
+
+
+def wants_tokens(completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def of_misspelt(completions, anwser, **columns):
+    return [1.0 for _ in completions]
+
+
+def of_nothing(completions, answer, **columns):
+    return [float(text.nope) for text in completions]
+
+
+def constant(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def fails_later(prompts, completions, **columns):
+    """Good for the first evaluation and some steps, then broken for good."""
+    fails_later.calls += 1
+    if fails_later.calls > 24:
+        raise RuntimeError("the service is gone")
+    return [float(len(text)) for text in completions]
+
+
+fails_later.calls = 0
+
+
+def some(prompts, completions, **columns):
+    """Differs within a group for some prompts, is equal for others, and can't judge the rest."""
+    given = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        letter = str(prompt)[4]
+        given.append(Unscored("no judge") if letter in "ab" else float(len(completion) % 2) if letter in "cdef" else 1.0)
+    return given
+
+
+def marked(prompts: list[str], completions: list[str], mark: list[int], **_: Any) -> list[float]:
+    return [100 * m + sum(map(ord, text)) + len(completions) for m, text in zip(mark, completions, strict=True)]
+
+
+def early_prompts(prompts, completions, **columns):
+    """Says nothing of the completion."""
+    return [float(prompt[4] in "abcd") for prompt in prompts]
+
+
+def lengths(completions, **columns):
+    return [float(len(str(completion))) for completion in completions]
+
+
+def add(a: int, b: int) -> int:
+    """The sum.
+
+    Args:
+        a: one number
+        b: another
+    """
+    return a + b
+
+
+def sees_no_answers(completions, solution, **columns):
+    return [1.0 for _ in solution]
+
+
+def fails_on_even_lengths(completions, **columns):
+    return [1.0 if len(text) % 2 else float("nan") for text in completions]
+
+
+def right(completions, answer, **columns):
+    return [float(text.strip() == a) for text, a in zip(completions, answer, strict=True)]
+
+
 class Parrot:
     """An environment of one turn, which pays for nothing."""
 
@@ -35,3 +125,39 @@ class Talker(Parrot):
 
     def step(self, text):
         return "say more: " + text, of_text([text])[0], False
+
+
+class Echo:
+    """An environment that says what it heard; half a point for each turn with an "e" in it."""
+
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, completion):
+        self.turns += 1
+        return f" you said {len(completion)}:", 0.5 * ("e" in completion), self.turns == 2
+
+
+class Again:
+    """Asks once more."""
+
+    def reset(self, row):
+        self.turn = 0
+
+    def step(self, completion):
+        self.turn += 1
+        return "again?", float(self.turn), self.turn == 2
+
+
+class Sleepy:
+    """An environment that answers once it is told that sampling hangs, or never."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def reset(self, row):
+        return None
+
+    def step(self, text):
+        until(lambda: '"sample"' in self.events.read_text())
+        return "", 1.0, True

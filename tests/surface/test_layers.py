@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ def room_in(parts: Sequence[str]) -> str:
     return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in ROOMS), parts[0])
 
 
+@functools.cache
 def imports_of(source: str) -> set[str]:
     """Every module of ours that a source imports, wherever the import stands."""
     found = set()
@@ -101,6 +103,17 @@ def packages_of(source: str) -> set[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_the_core_imports_no_package_beside_it(path):
     assert packages_of(path.read_text()) <= {"psigrad"}
+
+
+ROOMS_OF_THE_CORE = ("objective", "tabular", "control", "language", "runs", "records", "processes", "config", "compat", "cli")
+
+
+def test_tests_of_the_core_import_no_package_beside_it():
+    tests = [*(ROOT / "tests").glob("*.py"), *(p for room in ROOMS_OF_THE_CORE for p in (ROOT / "tests" / room).rglob("*.py"))]
+    assert len(tests) > 150
+    assert {str(path): found for path in tests if (found := packages_of(path.read_text()) & {*BESIDE})} == {}
+    beside = ROOT / "tests" / "extras" / "test_settings.py"
+    assert packages_of(beside.read_text()) & {*BESIDE} == {"psigrad_extras"}, "negative control"
 
 
 # The gateway and the extras know nothing of the applications above them.

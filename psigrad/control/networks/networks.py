@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.towers import TowerKernels
+from psigrad.language.models.native.products import TowerKernels
 
 Activation = Literal["tanh", "relu"]
 Layers = list[tuple[Tensor, Tensor]]

@@ -50,10 +50,10 @@ def load_model(
     else:
         model = _load_language_model(settings, run, whole, world, None if given is None else given.tokenizer)
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
-    set_attention(settings, model)
     if value_head:
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
+    model.attend(settings.attention)
     return model
 
 
@@ -126,12 +126,6 @@ def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, pl
         shards.read(place, sharded.named_weights(model))
 
 
-def set_attention(settings: Model, model: LanguageModel | ScalarModel) -> None:
-    """Let the model attend as asked for."""
-    if settings.attention == "flex":
-        model.attend_by_flex()
-
-
 @without_bars()
 def load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
@@ -152,8 +146,8 @@ def load_scalar_model(
     else:
         model = _load_scalar_model(settings, run, whole, world, None if given is None else given.tokenizer)
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
-    set_attention(settings, model)
     take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
+    model.attend(settings.attention)
     return model
 
 
@@ -255,7 +249,6 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
         fresh_head="zero" if checkpoint is None or in_shards else "refuse",
         **_options(config.model, config.run, world),
     )
-    set_attention(config.model, made)
     if not made.per_token:
         raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
@@ -263,4 +256,5 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
     take_shard(made, world, machine.device(config.run), place if in_shards else None)
+    made.attend(config.model.attention)
     return made

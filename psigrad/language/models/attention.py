@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -92,25 +93,25 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
     """x [S, ...] -> [len(index), ...], zeros where the index is -1."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 class _Take(torch.autograd.Function):
-    """`_rows(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
+    """`rows_at(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
 
-    The backward is then `_rows(grad, inverse)`, a gather; autograd's own would be a slower scatter.
+    The backward is then `rows_at(grad, inverse)`, a gather; autograd's own would be a slower scatter.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _rows(x, index)
+        return rows_at(x, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rows(grad, ctx.saved_tensors[0]), None, None
+        return rows_at(grad, ctx.saved_tensors[0]), None, None
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -121,51 +122,108 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, dim).reshape(batch, heads, length, dim)
 
 
-@dataclass(frozen=True)
-class PackedLayout:
-    """S tokens: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0).
-
-    `prefix_rows` [B, P] and `sequence_rows` [N, L] hold positions in the packed row, -1 where a row is shorter.
-    `sequence_prefix` [N] is the prefix that each sequence continues, `starts` [N] how many of its tokens (None: all); `rows` = S.
+class Pieces(NamedTuple):
+    """A packed row in the host's memory: tokens of each prefix [B] and, behind them, of each sequence [N]; the prefix that each
+    sequence continues [N], and how many of its tokens [N].
     """
 
-    prefix_rows: Tensor
-    sequence_rows: Tensor
-    sequence_prefix: Tensor
-    rows: int
-    starts: Tensor | None = None
+    prefixes: np.ndarray
+    sequences: np.ndarray
+    prefix: np.ndarray
+    seen: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B + N] tokens of each piece, in the order of the row."""
+        return np.concatenate([self.prefixes, self.sequences])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[B + N] where each begins in the row."""
+        lengths = self.lengths
+        return np.asarray(lengths.cumsum() - lengths)
+
+    @property
+    def before(self) -> np.ndarray:
+        """[B + N] how many tokens of a prefix each sees."""
+        return np.concatenate([0 * self.prefixes, self.seen])
+
+    @property
+    def base(self) -> np.ndarray:
+        """[B + N] where that prefix begins in the row."""
+        return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
+
+
+def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = torch.long) -> Tensor:
+    """Integers on `device`. They go to a GPU from pinned memory, so that the copy does not block."""
+    made = torch.as_tensor(numbers, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
+
+
+def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
+    """[len(lengths), longest] packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
+    first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
+    return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """S tokens on a device: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0)."""
+
+    pieces: Pieces
+    device: torch.device
     packed_weights = slots = None
 
     @cached_property
-    def seen(self) -> Tensor:
-        """[N] tokens of its prefix that each sequence continues."""
-        return (self.prefix_rows >= 0).sum(1)[self.sequence_prefix] if self.starts is None else self.starts
+    def rows(self) -> int:
+        """S."""
+        return int(self.pieces.lengths.sum())
 
     @cached_property
-    def order(self) -> Tensor:
+    def prefix_rows(self) -> Tensor:
+        """[B, P] positions in the packed row, -1 where a prefix is shorter."""
+        return _table(self.pieces.prefixes, 0, self.device)
+
+    @cached_property
+    def sequence_rows(self) -> Tensor:
+        """[N, L] the same of the sequences."""
+        return _table(self.pieces.sequences, int(self.pieces.prefixes.sum()), self.device)
+
+    @cached_property
+    def sequence_prefix(self) -> Tensor:
+        """[N] the prefix that each sequence continues."""
+        return on_device(self.pieces.prefix, self.device)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """[N] how many tokens of it."""
+        return on_device(self.pieces.seen, self.device)
+
+    @cached_property
+    def _order(self) -> Tensor:
         """[B·P + N·L] packed positions of the padded views, -1 at padding."""
         return torch.cat([self.prefix_rows.flatten(), self.sequence_rows.flatten()])
 
     @cached_property
-    def inverse(self) -> Tensor:
-        """[S] place of each packed token in `order`."""
-        inverse = torch.empty(self.rows, dtype=torch.long, device=self.order.device)
-        real = self.order >= 0
-        inverse[self.order[real]] = torch.arange(self.order.numel(), device=self.order.device)[real]
+    def _inverse(self) -> Tensor:
+        """[S] place of each packed token in `_order`."""
+        inverse = torch.empty(self.rows, dtype=torch.long, device=self._order.device)
+        real = self._order >= 0
+        inverse[self._order[real]] = torch.arange(self._order.numel(), device=self._order.device)[real]
         return inverse
 
-    def prefix_mask(self, window: int | None) -> Tensor | None:
+    def _prefix_mask(self, window: int | None) -> Tensor | None:
         """[P, P] for a sliding window that is shorter than the prefixes, else None (plainly causal)."""
         length = self.prefix_rows.shape[1]
         if window is None or window >= length:
             return None
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        return ((distance >= 0) & (distance < window)).to(self.order.device)
+        return ((distance >= 0) & (distance < window)).to(self._order.device)
 
-    def sequence_mask(self, window: int | None) -> Tensor:
+    def _sequence_mask(self, window: int | None) -> Tensor:
         """[N, 1, L, P + L]: a token sees what its sequence continues, itself and what came before it in its own sequence."""
         n, length = self.sequence_rows.shape
-        device = self.order.device
+        device = self._order.device
         steps = torch.arange(length, device=device)
         own = steps[:, None] >= steps[None, :]
         if self.prefix_rows.shape[0] == 0:
@@ -187,11 +245,11 @@ class PackedLayout:
         """Prefixes attend to themselves, and each sequence to its prefix and itself. Shapes as in `Layout.attend`."""
         heads = q.shape[1]
         split = self.prefix_rows.numel()
-        q, k, v = (_Take.apply(x[0].transpose(0, 1), self.order, self.inverse) for x in (q, k, v))
+        q, k, v = (_Take.apply(x[0].transpose(0, 1), self._order, self._inverse) for x in (q, k, v))
         parts = []
         if split:
             views = [repeat_heads(_view(x[:split], self.prefix_rows), heads) for x in (q, k, v)]
-            mask = self.prefix_mask(window)
+            mask = self._prefix_mask(window)
             out = how(*views, attn_mask=mask, is_causal=mask is None, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         if self.sequence_rows.numel():
@@ -206,7 +264,7 @@ class PackedLayout:
             else:
                 out = how(*views, is_causal=True, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        taken: Tensor = _Take.apply(torch.cat(parts), self.inverse, self.order)
+        taken: Tensor = _Take.apply(torch.cat(parts), self._inverse, self._order)
         return taken[None]
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,30 +274,24 @@ class PackedLayout:
     @cached_property
     def spans(self) -> Spans:
         """The same for the kernels, which take a sequence without a prefix for a prefix that nothing continues."""
-        prefixes, sequences = _spans(self.prefix_rows), _spans(self.sequence_rows)
-        if not prefixes:
-            return Spans(sequences, [[] for _ in sequences])
-        members: list[list[tuple[int, int, int]]] = [[] for _ in prefixes]
-        for prefix, span, base in zip(self.sequence_prefix.tolist(), sequences, self.seen.tolist(), strict=True):
-            members[prefix].append((*span, base))
-        return Spans(prefixes, members)
+        spans = list(zip(self.pieces.starts.tolist(), self.pieces.lengths.tolist(), strict=True))
+        count = len(self.pieces.prefixes)
+        if not count:
+            return Spans(spans, [[] for _ in spans])
+        members: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+        for prefix, span, seen in zip(self.pieces.prefix.tolist(), spans[count:], self.pieces.seen.tolist(), strict=True):
+            members[prefix].append((*span, seen))
+        return Spans(spans[:count], members)
 
     def _mask(self, window: int | None) -> Tensor:
-        """`sequence_mask`, built once for all layers."""
+        """`_sequence_mask`, built once for all layers."""
         if window not in self._masks:
-            self._masks[window] = self.sequence_mask(window)
+            self._masks[window] = self._sequence_mask(window)
         return self._masks[window]
 
     @cached_property
     def _masks(self) -> dict[int | None, Tensor]:
         return {}
-
-
-def _spans(rows: Tensor) -> list[tuple[int, int]]:
-    """(start, length) of each row of consecutive positions."""
-    if not rows.numel():
-        return [(0, 0)] * len(rows)
-    return list(zip(rows[:, 0].clamp(min=0).tolist(), (rows >= 0).sum(1).tolist(), strict=True))
 
 
 def _view(x: Tensor, rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,7 @@ from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
-from psigrad.language.models.probe import LENGTH, choose_attention, fuse, shared_prompts
+from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Pretrained(ABC):
       model is not the one that training starts from.
     - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
-    - `flex`: packed attention runs by FlexAttention.
+    - `attends`: how packed sequences attend in transformers' modules; `why_sdpa` says why a GPU pads them all the same.
     - `texts`: those that ways to compute were compared on.
     - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`processes/parallel/sharded.py`).
     """
@@ -60,7 +60,8 @@ class Pretrained(ABC):
     train_mode: bool = False
     decoder: Decoder | None = None
     why_unfused: str = ""
-    flex: bool = False
+    attends: Literal["sdpa", "varlen", "flex"] = "sdpa"
+    why_sdpa: str = ""
     root: nn.Module | None = None
     texts: Groups | None = None
 
@@ -81,6 +82,8 @@ class Pretrained(ABC):
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
             return f"Layers run in transformers' modules, not fused, which takes about twice the time: {self.why_unfused}."
+        if self.why_sdpa:
+            return f"Attention pads packed sequences, which computes some ten times the scores: {self.why_sdpa}."
         return ""
 
     @property
@@ -142,10 +145,10 @@ class Pretrained(ABC):
         if self.decoder is not None:
             fused: Any = layout
             return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
-        if self.flex and isinstance(layout, attention.PackedLayout):
-            from psigrad.language.models.hf_attention import FlexLayout
+        if self.attends != "sdpa" and isinstance(layout, attention.PackedLayout):
+            from psigrad.language.models.hf_attention import unpadded
 
-            layout = FlexLayout(layout)
+            layout = unpadded(layout, self.attends)
         hidden: Tensor = (
             self.as_transformers()
             .base_model(
@@ -212,33 +215,45 @@ class Pretrained(ABC):
             _check_repeatable(self)
         return self
 
-    def attend_by_flex(self) -> None:
-        """Attend by FlexAttention where the model is packed, from now on. Raises `UserError` where it does not run, or does not
-        give the numbers and the gradient that the model has without it.
+    def attend(self, how: str) -> None:
+        """Attend like this where the model is packed, from now on; "auto" on a GPU in the first way that runs, without a word on
+        a CPU. Raises `UserError` where another does not run, or does not give the numbers and the gradient of "sdpa".
         """
+        if how == "auto" and self.device.type == "cuda" and self.decoder is None and not self.why_padded:
+            reasons = []
+            for one in ("varlen", "flex"):
+                try:
+                    return self.attend(one)
+                except UserError as error:
+                    reasons.append(str(error).removesuffix("; leave it at 'auto'."))
+            self.why_sdpa = "; ".join(reasons)
+        if how in ("auto", "sdpa"):
+            return
         if self.decoder is not None or self.why_padded:
             why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
-            raise UserError(f"attention is 'flex', and {why}; leave it at 'sdpa'.")
-        learns = [p for p in self.trainable().values() if p.requires_grad]
+            raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
+        # in shards gradients come by hooks that are no part of a probe
+        learns = [p for p in self.trainable().values() if p.requires_grad] if self.root is None else []
+        own, before = self._probe_with_gradient(learns), self.attends
         try:
-            own = self._probe_with_gradient(learns)
-            self.flex = True
-            gap = max(float((a - b).abs().max()) for a, b in zip(self._probe_with_gradient(learns), own, strict=True))
-        except (RuntimeError, ValueError) as error:
-            self.flex = False
+            self.attends = how  # type: ignore[assignment]
+            found = self._probe_with_gradient(learns)
+            slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
+            gap = max(distance(found[0], own[0]), *slopes, 0.0)
+            if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
+                raise ValueError(f"its numbers differ by {gap:.1g} from the model's own")
+        except (RuntimeError, ValueError, ImportError) as error:
+            self.attends = before
             reason = reason_of(error).rstrip(".")
             raise UserError(
-                f"attention is 'flex', and it does not run on {self.device} ({reason}); leave it at 'sdpa'."
+                f"attention is {how!r}, and it does not run on {self.device} ({reason}); leave it at 'auto'."
             ) from error
-        if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
-            self.flex = False
-            raise UserError(f"attention is 'flex', and its numbers differ by {gap:.1g} from the model's own; leave it at 'sdpa'.")
 
     def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
         """The numbers on the model's own texts, and the direction of the gradient of their sum, parameter by parameter."""
-        with torch.enable_grad():
+        with torch.set_grad_enabled(bool(learns)):
             found = self._probe(self._texts(), packed=True)
-            slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True)
+            slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True) if learns else ()
         return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
 
     def frozen_copy(self) -> Self:
@@ -246,7 +261,7 @@ class Pretrained(ABC):
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin)
-        own: dict[str, Any] = {"flex": self.flex, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
+        own: dict[str, Any] = {"attends": self.attends, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
         return type(self)(twin.eval(), self.tokenizer, decoder=decoder, **own)
 
     def save(self, folder: Path) -> None:

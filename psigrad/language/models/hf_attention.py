@@ -1,4 +1,4 @@
-"""Our attention inside any transformers model, by scaled_dot_product_attention or FlexAttention.
+"""Our attention inside any transformers model: by scaled_dot_product_attention, and on GPUs without padding.
 
 transformers lets a model's attention be replaced by a registered function. Ours receives the layout of the packed row as a
 keyword argument of the forward call; without one it is transformers' own SDPA, so the same model still runs padded batches
@@ -7,20 +7,24 @@ and `generate`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from psigrad.language.models.attention import SDPA, Layout, PackedLayout, repeat_heads, softened
+from psigrad.language.models.attention import SDPA, Layout, PackedLayout, on_device, repeat_heads, rows_at, softened
 
 IMPLEMENTATION = "psigrad"
 
@@ -56,6 +60,103 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
+# Queries and keys of a block of FlexAttention.
+BLOCK = 128
+# Queries, keys and values [·, H, D], where each piece ends among queries and among keys, the longest of both, scale, window.
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int | None], Tensor]
+
+
+@functools.cache
+def varlen_kernel() -> Varlen:
+    """Causal attention of pieces of unlike length, whose last query stands at their last key: torch's, or flash-attn's. Both
+    compute in half precision alone. Raises `ValueError` where there is neither.
+    """
+
+    def left(window: int | None) -> tuple[int, int]:
+        return (-1 if window is None else window - 1, 0)
+
+    known: Any
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+
+        known = inspect.signature(varlen_attn).parameters
+        grouped = {"enable_gqa": True} if "enable_gqa" in known else {}  # torch 2.11 has grouped heads without a word
+        kernel: Any = varlen_attn
+        if "window_size" in known:
+            return lambda *of: kernel(*of[:7], scale=of[7], window_size=left(of[8]), **grouped)
+    with contextlib.suppress(ImportError):
+        known = importlib.import_module("flash_attn").flash_attn_varlen_func
+        return lambda *of: known(*of[:7], softmax_scale=of[7], causal=True, window_size=left(of[8]))
+    raise ValueError("neither torch 2.11 nor flash-attn is installed")
+
+
+@dataclass(frozen=True)
+class VarlenLayout:
+    """A packed layout that attends without padding inside transformers' modules; see `Layout`.
+
+    Every prefix is a piece of a kernel that takes pieces of any length, and so is every sequence, whose keys begin with those of
+    its prefix. So each score is computed that is needed, and no other; what costs is a copy of the prefix's keys and values.
+    """
+
+    packed: PackedLayout
+    kernel: Varlen
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
+    ) -> Tensor:
+        """Attention by the kernel. Shapes as in `Layout.attend`."""
+        if how is not SDPA:
+            raise ValueError("its attention caps scores or has sinks")
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        if len(self.packed.pieces.prefixes):
+            k, v = (_Copies.apply(x, *self._copies) for x in (k, v))
+        ends_q, ends_k, longest_q, longest_k = self._ends
+        return self.kernel(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, window)[None]
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor, int, int]:
+        pieces, device = self.packed.pieces, self.packed.device
+        lengths = pieces.lengths[pieces.lengths > 0]
+        keys = pieces.before[pieces.lengths > 0] + lengths
+        q, k = (on_device([0, *x.cumsum()], device, torch.int32) for x in (lengths, keys))
+        return q, k, int(lengths.max(initial=0)), int(keys.max(initial=0))
+
+    @cached_property
+    def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Which token of the row each key is [K]; of each token in a prefix the keys that are it, -1 where there are fewer
+        [P, most]; of each other token the only one [S - P].
+        """
+        pieces, device = self.packed.pieces, self.packed.device
+        real = pieces.lengths > 0
+        # of each piece what it sees of a prefix, and itself
+        runs, begin = (np.stack(x, 1)[real].ravel() for x in ((pieces.before, pieces.lengths), (pieces.base, pieces.starts)))
+        index = np.arange(runs.sum()) + (begin - runs.cumsum() + runs).repeat(runs)
+        by_token, many = index.argsort(kind="stable"), np.bincount(index, minlength=self.packed.rows)
+        first, count = many.cumsum() - many, int(pieces.prefixes.sum())
+        column = np.arange(many[:count].max(initial=1))
+        held = by_token[np.minimum(first[:count, None] + column, len(index) - 1)]
+        table = np.where(column < many[:count, None], held, -1)
+        return on_device(index, device), on_device(table, device), on_device(by_token[first[count:]], device)
+
+
+class _Copies(torch.autograd.Function):
+    """Rows of x [S, ...] by `index` [K]. The gradients of a row's copies are summed in float32 and in one order: autograd's own
+    would add them in half precision as they come.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, many: Tensor, one: Tensor) -> Tensor:
+        ctx.save_for_backward(many, one)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        many, one = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        shared = rows_at(grad, many.flatten()).unflatten(0, many.shape).sum(1, dtype=wide).to(grad.dtype)
+        return torch.cat([shared, grad.index_select(0, one)]), None, None, None
+
+
 @dataclass(frozen=True)
 class FlexLayout:
     """A packed layout that attends by FlexAttention inside transformers' modules; see `Layout`.
@@ -70,37 +171,56 @@ class FlexLayout:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
         """Attention by PyTorch's flex_attention. Shapes as in `Layout.attend`."""
-        if how is not SDPA:
-            raise ValueError("its attention caps scores or has sinks")
-        kernel, mask = _kernel(q.device.type), self._mask(window)
-        out: Tensor = kernel(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2)
+        given: dict[str, Any] = how.keywords if isinstance(how, functools.partial) else {}
+        cap: Any = given.get("softcap")
+        sinks: Tensor | None = given.get("sinks")
+
+        def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            bent: Tensor = cap * torch.tanh(score / cap)
+            return bent
+
+        out, more = _kernel(q.device.type)(
+            *(q, k, v, None if cap is None else capped, self._mask(window)),
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=sinks is not None),
+        )
+        if sinks is not None:  # a score beside the others takes its share of the softmax and adds nothing
+            out = out * torch.sigmoid(more.lse - sinks.to(more.lse.dtype)[:, None])[..., None].to(out.dtype)
+        turned: Tensor = out.transpose(1, 2)
+        return turned
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Per token [S]: the prompt that it belongs to (or the sequence, where there are no prompts), the completion (-1: none,
         all that go on from behind it see it), its place in its sequence, and where its sequence begins.
         """
-        packed = self.packed
-        group, own, position, begin = (torch.zeros(packed.rows, dtype=torch.long, device=packed.order.device) for _ in range(4))
-        for rows, groups, owners, starts in (
-            (packed.prefix_rows, torch.arange(len(packed.prefix_rows)), None, None),
-            (packed.sequence_rows, *self._of_sequences()),
-        ):
-            number, place = (rows >= 0).nonzero(as_tuple=True)
-            at = rows[number, place]
-            group[at] = groups.to(at.device)[number]
-            own[at] = -1 if owners is None else owners.to(at.device)[number]
-            begin[at] = packed.rows if starts is None else starts[number]
-            position[at] = place if starts is None else place + starts[number]
-        return group, own, position, begin
+        pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
+        numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
+        group = np.concatenate([np.arange(count), pieces.prefix if count else numbers])
+        own = np.concatenate([np.full(count, -1), numbers if count else nothing])
+        begin = np.concatenate([np.full(count, rows), pieces.seen if count else nothing + 1 + rows])
+        columns = [x.repeat(pieces.lengths) for x in (group, own, pieces.before - pieces.starts, begin)]
+        columns[2] += np.arange(rows)
+        return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
-    def _of_sequences(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of each sequence its prompt, its own number, and where it begins."""
-        numbers = torch.arange(len(self.packed.sequence_rows))
-        if not len(self.packed.prefix_rows):
-            return numbers, None, None
-        return self.packed.sequence_prefix, numbers, self.packed.seen
+    def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """[Q, K] which blocks of BLOCK tokens have a query that sees a key, and those in which all see all."""
+        pieces, size, reach = self.packed.pieces, -(-self.packed.rows // BLOCK), window or self.packed.rows
+        some, whole = np.zeros((2, size, size), dtype=bool)
+        for start, length, before, first in zip(pieces.starts, pieces.lengths, pieces.before, pieces.base, strict=True):
+            for row in range(start // BLOCK, -(-(start + length) // BLOCK) if length else 0):
+                low, high = max(start, row * BLOCK), min(start + length, (row + 1) * BLOCK)
+                gone = low - start - reach + 1  # own tokens that the first query does not see; negative where it sees the prefix
+                for begin, end, sure in (
+                    (first + max(0, before + gone), first + before, first + before),
+                    (start + max(0, gone), high, low + 1),
+                ):
+                    if begin < end:
+                        some[row, begin // BLOCK : -(-end // BLOCK)] = True
+                        if high - low == BLOCK and window is None:
+                            whole[row, -(-begin // BLOCK) : sure // BLOCK] = True
+        return some, whole
 
     def _mask(self, window: int | None) -> BlockMask:
         """Built once for all layers of a window."""
@@ -113,8 +233,13 @@ class FlexLayout:
                 seen = (group[i] == group[j]) & (before | (own[j] == own[i])) & (i >= j)
                 return seen if window is None else seen & (position[i] - position[j] < window)
 
-            device, rows = group.device, self.packed.rows
-            self._masks[window] = _mask_builder(device.type)(visible, None, None, rows, rows, device=str(device))
+            parts, full = self.blocks(window)
+            some, most, whole, all_of = (
+                on_device(x, group.device, torch.int32) for x in (*_listed(parts & ~full), *_listed(full))
+            )
+            lengths = (self.packed.rows, self.packed.rows)
+            made: Any = BlockMask.from_kv_blocks(some, most, whole, all_of, BLOCK, visible, lengths)
+            self._masks[window] = made
         return self._masks[window]
 
     @cached_property
@@ -122,14 +247,18 @@ class FlexLayout:
         return {}
 
 
+def unpadded(packed: PackedLayout, how: str) -> Layout:
+    """The layout attending by "varlen" or "flex"."""
+    return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())
+
+
+def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of [Q, K] blocks how many each row has, [1, 1, Q], and which, those first, [1, 1, Q, K]."""
+    return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
+
+
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
     """Compiled on a GPU, once for rows of every length; elsewhere the plain form, which makes all scores: an oracle."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain
-
-
-@functools.cache
-def _mask_builder(device: str) -> Callable[..., BlockMask]:
-    """Compiled on a GPU, where the mask of every pair is then never held whole."""
-    return torch.compile(create_block_mask, dynamic=True) if device == "cuda" else create_block_mask

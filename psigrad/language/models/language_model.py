@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -166,7 +166,7 @@ class LanguageModel(Pretrained):
         inputs: Groups | Rows,
         *,
         temperature: float = 1.0,
-        entropy: bool = False,
+        entropy: bool | Literal["figure"] = False,
         accuracy: bool = False,
         kl_to: LanguageModel | Divergence | None = None,
         value: bool = False,
@@ -174,7 +174,9 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
-        """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
+        """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs; the entropy may be
+        asked for as a "figure", without gradient.
+        """
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         cache = self.usable(cache)

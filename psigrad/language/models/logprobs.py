@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ CHUNK_ELEMENTS = 1 << 24
 TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
 # How many times as much a GPU takes at once: there is no cache to stay in, and a hundred processors want work.
-CHUNK_ON_GPU, TILE_ON_GPU = 4, 64
+CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ def upcast(logits: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class TokenStatsRequest:
     """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact divergence: KL(π‖ref)
-    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js").
+    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js"). An
+    entropy that is only looked at ("figure") may come without gradient.
     """
 
     temperature: float = 1.0
-    entropy: bool = False
+    entropy: bool | Literal["figure"] = False
     accuracy: bool = False
     reference_head: Callable[[Tensor], Tensor] | None = None
     divergence: str = "exact"
@@ -67,6 +68,12 @@ class TokenStatsRequest:
     def nothing_else(self) -> bool:
         """Whether log-probs are all that is wanted."""
         return not (self.entropy or self.accuracy or self.mean_logp) and self.reference_head is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether all of it comes with a gradient in closed form where a GPU has whole rows of logits."""
+        slopes = self.entropy is True and torch.is_grad_enabled()
+        return not (slopes or self.mean_logp) and self.reference_head is None
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | None) -> tuple[Tensor, ...]:
         """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
@@ -191,6 +198,84 @@ class _ChosenLogProbs(torch.autograd.Function):
         return dhidden, given_back, None, None, None, None
 
 
+class _RowLogProbs(torch.autograd.Function):
+    """As `_ChosenLogProbs`, for a GPU: with so many states at once that each step of a chunk is one kernel over whole rows of
+    logits. Of the same logits come the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        sums: gradients.Sums | None,
+        best: bool,
+        mixed: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        columns: list[tuple[Tensor, ...]] = []
+        kind = upcast(weight[:0]).dtype
+        for rows, stored in _chunks(hidden, weight):
+            token = ids[rows, None]
+            scaled = stored if temperature == 1.0 else upcast(stored) / temperature
+            log_pi = torch.log_softmax(scaled, -1, dtype=kind)
+            logp, chosen = log_pi.gather(1, token)[:, 0], stored.gather(1, token)[:, 0]
+            highest = stored.argmax(1) if best else chosen
+            entropy = torch.special.entr(log_pi.exp_(), out=log_pi).sum(1) if mixed else logp
+            columns.append((logp, chosen, highest, entropy))
+            del log_pi, scaled
+        logp, chosen, highest, entropy = (torch.cat(parts) for parts in zip(*columns, strict=True))
+        ctx.temperature, ctx.head, ctx.sums = temperature, weight, sums
+        ctx.save_for_backward(hidden, weight, ids, upcast(chosen) / temperature - logp)
+        ctx.mark_non_differentiable(highest, entropy)
+        return logp, highest, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogp: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        hidden, weight, ids, normaliser = ctx.saved_tensors
+        sums, wide = ctx.sums, normaliser.dtype
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            use = _HeadUse(hidden, ctx.head, ids, normaliser, dlogp, ctx.temperature)
+            if sums is None or weight.dtype != wide:
+                dweight = torch.zeros_like(weight, dtype=wide)
+            else:
+                dweight = None if sums.defers(ctx.head, use) else sums.of(ctx.head)
+        slope = dlogp / ctx.temperature
+        less, scaled, room = -slope[:, None], normaliser * ctx.temperature, None
+        for rows, stored in _chunks(hidden, weight):
+            if room is None:
+                room = stored if stored.dtype == wide else torch.empty_like(stored, dtype=wide)
+            back = torch.sub(stored, scaled[rows, None], out=room[: len(stored)])
+            back = (back if ctx.temperature == 1.0 else back.div_(ctx.temperature)).exp_().mul_(less[rows])
+            back.scatter_add_(1, ids[rows, None], slope[rows, None])
+            given = back if back.dtype == stored.dtype else stored.copy_(back)
+            if dhidden is not None:
+                multiply(given, weight, out=dhidden[rows])
+            if dweight is not None:
+                _add_product(dweight, given.t(), hidden[rows])
+        if sums is not None and dweight is not None and weight.dtype != wide:
+            sums.add_wide(ctx.head, dweight)
+        kept = dweight.to(weight.dtype) if sums is None and dweight is not None else None
+        return dhidden, kept, None, None, None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of some states, as they are stored; the next overwrite them. The first are the most."""
+    height = min(len(hidden), max(1, TILE_ELEMENTS * TILE_ON_GPU // len(weight)))
+    room = hidden.new_empty(height, len(weight))
+    for top in range(0, len(hidden), height):
+        rows = slice(top, min(top + height, len(hidden)))
+        yield rows, multiply(hidden[rows], weight.t(), out=room[: rows.stop - rows.start])
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type != "cpu"
+
+
 @dataclass(frozen=True)
 class _HeadUse:
     """What a head's log-probs were computed from, what came of it, and the gradient of the loss by each log-prob."""
@@ -256,8 +341,6 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
     """Logits of some states and some tokens at a time, in at least float32, and as they are stored; the next overwrite them."""
     height = min(len(hidden), TILE_ROWS)
     width = min(len(weight), max(1, TILE_ELEMENTS // height))
-    if hidden.is_cuda:  # products whose width is no multiple of 64 miss the fast kernels
-        width = min(len(weight), max(1, TILE_ELEMENTS * TILE_ON_GPU // height // 64) * 64)
     room = hidden.new_empty(height * width)
     wide = room if room.dtype == upcast(room[:0]).dtype else torch.empty_like(room, dtype=torch.float32)
     for top in range(0, len(hidden), height):
@@ -286,6 +369,12 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(multiply(a, b))
 
 
+def _check_ids(ids: Tensor, count: int) -> None:
+    low, high = torch.stack(torch.aminmax(ids)).tolist()
+    if low < 0 or high >= count:
+        raise IndexError(f"A target is token {high}; the head has {count} tokens: the tokenizer belongs to another model.")
+
+
 def token_stats(
     hidden: Tensor,
     ids: Tensor,
@@ -298,24 +387,27 @@ def token_stats(
     """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
 
     If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form, and log-probs
-    `cached` from the same head are reused.
+    `cached` from the same head are reused. On a GPU entropy and accuracy that are only looked at come along.
     """
     linear: Any = head if type(head) is nn.Linear and head.bias is None else None
     plain = linear is not None
+    if plain and _on_gpu(hidden) and wanted.closed and len(ids):
+        _check_ids(ids, len(linear.weight))
+        sums = gradients.sums_for(linear.weight) or gradients.wide_sums_for(linear.weight)
+        looked_at = wanted.accuracy, bool(wanted.entropy)
+        logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)
+        hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
+        return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
     tiled = plain and (hidden.shape[0] * vocabulary > TILE_ELEMENTS or _native(hidden, linear.weight) is not None)
     if wanted.nothing_else and tiled and len(ids):
-        if int(ids.min()) < 0 or int(ids.max()) >= len(linear.weight):
-            raise IndexError(
-                f"A target is token {int(ids.max())}; the head has {len(linear.weight)} tokens: the tokenizer belongs "
-                "to another model."
-            )
+        _check_ids(ids, len(linear.weight))
         # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
         known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
         return TokenStats(
             _ChosenLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, gradients.sums_for(linear.weight), known)
         )
-    rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if hidden.is_cuda else 1) // vocabulary)
+    rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if _on_gpu(hidden) else 1) // vocabulary)
 
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None

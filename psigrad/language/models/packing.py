@@ -8,14 +8,13 @@ import math
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.language.models.attention import PackedLayout
+from psigrad.language.models.attention import PackedLayout, Pieces, on_device
 from psigrad.language.models.fused.activation_cache import CacheHit
 from psigrad.seeds import permutation
 
@@ -204,12 +203,6 @@ class _TargetLists:
         return Targets(rows, ids, n, t, shape)
 
 
-def on_device(numbers: Any, device: torch.device | str) -> Tensor:
-    """An int64 tensor on `device`. It goes to a GPU from pinned memory, so that the copy does not block."""
-    made = torch.as_tensor(numbers, dtype=torch.long)
-    return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
-
-
 def _shape(lengths: Sequence[int]) -> tuple[int, int]:
     return len(lengths), max(lengths, default=0)
 
@@ -223,12 +216,6 @@ def _places(lengths: np.ndarray) -> np.ndarray:
 def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
     """The ids of all pieces, `count` in total."""
     return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=count)
-
-
-def _table(lengths: np.ndarray, start: int, device: torch.device | str) -> Tensor:
-    """[len(lengths), longest] packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
-    first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
-    return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
 
 def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
@@ -253,9 +240,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     positions = np.concatenate([_places(before), (begin[n] + t)[kept]])
     first = total + own.cumsum() - own
     rows = np.where(t == 0, (ends - before)[prefix[n]] + begin[n], first[n] + t - 1)
-    starts = None if groups.starts is None else on_device(begin, device)
-    tables = _table(before, 0, device), _table(own, total, device), on_device(prefix, device)
-    layout = PackedLayout(*tables, len(tokens), starts)
+    layout = PackedLayout(Pieces(before, own, prefix, begin), torch.device(device))
     wanted = groups.wanted(len(ids))
     targets = _targets((rows[wanted], ids[wanted], n[wanted], t[wanted]), lengths, device)
     return ForwardInputs(
@@ -279,12 +264,7 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
     wanted, kept = np.fromiter(chain.from_iterable(rows.masks), dtype=bool, count=len(ids)), t < own[n]
     first = own.cumsum() - own
     found = ((first[n] + t - 1)[wanted], ids[wanted], n[wanted], t[wanted])
-    layout = PackedLayout(
-        torch.zeros(0, 0, dtype=torch.long, device=device),
-        _table(own, 0, device),
-        torch.zeros(len(own), dtype=torch.long, device=device),
-        int(own.sum()),
-    )
+    layout = PackedLayout(Pieces(own[:0], own, 0 * own, 0 * own), torch.device(device))
     return ForwardInputs(
         on_device(ids[kept][None], device),
         on_device(t[kept][None], device),

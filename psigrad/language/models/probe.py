@@ -102,17 +102,17 @@ def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
     with in_precision(hf, torch.bfloat16):
         rounded = own()
     # where bfloat16 holds the model exactly, sums of another order still differ in their last bit
-    unit = max(_distance(rounded, right), torch.finfo(exact).eps * _distance(right, torch.zeros_like(right)) / SHARE)
-    if not (gap := _distance(found, right)) <= SHARE * unit:
+    unit = max(distance(rounded, right), torch.finfo(exact).eps * distance(right, torch.zeros_like(right)) / SHARE)
+    if not (gap := distance(found, right)) <= SHARE * unit:
         return f"in float32 its numbers differ by {gap:.1g}, and bfloat16 makes {unit:.1g} of difference"
-    if beyond is not None and not (gap := _distance(*beyond)) <= SHARE * unit:
+    if beyond is not None and not (gap := distance(*beyond)) <= SHARE * unit:
         return f"beyond the window of its attention its numbers differ by {gap:.1g}"
-    if half and not (gap := _distance(fast(), right)) <= ROUNDING * unit:
+    if half and not (gap := distance(fast(), right)) <= ROUNDING * unit:
         return f"in bfloat16 its numbers are {gap:.1g} from those of float32, and the model's own {unit:.1g}"
     return ""
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """Root mean square of the differences."""
     return float((a.double() - b.double()).pow(2).mean().sqrt())
 

@@ -76,9 +76,26 @@ def score(
     `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` where
     `model` has no trained scalar head.
     """
+    return [row["reward"] for row in score_rows(model, rows, split=split, device=device, budget=budget, columns=columns)]
+
+
+def score_rows(
+    model: str,
+    rows: str | Iterable[Mapping[str, Any]],
+    *,
+    split: str = "test",
+    device: str = "auto",
+    budget: int = 16384,
+    columns: str | Mapping[str, str] = "",
+) -> list[dict[str, Any]]:
+    """The rows with their score in the column `reward`; see `score`."""
     data = Data(dataset=rows, columns=columns, split=split)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))
     machine.prepare_torch(config.run)
     loaded = load_trained_scalar_model(config.model, config.run)
     read = read_dataset(config.data, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
-    return score_all(loaded, [([], judged_ids(loaded, row)) for row in read.rows], budget)
+    scores = score_all(loaded, [([], judged_ids(loaded, row)) for row in read.rows], budget)
+    return [
+        {**row.columns, "prompt": row.prompt, "completion": row.completion, "reward": own}
+        for row, own in zip(read.rows, scores, strict=True)
+    ]

@@ -71,7 +71,7 @@ class SFTSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
-    attention: Literal["sdpa", "flex"]
+    attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]
     plain_prompts: bool
@@ -230,7 +230,7 @@ class OnlineSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
-    attention: Literal["sdpa", "flex"]
+    attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]
     plain_prompts: bool
@@ -430,7 +430,7 @@ class PreferenceSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
-    attention: Literal["sdpa", "flex"]
+    attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]
     plain_prompts: bool
@@ -567,7 +567,7 @@ class RewardSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
-    attention: Literal["sdpa", "flex"]
+    attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]
     plain_prompts: bool

@@ -153,7 +153,7 @@ def _columns(name: str, row: Row) -> dict[str, Any]:
         choices = list(given) if isinstance(given, list | tuple) else [columns[letter] for letter in letters_of(columns)]
         answer = columns.get("answer")
         if len(choices) > 1 and answer is not None:
-            number = int(answer) if str(answer).strip().isdigit() else _LETTERS.find(str(answer).strip().upper())
+            number = int(answer) if str(answer).strip().isdecimal() else _LETTERS.find(str(answer).strip().upper())
             if not 0 <= number < len(choices):
                 raise RowError(BadRow(row.source, "answer", f"is {answer!r}, which is none of {len(choices)} choices"))
             listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))

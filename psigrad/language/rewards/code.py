@@ -24,6 +24,7 @@ _FENCE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_GAP = re.compile(r"\s+")
 _PYTHON = ("python", "python3", "py")
 # What values of the wrong kind may raise where they are judged.
 _WRONG = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
@@ -219,12 +220,20 @@ def _trouble(outcome: ProgramOutcome) -> str:
 
 
 def same_output(found: str, expected: str, tolerance: float = 1e-6) -> bool:
-    """Equal but for white space at the ends of lines and of the text; decimal numbers may differ by the tolerance."""
+    """Equal but for white space at the ends of lines and of the text; decimal numbers may differ by the tolerance.
+
+    A line of numbers alone may space them as it likes; where there are words, or a drawing, spaces count.
+    """
     ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (found, expected))
-    if ours == theirs:
+    return len(ours) == len(theirs) and all(_same_line(*pair, tolerance) for pair in zip(ours, theirs, strict=True))
+
+
+def _same_line(a: str, b: str, tolerance: float) -> bool:
+    if a == b:
         return True
-    words, wanted = found.split(), expected.split()
-    if len(ours) != len(theirs) or len(words) != len(wanted):
+    words, wanted = a.split(), b.split()
+    numbers = all(map(_DECIMAL.fullmatch, wanted))
+    if len(words) != len(wanted) or not (numbers or _GAP.findall(a) == _GAP.findall(b)):
         return False
     return all(_same_word(*pair, tolerance) for pair in zip(words, wanted, strict=True))
 

@@ -257,7 +257,8 @@ class _Apart:
                 if any(isinstance(kind, ast.In | ast.NotIn) and calls(part) for kind, part in zip(kinds, others, strict=True)):
                     raise ValueError(f"a container of the program's can hold everything: {ast.unparse(node)[:200]}")
                 theirs = [side for side in (left, *others) if calls(side)]
-                if len(theirs) > 1 and any(self._is_the_programs(side) and not self._result(side) for side in theirs):
+                made_of = (side for side in theirs if self._is_the_programs(side) and not self._result(side, self._yes_or_no))
+                if len(theirs) > 1 and any(made_of):
                     raise ValueError(f"it compares with an object of the program's: {ast.unparse(node)[:200]}")
                 self._yes_or_no = any(isinstance(p, ast.Constant) and p.value in (True, False, None) for p in (left, *others))
                 made: ast.expr = ast.Compare(self.visit(left), kinds, [self.visit(part) for part in others])
@@ -297,22 +298,25 @@ class _Apart:
 
     def _send(self, node: ast.expr) -> ast.expr:
         """Have it evaluated inside. Where a result and something else go into one call, that could be what is expected."""
-        for part in ast.walk(node):
+        for part, every_call in itertools.product(ast.walk(node), {False, self._yes_or_no}):
             children = [c for c in ast.iter_child_nodes(part) if isinstance(c, ast.expr | ast.keyword)]
-            beside = [c for c in children if not any(map(self._result, ast.walk(c)))]
-            made = isinstance(part, ast.Call) and beside == [part.func]  # what is called is nothing beside the arguments
-            if len(children) > len(beside) > 0 and not made:
+            beside = [c for c in children if not any(self._result(inner, every_call) for inner in ast.walk(c))]
+            # what is called is nothing beside the arguments, unless it was made of something
+            made = isinstance(part, ast.Call) and beside == [part.func] and not _is_given(part.func)
+            # two that were made of something are compared by the program itself, where it only says yes or no
+            compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
+            if (len(children) > len(beside) > 0 and not made) or compared:
                 raise ValueError(f"what is expected could go into the sandbox beside a result: {ast.unparse(part)[:200]}")
         self.inside.append(ast.unparse(node))
         return _name(f"_{len(self.inside) - 1}")
 
-    def _result(self, node: ast.AST) -> bool:
+    def _result(self, node: ast.AST, every_call: bool = False) -> bool:
         """Whether it is a call whose value is a result, and no object that is only made: classes have capitals. Where all that
-        counts is yes or no, every call is.
+        counts is yes or no, `every_call` is.
         """
         if not (isinstance(node, ast.Call) and self._is_the_programs(node)):
             return False
-        if self._yes_or_no:
+        if every_call:
             return True
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         return not name[:1].isupper()
@@ -363,6 +367,11 @@ class _Outside(ast.NodeTransformer):
         pairs = zip(signs, sides, sides[1:], strict=False)
         calls: list[ast.expr] = [ast.Call(_name("_compare"), list(pair), []) for pair in pairs]
         return calls[0] if len(calls) == 1 else ast.BoolOp(ast.And(), calls)
+
+
+def _is_given(node: ast.AST) -> bool:
+    """Whether it holds a value: a constant, or a call with arguments."""
+    return any(isinstance(n, ast.Constant) or (isinstance(n, ast.Call) and bool(n.args or n.keywords)) for n in ast.walk(node))
 
 
 def _names_in(node: ast.AST) -> set[str]:

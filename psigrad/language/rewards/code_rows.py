@@ -69,7 +69,10 @@ def read_tests(row: Mapping[str, Any]) -> RowTests:
                 why = f"The tests in column {column!r} cannot be read ({type(error).__name__}: {error})."
                 first = first or UserError(why)
                 continue
-            if found.checks:
+            if found.checks and all(isinstance(check, Printed) and not check.expected.strip() for check in found.checks):
+                why = f"The tests in column {column!r} expect no output, which every program that does nothing has."
+                first = first or UserError(why)
+            elif found.checks:
                 return found
     raise first or UserError(f"The row has no tests; give them in a column {', '.join(COLUMNS)}.")
 
@@ -165,6 +168,9 @@ def _value(text: Any) -> Any:
 
 def _read_printed(given: Any, expected: Any) -> Printed:
     """Lists are lines, as in LiveCodeBench and TACO."""
+    if expected is None:
+        raise ValueError("null is expected, which no program prints")
+    given = "" if given is None else given
     stdin, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, expected))
     return Printed(stdin, wanted)
 

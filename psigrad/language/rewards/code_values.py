@@ -37,7 +37,9 @@ def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
 
 
 def compare(sign: str, a: Any, b: Any) -> bool:
-    """`a sign b` as Python has it, with `same` for equality. Raises `TypeError` where a number is none: NaN is in no order."""
+    """`a sign b` as Python has it, with `same` for equality. Raises `TypeError` where it says nothing: NaN is in no order, and an
+    infinite difference is within an infinite tolerance.
+    """
     match sign:
         case "==" | "!=":
             return same(a, b) == (sign == "==")
@@ -48,6 +50,8 @@ def compare(sign: str, a: Any, b: Any) -> bool:
             return found == (sign == "in")
     if any(isinstance(side, float) and math.isnan(side) for side in (a, b)):
         raise TypeError("NaN is compared")
+    if all(isinstance(side, float) and math.isinf(side) for side in (a, b)):
+        raise TypeError("infinities are compared")
     return bool(_ORDER[sign](a, b))
 
 
@@ -94,7 +98,8 @@ def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: 
         if not (isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES) and len(a) == len(b)):
             return False
         return all(allclose(x, y, rtol, atol, equal_nan) for x, y in zip(a, b, strict=True))
-    return bool(a == b or abs(a - b) <= atol + rtol * abs(b) or (equal_nan and a != a and b != b))
+    within = abs(a - b) <= atol + rtol * abs(b) < math.inf
+    return bool(a == b or within or (equal_nan and a != a and b != b))
 
 
 def agree(found: Any, expected: Any, tolerance: float) -> bool:

@@ -8,6 +8,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,7 +26,6 @@ from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
 from psigrad.runs.journal import Journal
-from psigrad.runs.save_thread import SaveThread
 
 R = TypeVar("R")
 Write = Callable[[Path, World], dict[str, Any] | None]
@@ -202,6 +202,26 @@ def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> N
     optimizer.rule.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
 
 
+class SaveThread:
+    """One thread, with one job at a time. All ranks of a world make theirs together, and it has a `world` of its own."""
+
+    def __init__(self, world: World) -> None:
+        make: Callable[[], World] | None = getattr(world, "beside", None)
+        self.world: World = make() if make is not None and world.lockstep else world
+        self._thread = ThreadPoolExecutor(1, "save")
+        self._job: Future[None] | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Begin a job. The one before has been waited for."""
+        self._job = self._thread.submit(job)
+
+    def wait(self) -> None:
+        """Until the job is done. Raises what it raised, once."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+
 @dataclass(frozen=True)
 class Begun:
     """Where a run begins or goes on: its state, and the function that loops save through."""
@@ -267,7 +287,9 @@ def begin(
         else:
             beside.start(finish)
 
-    return Begun(first, keep if beside is None else SaveThread.saving(keep, beside))
+    if beside is not None:
+        keep.wait = beside.wait  # type: ignore[attr-defined]  # for cycles, where a save must be whole
+    return Begun(first, keep)
 
 
 def _best(state: State) -> int:

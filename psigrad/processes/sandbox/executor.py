@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,10 @@ class Tier:
         return f"{self.name}: {'; '.join(parts)}"
 
 
+# Hexadecimal digits of a number, and different values of one hash in one container.
+_DIGITS, _ALIKE = 1 << 18, 1000
+
+
 @dataclass(frozen=True)
 class Items:
     """What an iterator gave: equal to no list, as in Python, until one is made of it."""
@@ -143,9 +148,16 @@ def _range(bounds: list[int]) -> range:
     return found
 
 
+def _int(digits: str) -> int:
+    """A whole number that no arithmetic takes long over."""
+    if len(digits) > _DIGITS:
+        raise ValueError("a number too long to be read")
+    return int(digits, 16)
+
+
 # What a tagged value is made of: of a text, or of a list of values.
 _OF_TEXT: dict[str, Callable[[str], Any]] = {
-    "int": lambda digits: int(digits, 16),
+    "int": _int,
     "float": float,
     "complex": complex,
     "bytes": bytes.fromhex,
@@ -193,5 +205,26 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(inner, str):
         return _OF_TEXT[kind](inner)
     if kind == "dict":
-        return {_plain(k, depth + 1): _plain(v, depth + 1) for k, v in inner}
-    return _OF_VALUES[kind]([_plain(v, depth + 1) for v in inner])
+        keys = _unlike([k for k, _ in inner], depth)
+        return {key: _plain(v, depth + 1) for key, (_, v) in zip(keys, inner, strict=True)}
+    return _OF_VALUES[kind](_unlike(inner, depth))
+
+
+def _unlike(parts: list[Any], depth: int) -> list[Any]:
+    """The values of these parts. Raises `ValueError` where a thousand different ones have one hash: a set of n such takes n²
+    steps, and numbers can be chosen so.
+    """
+    values = [_plain(part, depth + 1) for part in parts]
+    if len(values) > _ALIKE:
+        different = {json.dumps(part): value for part, value in zip(parts, values, strict=True)}
+        hashes = sorted(map(_hash, different.values()))
+        if any(map(operator.eq, hashes, hashes[_ALIKE:])):
+            raise ValueError("too many values with one hash")
+    return values
+
+
+def _hash(value: Any) -> int:
+    try:
+        return hash(value)
+    except TypeError:  # it stands in no set
+        return id(value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from psigrad.processes.workers.process import Worker, WorkerGone
 from psigrad.processes.workers.shipping import ShippingError, homes, pack, unpack
-from psigrad.processes.workers.worker_pool import Lost, PoolLimits, WorkerPool
+from psigrad.processes.workers.worker_pool import Lost, PoolLimits, Worker, WorkerGone, WorkerPool
 
 __all__ = ["Lost", "PoolLimits", "ShippingError", "Worker", "WorkerGone", "WorkerPool", "homes", "pack", "unpack"]

@@ -108,8 +108,7 @@ def build(folder: Path, dtype: str, device: str) -> TimedRun:
 def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> TimedRun:
     again = work.gradient_checkpointing
     model = _policy(work, path, dtype, device)
-    if work.attention == "flex":
-        model.attend_by_flex()
+    model.attend(work.attention)
     algorithm = method(work.kind, work.beta)
     config = OnlineConfig(
         optim=RATE,

@@ -49,8 +49,8 @@ def run(asked: BenchConfig) -> str:
         raise UserError(
             f"generations is {asked.generations} and {asked.kind.upper()} compares completions of one prompt; give at least 2."
         )
-    if asked.device == "cpu" and asked.attention == "flex":
-        raise UserError("attention=flex is for GPUs and device is cpu; leave it out or give --device cuda.")
+    if asked.device == "cpu" and asked.attention in ("varlen", "flex"):
+        raise UserError(f"attention={asked.attention} is for GPUs and device is cpu; leave it out or give --device cuda.")
     name = Path(asked.model).name or asked.model
     shared = {field.name: getattr(asked, field.name) for field in fields(Workload) if hasattr(asked, field.name)}
     work = Workload(name, f"{asked.model}, {asked.prompts} prompts × {asked.generations}", **shared)

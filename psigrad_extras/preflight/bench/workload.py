@@ -45,7 +45,7 @@ class Workload:
     micro_batch: int = 0
     half_weights: bool = False
     gradient_checkpointing: bool = False
-    attention: str = "sdpa"
+    attention: str = "auto"
     cuda_graphs: bool = True
     steps: int = 5
 

@@ -15,8 +15,13 @@ from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.shape import Shape
 
 Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
-# Shares of the matrix-product peak that training and decoding reach: on a CPU as measured on W1, on a GPU as is common.
-REACHED = {"cpu": (0.7, 0.3), "cuda": (0.4, 0.3)}
+# Shares of the matrix-product peak that training and decoding reach, and of the bandwidth that decoding does: on a CPU as
+# measured on W1, on a GPU as is common. Held against published runs in tests/extras/preflight/test_published.py.
+REACHED = {"cpu": (0.7, 0.3, 1.0), "cuda": (0.4, 0.3, 0.6)}
+# Share of training's that a mixture of experts reaches: its products are small and uneven. Fitted on one published run.
+EXPERTS = 0.25
+# Seconds of a decoding step of vLLM's that no figure of the model accounts for: the scheduler, the sampler, the launches.
+STEP = 0.004
 # Tokens of a prompt or an answer where neither the settings nor a dataset give them.
 GUESSED = 256
 
@@ -59,6 +64,10 @@ class Work:
     """Whether nothing but log-probs is asked of the head."""
     keeps: float = 0.0
     """Most bytes for what sampling computed and training need not compute again."""
+    engine: float = 0.0
+    """Share of a device's memory that vLLM takes for weights and a paged cache; 0: psigrad's own sampler."""
+    tensor: int = 1
+    """Devices that an engine divides the model among."""
 
     @property
     def fresh(self) -> float:
@@ -154,6 +163,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
     preferring = isinstance(algorithm, OnlinePreference)
     single = config.num_iterations * config.num_minibatches == 1
     several_turns = config.plays
+    tensor = config.sampling.tensor_parallel_size if config.sampling.sampler == "vllm" else 1
     return Work(
         rows=config.prompts_per_step,
         members=config.num_generations,
@@ -163,7 +173,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         minibatches=config.num_minibatches,
         budget=config.micro_batch_tokens,
         samples=True,
-        slots=min(config.sampling.max_decode_batch, config.prompts_per_step * config.num_generations),
+        slots=min(max(1, config.sampling.max_decode_batch // tensor), config.prompts_per_step * config.num_generations),
         steps=config.run.steps(dataset, config.prompts_per_step),
         dataset=dataset,
         reference=algorithm.needs_reference,
@@ -172,6 +182,8 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         shared_critic=algorithm.needs_critic and config.critic_shared,
         entropy=not preferring and algorithm.needs_entropy,
         only_logps=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
+        engine=config.sampling.vllm_memory if config.sampling.sampler == "vllm" else 0.0,
+        tensor=tensor,
         keeps=0.0
         if several_turns or not samples_itself(config) or config.model.gradient_checkpointing or config.lag
         else config.keep_activations_gb * 1e9,
@@ -186,6 +198,9 @@ class StepCost:
     passes: float
     training: float
     read: float
+    waiting: float = 0.0
+    """Seconds of decoding that pass whatever the device is."""
+    experts: bool = False
 
     @property
     def flops(self) -> float:
@@ -199,9 +214,10 @@ class StepCost:
 
     def seconds(self, machine: Machine) -> float:
         """Seconds of a step at the shares of the peak that were measured; decoding no faster than the weights can be read."""
-        training, decoding = REACHED[machine.kind]
-        sampling = max(self.sampling / (decoding * machine.peak), self.read / machine.bandwidth)
-        return sampling + (self.passes + self.training) / (training * machine.peak)
+        training, decoding, reading = REACHED[machine.kind]
+        training *= EXPERTS if self.experts else 1
+        sampling = max(self.sampling / (decoding * machine.peak), self.read / (reading * machine.bandwidth))
+        return sampling + self.waiting + (self.passes + self.training) / (training * machine.peak)
 
 
 def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_bytes: int, cache_bytes: float) -> StepCost:
@@ -209,7 +225,7 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     length, trained = work.lengths, work.rows * work.trained * work.lengths.completion
     seen = length.prompt**2 / 2 * work.rows + trained * (length.prompt + length.completion / 2)
     scores = 4 * policy.layers * policy.query * seen
-    body, head = 2 * policy.matrices * work.tokens + scores, 2 * policy.head * trained
+    body, head, experts = 2 * policy.active * work.tokens + scores, 2 * policy.head * trained, policy.active < policy.matrices
     backward = (1 if frozen else 2) + (1 if recompute else 0)
     # logits are computed again for the backward pass; before it, where the sampler did not keep their log-probs
     training = work.passes * (body * backward + head * (1 + (1 if frozen else 2)))
@@ -217,10 +233,21 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     training += work.passes * work.critic * 3 * body
     passes = (work.reference + work.old_pass) * (body + head) + (work.critic or work.shared_critic) * body
     if not work.samples:
-        return StepCost(0.0, passes, training, 0.0)
+        return StepCost(0.0, passes, training, 0.0, experts=experts)
     sampled = work.completion_tokens
-    decoded: float = 2 * (policy.matrices + policy.head) * sampled
-    decoded += 4 * policy.layers * policy.query * sampled * (length.prompt + length.completion / 2)
-    rounds = math.ceil(work.rows * work.members / work.slots) * length.longest_completion
-    prefill = 2 * policy.matrices * work.rows * length.prompt
-    return StepCost(decoded + prefill, passes, training, rounds * (weight_bytes + cache_bytes / 2))
+    context = length.prompt + length.completion / 2
+    decoded: float = 2 * (policy.active + policy.head) * sampled
+    decoded += 4 * policy.layers * policy.query * sampled * context
+    decoded += 2 * policy.active * work.rows * length.prompt
+    if not work.engine:
+        rounds = math.ceil(work.rows * work.members / work.slots) * length.longest_completion
+        return StepCost(decoded, passes, training, rounds * (weight_bytes + cache_bytes / 2), experts=experts)
+    # a slot that is free is filled at once, and a step reads a token's own pages, not a room as long as the longest
+    rounds = max(length.longest_completion, math.ceil(sampled / work.slots))
+    read = rounds * weight_bytes / work.tensor + sampled * context * token_bytes(policy, weight_bytes / policy.parameters)
+    return StepCost(decoded, passes, training, read, rounds * STEP, experts)
+
+
+def token_bytes(policy: Shape, width: float) -> float:
+    """Bytes of the keys and values of one token, in numbers of `width` bytes."""
+    return policy.layers * 2 * policy.key * width

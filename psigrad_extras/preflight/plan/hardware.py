@@ -21,6 +21,23 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # Most of a cgroup's limits are "max"; a number above this is no limit either.
 _NO_LIMIT = 1 << 60
+# GB of memory; TFLOP/s of dense products in bfloat16; TB/s of memory bandwidth. From the makers' data sheets; of the AMD and the
+# PCIe cards too these are peaks, of which `arithmetic.REACHED` says the share that is reached.
+GPUS = {
+    "l4": (24, 121, 0.3),
+    "a10g": (24, 70, 0.6),
+    "rtx4090": (24, 165, 1.008),
+    "l40s": (48, 362, 0.864),
+    "a100-40gb": (40, 312, 1.555),
+    "a100": (80, 312, 2.039),
+    "h100-pcie": (80, 756, 2.0),
+    "h100": (80, 989, 3.35),
+    "h20": (96, 148, 4.0),
+    "h200": (141, 989, 4.8),
+    "b200": (180, 2250, 8.0),
+    "gb200": (186, 2500, 8.0),
+    "mi300x": (192, 1307, 5.3),
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,14 @@ def parse_bytes(text: str) -> int:
     return int(value)
 
 
+def named_gpu(name: str, dtype: str) -> Machine:
+    """A GPU of the table. Products of float32, made in TF32, take twice as long."""
+    if name.lower() not in GPUS:
+        raise UserError(f"gpu is {name!r}; known are {', '.join(GPUS)}. For another give --memory and --tflops.")
+    memory, tflops, bandwidth = GPUS[name.lower()]
+    return Machine("cuda", memory * 10**9, tflops * 1e12 / (1 if dtype == "bfloat16" else 2), bandwidth * 1e12)
+
+
 def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops: float = 0.0, *, measure: bool = True) -> Machine:
     """The machine at hand, or one with the given `memory` and `tflops`.
 
@@ -71,8 +96,9 @@ def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops:
         return Machine(device, size)
     peak, bandwidth = _speed(device, dtype, threads) if here else (0.0, 0.0)
     if tflops:
-        # a GPU reads about one byte in the time of 300 half-precision operations, a CPU in that of 10
-        bandwidth = bandwidth or tflops * 1e12 / (300 if device != "cpu" else 10)
+        # a GPU reads as fast as the one of the table that is about as quick, a CPU one byte in the time of 10 operations
+        near = min(GPUS.values(), key=lambda gpu: abs(gpu[1] - tflops))
+        bandwidth = bandwidth or (near[2] * 1e12 if device != "cpu" else tflops * 1e11)
         peak = tflops * 1e12
     return Machine(device, size, peak, bandwidth)
 

@@ -26,7 +26,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.native.processor import plain_bfloat16
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.cache import BLOCK
-from psigrad_extras.preflight.plan.arithmetic import Work
+from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
 from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize, size
 
 # Widest hidden size of a twin: beyond it every width is divided alike, and what is kept is multiplied again.
@@ -225,6 +225,17 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
     return policy.layers * 2 * policy.key * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
 
 
+def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: bool = False) -> tuple[MemoryItem, float]:
+    """The bytes that vLLM has `taken` of a device, for weights and a paged cache; and by how much that is too little for the
+    weights and one text at its longest.
+    """
+    weights, own = width * policy.parameters / work.tensor, token_bytes(policy, width) / work.tensor
+    least = weights + own * (work.lengths.longest_prompt + work.lengths.longest_completion)
+    note = f"weights, and pages for {count(max(0.0, taken - weights) / own)} tokens"
+    note += f"; it needs {least / 1e9:.3g} GB" if least > taken else ""
+    return MemoryItem("vLLM's engine", taken, "sample" if sleeps else "held", note), max(0.0, least - taken)
+
+
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
     """Bytes that the largest forward pass of a model keeps for its backward pass, and those of the backward pass itself."""
     carried = work.micro_completions * work.lengths.prompt
@@ -280,7 +291,7 @@ def passing(
         # it learns after the policy, whose activations are freed by then
         more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
         found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
-    if work.samples:
+    if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
         found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
         if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= MIN_ROWS_TO_PACK:

@@ -15,16 +15,22 @@ from psigrad.config import OnlineConfig, Placement
 from psigrad.language.models.backbone import DTYPES
 from psigrad_extras.preflight.plan.arithmetic import Config, Lengths, StepCost, cost_of
 from psigrad_extras.preflight.plan.hardware import Machine
-from psigrad_extras.preflight.plan.memory import BASELINE, MemoryItem, ModelRole, PeakMemory
+from psigrad_extras.preflight.plan.memory import BASELINE, MemoryItem, ModelRole, PeakMemory, engine_item
 from psigrad_extras.preflight.plan.predict import MARGIN, Plan, predict
 
 ASSUMED = (
     "devices alike and never idle within their share; matrix products at the shares of the peak that `psigrad plan` assumes; "
     "gradients and shards travel at the network's speed, half of it hidden behind the computation; new weights reach all "
-    "samplers in the time that one copy takes"
+    "samplers in the time that one copy takes through the host's memory, as measured, or by the network where that is slower; "
+    "vLLM on devices of its own takes 0.8 of their memory"
 )
 # Share of the messages of a sharded backward pass that the computation hides. FSDP2 gathers the next layer while one computes.
 HIDDEN = 0.5
+# Bytes a second in which weights reach samplers: from the device to the host's memory, into an object store or a file, and out of
+# it. Measured with Ray on one machine (0.6 for small models and 1 GB/s, docs/scale.md).
+PUBLISHED = 0.8e9
+# Share of a device's memory for vLLM where nobody else is on it.
+ALONE = 0.8
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,14 @@ class Split:
     """Seconds that training on them takes, messages included."""
     publishing: float
     """Seconds until the samplers have new weights."""
+    starved: float = 0.0
+    """Bytes that vLLM lacks on a device of its own."""
 
     @property
     def fits(self) -> bool:
         """Whether a trainer and a sampler stay below the memory of a device, whatever the prediction's error."""
+        if self.starved or self.plan.starved:
+            return False
         peaks = [self.plan.memory.peak, *([self.sampler.peak] if self.sampler is not None else [])]
         return max(peaks) * (1 + MARGIN) <= self.plan.machine.memory
 
@@ -91,25 +101,33 @@ def _split(
     placed = replace(config, placement=placement)
     plan = predict(placed, lengths, machine, dataset=dataset, quick=True)
     weights = DTYPES[config.model.dtype].itemsize * plan.policy.parameters
-    training = _seconds(StepCost(0.0, plan.cost.passes, plan.cost.training, 0.0), machine) + _messages(plan, trainers, network)
+    training = _seconds(replace(plan.cost, sampling=0.0, read=0.0, waiting=0.0), machine) + _messages(plan, trainers, network)
     if not samplers:
-        sampling = _seconds(StepCost(plan.cost.sampling, 0.0, 0.0, plan.cost.read), machine)
+        sampling = _seconds(replace(plan.cost, passes=0.0, training=0.0), machine)
         copies = weights / network if strategy == "fsdp" else 0.0  # the whole copy that each samples with
+        if plan.work.engine:
+            copies += weights / PUBLISHED
         return Split(trainers, 0, strategy, plan, None, sampling, training, copies)
     alone = replace(config, placement=Placement(processes=samplers), lag=0)
     other = predict(alone, lengths, machine, dataset=dataset, quick=True)
     caching = sum(item.bytes for item in other.memory.items if item.name == "KV cache")
     cost = cost_of(other.share, plan.policy, frozen=True, recompute=False, weight_bytes=weights, cache_bytes=caching)
-    sampling = _seconds(StepCost(cost.sampling, 0.0, 0.0, cost.read), machine)
-    return Split(trainers, samplers, strategy, plan, _sampler_memory(other, weights), sampling, training, weights / network)
+    sampling = _seconds(replace(cost, passes=0.0, training=0.0), machine)
+    peak, starved = _sampler_memory(other, weights)
+    publishing = weights / min(network, PUBLISHED)
+    return Split(trainers, samplers, strategy, plan, peak, sampling, training, publishing, starved)
 
 
-def _sampler_memory(plan: Plan, weights: float) -> PeakMemory:
-    """Of a process that samples only: the policy without gradients, and what sampling takes."""
+def _sampler_memory(plan: Plan, weights: float) -> tuple[PeakMemory, float]:
+    """Of a process that samples only: the policy without gradients, and what sampling takes; and what vLLM lacks there."""
+    if plan.work.engine:
+        width = round(weights / plan.policy.parameters)
+        engine, starved = engine_item(plan.work, plan.policy, width, ALONE * plan.machine.memory)
+        return PeakMemory((engine,), plan.machine.kind, plan.machine.kind, 0.0), starved
     policy = ModelRole("policy", plan.policy.parameters, 0, round(weights / plan.policy.parameters))
     items: list[MemoryItem] = [*policy.items(), *(item for item in plan.memory.items if item.phase in ("sample", "load"))]
     process = plan.memory.process if plan.memory.process in BASELINE else plan.machine.kind
-    return PeakMemory(tuple(items), plan.machine.kind, process, 0.0)
+    return PeakMemory(tuple(items), plan.machine.kind, process, 0.0), 0.0
 
 
 def _messages(plan: Plan, ranks: int, network: float) -> float:

@@ -14,7 +14,7 @@ from psigrad.errors import UserError
 from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.runs.machine import device as device_of
 from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
-from psigrad_extras.preflight.plan.hardware import machine
+from psigrad_extras.preflight.plan.hardware import machine, named_gpu
 from psigrad_extras.preflight.plan.memory import count
 from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
 from psigrad_extras.preflight.plan.predict import MARGIN, Plan, filling, lengths_of, predict
@@ -26,7 +26,12 @@ SMALL, HOUR = 50_000_000, 3600
 def run(config: Config, asked: PlanConfig) -> str:
     """The plan of the run that `config` describes, as text or as JSON."""
     device = device_of(config.run)
-    found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
+    if asked.gpu:
+        if device == "cpu":
+            raise UserError(f"gpu is {asked.gpu} and the run is on the CPU; give --device cuda too, for a GPU's defaults.")
+        found = named_gpu(asked.gpu, config.model.dtype)
+    else:
+        found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
     if not config.micro_batch_tokens:
         config = filling(config, found)
     lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
@@ -161,6 +166,8 @@ def verdict(plan: Plan) -> str:
     """Whether it fits, in words."""
     if plan.fits:
         return "it fits"
+    if plan.starved:
+        return "vLLM's share of it is too small for the model"
     near = plan.memory.peak <= plan.machine.memory
     return "it may not fit: the prediction's error is larger than what is left" if near else "it does not fit"
 
@@ -191,7 +198,7 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
 def _speed(plan: Plan) -> list[str]:
     if not plan.seconds:
         return [f"speed      {tera(plan.cost.flops)} TFLOP per step; give --tflops for the time"]
-    training, decoding = REACHED[plan.machine.kind]
+    training, decoding, _ = REACHED[plan.machine.kind]
     lines = [
         f"speed      {band(plan.tokens_per_second)} tokens/s: {tera(plan.cost.flops)} TFLOP per step, about "
         f"{seconds(plan.seconds)}, at {tera(plan.machine.peak)} TFLOP/s of matrix products ({training:.0%} of it while "

@@ -42,6 +42,7 @@ from psigrad_extras.preflight.plan.memory import (
     PeakMemory,
     Terms,
     cache_bytes,
+    engine_item,
     forward_and_back,
     head_slack,
     load_items,
@@ -75,11 +76,13 @@ class Plan:
     machine: Machine
     eight_bit: bool = False
     quick: bool = False
+    starved: float = 0.0
+    """Bytes that vLLM's share of the memory is too small by."""
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak stays below the memory, whatever the prediction's error."""
-        return self.memory.peak * (1 + MARGIN) <= self.machine.memory
+        """Whether the predicted peak stays below the memory, whatever the prediction's error, and vLLM has what it needs."""
+        return self.memory.peak * (1 + MARGIN) <= self.machine.memory and not self.starved
 
     @property
     def seconds(self) -> float:
@@ -99,7 +102,7 @@ class Plan:
             other = predict(
                 config, self.work.lengths, self.machine, dataset=self.work.dataset, eight_bit=eight_bit, quick=self.quick
             )
-            if other.memory.peak < 0.98 * self.memory.peak:
+            if other.memory.peak < 0.98 * self.memory.peak or other.starved < self.starved:
                 found.append((name, other))
         return found
 
@@ -143,14 +146,13 @@ def predict(
     )
     items = _models(config, parts, policy, work)
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
-    items += load_items(parts)
-    weights = width * policy.parameters
-    caching = cache_bytes(work, policy, kept, width)
+    engine, starved = _engine(config, work, policy, machine)
+    items += [*load_items(parts), *engine]
+    weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    if again[0]:
-        cost = cost.with_head_again(work, policy)
-    light = machine.kind == "cpu" and _loads_weights_only(config, quick)
-    gives_back = recompute and machine.kind == "cpu"
+    cost = cost.with_head_again(work, policy) if again[0] else cost
+    cpu = machine.kind == "cpu"
+    light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
         config,
@@ -163,7 +165,17 @@ def predict(
         machine,
         eight_bit,
         quick,
+        starved,
     )
+
+
+def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tuple[list[MemoryItem], float]:
+    """What vLLM takes beside the trainer, where it does, and what it lacks."""
+    if not (isinstance(config, OnlineConfig) and work.samples and work.engine):
+        return [], 0.0
+    width, taken = DTYPES[config.model.dtype].itemsize, work.engine * machine.memory
+    item, starved = engine_item(work, policy, width, taken, config.sampling.vllm_sleep)
+    return [item], starved
 
 
 def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -> list[MemoryItem]:
@@ -291,8 +303,12 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     budget = max(work.lengths.longest_prompt + work.lengths.longest_completion, config.micro_batch_tokens // 4)
     if budget < work.micro_tokens:
         yield f"micro_batch_tokens={budget}", lambda c: replace(c, micro_batch_tokens=budget)
-    if work.slots > 32:
-        yield "sampling.max_decode_batch=32", lambda c: replace(c, sampling=replace(c.sampling, max_decode_batch=32))
+    if plan.starved:
+        more = round(min(0.9, work.engine + plan.starved / plan.machine.memory + 0.05), 2)
+        for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
+            yield f"sampling.{name}={value}", partial(_with_sampling, **{name: value})
+    if work.slots > 32 and not work.engine:
+        yield "sampling.max_decode_batch=32", partial(_with_sampling, max_decode_batch=32)
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true", lambda c: _with(c, gradient_checkpointing=True)
     if work.critic:
@@ -301,6 +317,11 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "model.dtype=bfloat16", lambda c: _with(c, dtype="bfloat16")
     if not config.model.lora_rank:
         yield "model.lora_rank=16", lambda c: _with(c, lora_rank=16)
+
+
+def _with_sampling(config: Any, **settings: Any) -> Any:
+    """The settings with others for the sampler."""
+    return replace(config, sampling=replace(config.sampling, **settings))
 
 
 def _with(config: Config, **settings: Any) -> Config:

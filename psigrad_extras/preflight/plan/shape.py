@@ -23,6 +23,8 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head"),
     "keys": ("num_key_value_heads", "num_attention_heads", "n_head"),
     "inner": ("intermediate_size", "n_inner", "ffn_dim"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
 }
 
 
@@ -30,9 +32,9 @@ _NAMES = {
 class Shape:
     """Sizes of a causal language model.
 
-    `parameters` counts tied weights once. `matrices` are the parameters that every token is multiplied with in the layers, and
-    `head` those of the output layer, which only predicted positions are. `embeddings` are only looked up. `linears` are the
-    (name, inputs, outputs) of the linear layers but the head.
+    `parameters` counts tied weights once. `matrices` are those of the layers that tokens are multiplied with, each with `active`
+    of them (of experts with those that it is sent to), and `head` those of the output layer, which only predicted positions are.
+    `embeddings` are only looked up. `linears` are the (name, inputs, outputs) of the linear layers but the head.
     """
 
     parameters: int
@@ -48,6 +50,7 @@ class Shape:
     inner: int
     vocabulary: int
     linears: tuple[tuple[str, int, int], ...]
+    active: int
 
     @property
     def query(self) -> int:
@@ -121,7 +124,15 @@ def count_shape(config: PreTrainedConfig) -> Shape:
         inner=size(text, "inner") or 4 * hidden,
         vocabulary=int(text.vocab_size),
         linears=linears,
+        active=matrices - _idle(model, text),
     )
+
+
+def _idle(model: Any, text: Any) -> int:
+    """Parameters of the experts that a token is not sent to."""
+    every, chosen = size(text, "experts"), size(text, "chosen")
+    held = [p for name, p in model.named_parameters() if ".experts." in name and p.dim() > 1]
+    return round(sum(p.numel() for p in held) * (1 - chosen / every)) if every and chosen else 0
 
 
 def _built(config: PreTrainedConfig) -> Any:

@@ -93,14 +93,13 @@ export class Exchange {
       this.answers[side].classList.toggle("better", choice === ["left", "right"][side]);
     });
     const said = { left: `${names[0]} was better`, right: `${names[1]} was better`, tie: "A tie", both_bad: "Both bad" }[choice];
-    this.leave(note ? `${said}. ${note}` : `${said}. Stored in the labels, project “Chat comparisons”.`);
-    this.node.classList.toggle("out", choice === "both_bad");
     this.stored = note === "";
-    if (this.stored) this.choices.append(el("button", { type: "button", class: "quiet", onclick: undo }, "Undo"));
+    this.leave(note ? `${said}. ${note}` : `${said}. Stored in the labels, project “Chat comparisons”.`, this.stored ? undo : null);
+    this.node.classList.toggle("out", choice === "both_bad");
   }
 
-  leave(verdict) {
+  leave(verdict, undo = null) {
     this.node.classList.add("out");
-    this.choices.replaceChildren(el("p", { class: "verdict" }, verdict));
+    this.choices.replaceChildren(el("p", { class: "verdict" }, verdict), ...(undo ? [el("button", { type: "button", class: "quiet", onclick: undo }, "Undo")] : []));
   }
 }

@@ -1,6 +1,6 @@
 // The chat page: a conversation with one model, or with two that stay unnamed until one is chosen.
 import { events, get, post } from "../api.js";
-import { notice } from "../dom.js";
+import { el, notice } from "../dom.js";
 import { choose as chooseReading, chosen as chosenReading } from "../reading.js";
 import { Exchange } from "./exchange.js";
 
@@ -162,24 +162,47 @@ async function takeBack(exchange) {
     await post("/api/chat/undo", { duel: exchange.duel });
     exchange.leave("Taken back: not stored.");
     say("Taken back.");
+    $("message").focus();
   } catch (error) {
     notice(error.message);
   }
 }
 
 function skip() {
-  open.leave("Skipped: not stored, and not part of the conversation.");
+  const exchange = open;
   open = null;
+  exchange.leave("Skipped: not stored, and not part of the conversation.", () => {
+    if (open || writing) return notice("Finish the question below first.");
+    open = exchange;
+    exchange.node.classList.remove("out");
+    exchange.ask(choose, skip);
+    exchange.choices.focus({ preventScroll: true });
+    say("Which answer is better?");
+    draw();
+  });
   say("Skipped.");
   draw();
   $("message").focus();
 }
 
+/** Begin anew; the conversation that was can be had back until something is said. */
 function fresh() {
   if (writing) stop();
+  const was = { open, talk: [...talk], exchanges: [...exchanges], nodes: [...$("log").childNodes] };
+  const back = el("button", { type: "button", class: "quiet", onclick: () => {
+    open = was.open;
+    talk.push(...was.talk);
+    exchanges.push(...was.exchanges);
+    $("log").replaceChildren(...was.nodes);
+    $("nothing").hidden = true;
+    say("The conversation is back.");
+    draw();
+    $("message").focus();
+  } }, "Undo");
   open = null;
   talk.length = exchanges.length = 0;
   $("log").replaceChildren();
+  $("nothing").replaceChildren(...(was.nodes.length ? ["A new conversation. ", back] : ["Nothing was said yet."]));
   $("nothing").hidden = false;
   say("");
   draw();

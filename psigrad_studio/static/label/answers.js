@@ -1,5 +1,7 @@
 // The controls of each kind of question. Each is {node, key(event), read(reading)} and says `give(answer)` when the person has decided.
 import { el } from "../dom.js";
+import { GRADES } from "./grades.js";
+import { sheet } from "./questions.js";
 import * as texts from "./texts.js";
 
 export const LETTERS = "ABCDEFGHIJKL";
@@ -8,7 +10,7 @@ const press = (key, label, onclick, attributes) => el("button", { type: "button"
 
 /** Controls for a task of a project; `read(reading)` of them shows the completions rendered, written, or by their difference. */
 export function controls(project, task, give) {
-  const made = { pair, ranking }[project.kind]?.(project, task, give) ?? rating(project, task, give);
+  const made = project.questions.length ? asked(project, task, give) : ({ pair, ranking }[project.kind] ?? rating)(project, task, give);
   const read = (reading) => {
     for (const node of made.node.querySelectorAll(".words")) {
       const at = Number(node.dataset.at), content = task.completions[at];
@@ -28,6 +30,13 @@ function card(letter, at, extra = {}) {
     head,
     el("div", { class: "words", "data-at": at, ...extra.words }),
   );
+}
+
+/** What a project's own questions are about, and their sheet below it. */
+function asked(project, task, give) {
+  const made = sheet(project, task, give), one = task.completions.length === 1;
+  const cards = task.completions.map((_, i) => card(one ? null : LETTERS[i], i));
+  return { key: made.key, node: el("div", { class: one ? "one" : "pair" }, one ? cards[0] : el("div", { class: "sides" }, ...cards), made.node) };
 }
 
 // ---- two side by side
@@ -52,7 +61,7 @@ function pair(project, task, give) {
     const letter = side === "left" ? "A" : "B";
     scale.replaceChildren(
       el("span", { class: "soft" }, `How much better is ${letter}?`),
-      ...Array.from({ length: grades }, (_, i) => press(i + 1, grade(i + 1, grades), () => give({ choice: side, strength: i + 1 }))),
+      ...Array.from({ length: grades }, (_, i) => press(i + 1, GRADES(i + 1, grades), () => give({ choice: side, strength: i + 1 }))),
       press("Enter", "Don't say", () => give({ choice: side }), { class: "quiet" }),
     );
     scale.hidden = false;
@@ -77,14 +86,6 @@ function pair(project, task, give) {
   );
   return { node, key };
 }
-
-const WORDS = {
-  2: ["a little", "much"],
-  3: ["a little", "clearly", "far"],
-  4: ["barely", "a little", "clearly", "far"],
-  5: ["barely", "a little", "clearly", "much", "far"],
-};
-const grade = (i, of) => WORDS[of]?.[i - 1] ?? String(i);
 
 // ---- one on a scale
 

@@ -5,7 +5,7 @@ import { read } from "../reading.js";
 import { account } from "./account.js";
 import { material } from "./material.js";
 import { people } from "./people.js";
-import { KINDS, projectForm } from "./projects.js";
+import { asks, projectForm } from "./projects.js";
 import { results } from "./results.js";
 import { Work } from "./work.js";
 
@@ -99,7 +99,7 @@ function home() {
         el(
           "p",
           { class: "soft" },
-          [KINDS[project.kind], project.overlap > 1 ? `${project.overlap} people for each` : null, project.closed ? "closed" : null]
+          [asks(project), project.overlap > 1 ? `${project.overlap} people for each` : null, project.closed ? "closed" : null]
             .filter(Boolean)
             .join(" · "),
         ),

@@ -1,6 +1,6 @@
 // Bring completions into a project: a JSONL file, or the rollouts of a run.
 import { get, post } from "../api.js";
-import { el } from "../dom.js";
+import { el, notice } from "../dom.js";
 import { field, form } from "./projects.js";
 
 const whole = (input) => (input.value === "" ? null : Number(input.value));
@@ -58,7 +58,7 @@ function making(project) {
     ranked: Number(ranked.value),
     gold: gold.checked,
   });
-  return { lines, sent, gold: el("label", { class: "row" }, gold, "Chosen and rejected are known answers, to hold labellers against") };
+  return { lines, sent, gold: el("label", { class: "row" }, gold, "Attention checks: chosen is known to be better than rejected. They are mixed in, never exported, and Results shows each person's rate") };
 }
 
 const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
@@ -66,11 +66,25 @@ const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 function report(added, name) {
   if (Object.values(added).every((count) => count === 0)) return `${name}: there is nothing in it.`;
   const parts = [`${many(added.tasks, "new task")} from ${many(added.prompts, "new prompt")} and ${many(added.completions, "new completion")}`];
+  if (added.checks) parts.push(`of them, attention checks: ${added.checks}`);
   if (added.known) parts.push(`here already: ${many(added.known, "task")}`);
   if (added.repeated) parts.push(`a text that its prompt has already: ${many(added.repeated, "completion")}`);
   if (added.alone) parts.push(`nothing to compare: ${many(added.alone, "prompt")}`);
   if (added.unusable) parts.push(`empty: ${many(added.unusable, "completion")}`);
   return `${name}: ${parts.join("; ")}.`;
+}
+
+/** What was brought in, and a way to take it out again. */
+function told(said, project, added, name) {
+  const undo = el("button", { type: "button", onclick: async () => {
+    try {
+      const { tasks, begun } = await post("/api/label/withdraw", { project: project.id, since: added.since });
+      said.textContent = `${many(tasks, "task")} taken out again${begun ? `; ${begun} that somebody has begun stay` : ""}.`;
+    } catch (error) {
+      notice(error.message);
+    }
+  } }, "Undo");
+  said.replaceChildren(report(added, name), ...(added.tasks ? [" ", undo] : []));
 }
 
 function fromFile(project, said) {
@@ -96,7 +110,7 @@ function fromFile(project, said) {
         sampler: sampler.value || null,
         making: made.sent(),
       };
-      said.textContent = report(await post("/api/label/import", body), chosen.name);
+      told(said, project, await post("/api/label/import", body), chosen.name);
     },
   );
 }
@@ -142,7 +156,7 @@ async function fromRun(project, said) {
         across_steps: across.checked,
         making: made.sent(),
       };
-      said.textContent = report(await post("/api/label/import-run", body), run.value);
+      told(said, project, await post("/api/label/import-run", body), run.value);
     },
   );
 }

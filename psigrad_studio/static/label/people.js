@@ -54,7 +54,7 @@ export async function asked(path, content, then) {
 }
 
 export async function people(root, project, me) {
-  const link = el("div", {});
+  const link = el("div", {}), said = el("p", { class: "said", role: "status" });
   const lists = el("div", { class: "stack" });
   const role = el("select", {}, ...options("labeller")),
     days = el("input", { type: "number", value: 7, min: 1, max: 365, step: 1, required: true });
@@ -93,7 +93,11 @@ export async function people(root, project, me) {
         "select",
         {
           "aria-label": `Role of ${one.name}`,
-          onchange: () => asked("/api/label/role", { project: project.id, user: one.id, role: change.value || null }, draw),
+          onchange: () => {
+            const put = (role, then) => asked("/api/label/role", { project: project.id, user: one.id, role }, async () => { await draw(); then(); });
+            const undo = el("button", { type: "button", onclick: () => put(one.role, () => { said.textContent = `${one.name} is ${one.role} again.`; }) }, "Undo");
+            put(change.value || null, () => said.replaceChildren(`${one.name}: ${change.value || "taken out of the project"}. `, undo));
+          },
         },
         ...options(one.role),
         el("option", { value: "" }, "take out of the project"),
@@ -148,7 +152,7 @@ export async function people(root, project, me) {
     return el("section", { class: "card" }, el("h2", {}, "Open links"), table(["Role", "Good", ""], rows));
   }
 
-  root.replaceChildren(el("div", { class: "columns" }, lists, invite));
+  root.replaceChildren(said, el("div", { class: "columns" }, lists, invite));
   try {
     await draw();
   } catch (error) {

@@ -1,14 +1,26 @@
 // A form for a new project, or for what can be changed of one.
 import { post } from "../api.js";
 import { el } from "../dom.js";
+import { GRADES } from "./grades.js";
+import { questions } from "./wording.js";
 
-export const KINDS = { pair: "Two side by side", ranking: "Ranking", "rating-5": "Rating from 1 to 5", "rating-10": "Rating from 1 to 10" };
+const KINDS = {
+  pair: "Two side by side", ranking: "Ranking", "rating-5": "Rating from 1 to 5", "rating-10": "Rating from 1 to 10",
+  "own-pair": "Two side by side, with your own questions alone", "own-one": "One completion, with your own questions alone",
+};
 const SAY = {
   pair: "Which of two completions is better.",
   ranking: "Up to twelve completions, put in order.",
   "rating-5": "One completion at a time, from 1 to 5.",
   "rating-10": "One completion at a time, from 1 to 10.",
+  "own-pair": "Two completions, and only what you ask about them.",
+  "own-one": "One completion at a time, and only what you ask about it.",
 };
+const OWN = { "own-pair": "pair", "own-one": "rating-5" };
+const kindOf = (project) => (project.overall ? project.kind : project.kind === "pair" ? "own-pair" : "own-one");
+
+/** What a project asks, in words. */
+export const asks = (project) => KINDS[kindOf(project)] + (project.overall && project.questions.length ? `, and ${project.questions.length} of your own` : "");
 
 let fields = 0;
 
@@ -44,13 +56,13 @@ const number = (value, min, max) => el("input", { type: "number", value, min, ma
 
 /** `done(number)` is called when the project is made or changed. */
 export function projectForm(project, done) {
-  const old = project ?? { name: "", kind: "pair", instructions: "", overlap: 1, lease_s: 600, ties: true, both_bad: true, strengths: 0 };
+  const old = project ?? { name: "", kind: "pair", instructions: "", overlap: 1, lease_s: 600, ties: true, both_bad: true, strengths: 0, questions: [], overall: true, checks: 10 };
   const name = el("input", { type: "text", value: old.name, required: true, maxlength: 120, autocomplete: "off" });
   const said = el("small", { class: "soft" });
   const kind = el(
     "select",
     { disabled: project !== null, onchange: adapt },
-    ...Object.entries(KINDS).map(([value, label]) => el("option", { value, selected: value === old.kind }, label)),
+    ...Object.entries(KINDS).map(([value, label]) => el("option", { value, selected: value === kindOf(old) }, label)),
   );
   const instructions = el("textarea", { rows: 3, maxlength: 20000 }, old.instructions);
   const overlap = number(old.overlap, old.overlap > 1 && project ? old.overlap : 1, 1000);
@@ -60,20 +72,26 @@ export function projectForm(project, done) {
   const strengths = el(
     "select",
     {},
-    ...[0, 2, 3, 4, 5].map((n) => el("option", { value: n, selected: n === old.strengths }, n ? `${n} grades` : "not asked")),
+    ...[0, 2, 3, 4, 5].map((n) => el("option", { value: n, selected: n === old.strengths }, n ? `${n} grades: ${Array.from({ length: n }, (_, i) => GRADES(i + 1, n)).join(", ")}` : "not asked")),
   );
+  const checks = number(old.checks, 0, 50);
+  const own = questions(old.questions, () => kind.value);
   const pairs = el(
     "div",
     { class: "lines inner" },
     el("label", { class: "row" }, bad, "“Both bad” may be chosen"),
     field("How much better", strengths),
+    field("Attention checks, of a hundred tasks", checks, "Pairs with a known answer that you bring in as such, met by everybody at random places."),
   );
   const tied = el("label", { class: "row" }, ties, "Ties may be chosen");
 
   function adapt() {
     said.textContent = SAY[kind.value];
-    pairs.hidden = kind.value !== "pair";
-    tied.hidden = kind.value.startsWith("rating");
+    pairs.hidden = !kind.value.endsWith("pair");
+    bad.parentElement.hidden = kind.value !== "pair";
+    tied.hidden = !["pair", "ranking"].includes(kind.value);
+    own.node.hidden = own.node.disabled = kind.value === "ranking";
+    own.adapt();
   }
 
   async function send() {
@@ -84,10 +102,12 @@ export function projectForm(project, done) {
       lease_s: project && lease.value === lease.defaultValue ? old.lease_s : Number(lease.value) * 60,
       ties: ties.checked,
       both_bad: bad.checked,
-      strengths: kind.value === "pair" ? Number(strengths.value) : 0,
+      strengths: kind.value.endsWith("pair") ? Number(strengths.value) : 0,
+      questions: kind.value === "ranking" ? [] : own.given(),
+      checks: Number(checks.value),
     };
     if (project === null) {
-      done((await post("/api/label/create", { ...settings, kind: kind.value })).project);
+      done((await post("/api/label/create", { ...settings, kind: OWN[kind.value] ?? kind.value, overall: !(kind.value in OWN) })).project);
     } else {
       await post("/api/label/change", { project: project.id, ...settings });
       done(project.id);
@@ -103,6 +123,7 @@ export function projectForm(project, done) {
       field("Instructions", instructions, "Shown above every task."),
       tied,
       pairs,
+      own.node,
       el(
         "div",
         { class: "pairs" },

@@ -15,7 +15,17 @@ const WHY = {
   alone: "nothing to compare",
   skipped: "skipped",
   unanswered: "unanswered",
+  check: "attention checks",
 };
+
+/** What can be looked at by itself: [name, label]. The first is shown first. */
+function aspects(project, train = false) {
+  const own = project.questions.filter(({ kind }) => kind === "better" || kind === "scale" || (kind === "choice" && !train)).map(({ name }) => [name, name]);
+  const weighed = own.length > 1 && project.questions.filter(({ kind }) => kind === "better" || kind === "scale").length > 1;
+  return [...(project.overall ? [["", own.length ? "overall" : ""]] : []), ...own, ...(weighed ? [["weighted", "weighted"]] : [])];
+}
+
+const picker = (label, options, onchange) => el("select", { "aria-label": label, onchange }, ...options.map(([value, text]) => el("option", { value }, text)));
 
 export async function results(root, project) {
   const by = el(
@@ -23,18 +33,20 @@ export async function results(root, project) {
     { "aria-label": "Rank by", onchange: () => draw() },
     ...Object.entries(BY).map(([value, label]) => el("option", { value }, `by ${label}`)),
   );
+  const asked = aspects(project), on = picker("Question", asked, () => draw());
   const waiting = el("p", { class: "soft", role: "status" }, "Counting …");
   const body = el("div", { class: "stack" }, waiting);
   root.replaceChildren(body, exports_(project));
 
   async function draw() {
     try {
-      const found = await get(`/api/label/results?project=${project.id}&by=${by.value}`);
+      const found = await get(`/api/label/results?project=${project.id}&by=${by.value}&aspect=${encodeURIComponent(on.value)}`);
       body.replaceChildren(
         done(found.progress),
-        el("div", { class: "columns" }, agreement(found.agreement), position(found.agreement.position)),
+        ...[asked.length > 1 ? each(found.aspects, on) : null].filter(Boolean),
+        el("div", { class: "columns" }, ...(found.agreement ? [agreement(found.agreement), position(found.agreement.position)] : []).filter(Boolean)),
         ranking(found.ranking, by),
-        ...[people(found)].filter(Boolean),
+        ...[found.agreement && people(found)].filter(Boolean),
       );
     } catch (error) {
       if (!waiting.isConnected) notice(error.message);
@@ -59,6 +71,17 @@ function done({ tasks, wanted, answered, leased, skipped }) {
     el("p", {}, el("strong", {}, `${answered} of ${wanted}`), " answers are there. ", el("span", { class: "soft" }, says)),
     bar,
   );
+}
+
+/** Every question side by side; one of them is looked at below. */
+function each(found, on) {
+  const rows = Object.entries(found).map(([name, { percent, alpha, shared }]) => {
+    const best = alpha.ordinal ?? alpha.nominal;
+    const interval = best.value === null ? "–" : `${figure(best.low)} to ${figure(best.high)}`;
+    const cells = [share(percent), figure(best.value), interval, String(shared)];
+    return el("tr", {}, el("th", { scope: "row" }, name || "overall"), ...cells.map((cell) => el("td", { class: "n" }, cell)));
+  });
+  return card("Question by question", table(["Question", " Equal answers", " Alpha", " 95 %", " Shared"], rows), el("label", { class: "row" }, "Below: ", on));
 }
 
 function agreement({ units, shared, percent, alpha, fleiss, cohen, gold }) {
@@ -156,6 +179,11 @@ function people({ progress, agreement }) {
   const sided = Object.keys(agreement.position).length > 0,
     known = Object.keys(agreement.gold).length > 0;
   const of = (found) => (found ? `${share(found.value)} of ${found.n}` : "–");
+  const rate = (found) => {
+    if (!found) return el("td", { class: "n" }, "–");
+    const guessing = found.n >= 8 && found.low <= 0.5;
+    return el("td", { class: `n${guessing ? " failure" : ""}` }, `${share(found.value)} of ${found.n} (${share(found.low)} to ${share(found.high)})${guessing ? ": no better than guessing" : ""}`);
+  };
   const rows = names.map((name) =>
     el(
       "tr",
@@ -164,7 +192,7 @@ function people({ progress, agreement }) {
       el("td", { class: "n" }, String(progress.by_person[name])),
       el("td", { class: "n" }, figure(kappa(name))),
       sided ? el("td", { class: "n" }, of(agreement.position[name])) : null,
-      known ? el("td", { class: "n" }, of(agreement.gold[name])) : null,
+      known ? rate(agreement.gold[name]) : null,
     ),
   );
   const heads = ["Name", " Answers", " Kappa with others", ...(sided ? [" Left side"] : []), ...(known ? [" Known answers"] : [])];
@@ -178,7 +206,10 @@ function exports_(project) {
     el("option", { value: "majority" }, "what the majority says"),
     el("option", { value: "each" }, "every answer by itself"),
   );
-  const has = project.kind.startsWith("rating") || project.strengths > 0;
+  const trains = aspects(project, true);
+  if (trains.length > 2 && !project.overall || trains.length > 1 && project.overall) trains.push(["each", "each by itself, named in the column criterion"]);
+  const on = picker("Question to export", trains, () => draw());
+  const has = (project.kind.startsWith("rating") && project.overall) || project.strengths > 0 || project.questions.some(({ kind }) => kind === "scale");
   const margin = el("input", { type: "checkbox", onchange: () => draw() });
   const links = el("div", { class: "stack" });
 
@@ -190,7 +221,7 @@ function exports_(project) {
         "button",
         {
           type: "button",
-          onclick: () => download(`/api/label/export?project=${project.id}&form=${form}&votes=${votes.value}${margin.checked && form === "preference" ? "&margin=true" : ""}`).catch((error) => notice(error.message)),
+          onclick: () => download(`/api/label/export?project=${project.id}&form=${form}&votes=${votes.value}${form === "votes" ? "" : `&aspect=${encodeURIComponent(on.value)}`}${margin.checked && form === "preference" ? "&margin=true" : ""}`).catch((error) => notice(error.message)),
         },
         label,
       ),
@@ -202,13 +233,12 @@ function exports_(project) {
   async function draw() {
     let found = null;
     try {
-      found = await get(`/api/label/left-out?project=${project.id}&votes=${votes.value}`);
+      if (trains.length) found = await get(`/api/label/left-out?project=${project.id}&votes=${votes.value}&aspect=${encodeURIComponent(on.value)}`);
     } catch (error) {
       notice(error.message);
     }
     links.replaceChildren(
-      link("preference", "Preferences", found ? out(found.preference) : ""),
-      link("unpaired", "Unpaired", found ? out(found.unpaired) : ""),
+      ...(trains.length ? [link("preference", "Preferences", found ? out(found.preference) : ""), link("unpaired", "Unpaired", found ? out(found.unpaired) : "")] : []),
       link("votes", "All votes", "everything, taken back or not: who, when, which side"),
     );
   }
@@ -221,7 +251,7 @@ function exports_(project) {
       { class: "soft" },
       "JSONL in TRL's forms, which psigrad dpo, psigrad reward and KTO read; every row says which votes, runs and rollouts it rests on.",
     ),
-    el("div", { class: "row" }, votes, has ? el("label", { class: "row" }, margin, "with margins") : null),
+    el("div", { class: "row" }, ...(trains.length > 1 ? [on] : []), votes, has ? el("label", { class: "row" }, margin, "with margins") : null),
     links,
   );
 }

@@ -220,7 +220,7 @@ export class Work {
   }
 
   key(event) {
-    const typing = event.target instanceof HTMLInputElement && event.target.type === "text";
+    const typing = event.target.matches?.("input[type=text], textarea, [contenteditable]");
     if (typing && event.key === "Escape") document.getElementById("main").focus({ preventScroll: true });
     if (event.altKey || event.metaKey || event.isComposing || event.repeat || typing || this.busy) return;
     if (event.ctrlKey) {
@@ -276,7 +276,12 @@ function readings(project, read) {
 }
 
 function keys(project) {
-  const rows = {
+  const rows = project.questions.length ? [
+    [["1", "…"], "the answers of the marked question; letters where they are shown"],
+    [["↑", "↓"], "from one question to the next"],
+    ...(project.questions.some((each) => each.why) ? [[["W"], "why, for the question answered last"]] : []),
+    [["Enter"], "submit all"],
+  ] : {
     pair: [
       [["A", "←"], "A is better"],
       [["B", "→"], "B is better"],

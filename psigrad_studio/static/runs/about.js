@@ -66,18 +66,25 @@ export class About {
     const tags = el("input", { type: "text", value: run.tags.join(", "), maxlength: "400", placeholder: "baseline, paper", autocomplete: "off" });
     const note = el("textarea", { rows: "2", maxlength: "10000", placeholder: "What you want to remember of this run" }, run.note);
     const said = el("span", { class: "soft small", role: "status" });
-    const keep = async (event) => {
-      event.preventDefault();
+    let was = { tags: run.tags, note: run.note };
+    const undo = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => put(was, "As it was before.") }, "Undo");
+    const put = async (own, words) => {
       try {
-        const kept = await post("/api/runs/notes", { run: run.id, tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value });
-        tags.value = kept.tags.join(", ");
-        said.textContent = "Kept.";
+        const kept = await post("/api/runs/notes", { run: run.id, ...own });
+        [was, run.tags, run.note] = [{ tags: run.tags, note: run.note }, kept.tags, kept.note];
+        [tags.value, note.value] = [kept.tags.join(", "), kept.note];
+        said.textContent = words;
+        undo.hidden = false;
         this.noted(run.id, kept);
       } catch (error) {
         notice(error.message);
       }
     };
-    return el("form", { class: "card notes", onsubmit: keep }, el("label", {}, "Tags ", tags), el("label", {}, "Note ", note), el("div", { class: "row" }, el("button", { type: "submit" }, "Keep"), said));
+    const keep = (event) => {
+      event.preventDefault();
+      return put({ tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value }, "Kept.");
+    };
+    return el("form", { class: "card notes", onsubmit: keep }, el("label", {}, "Tags ", tags), el("label", {}, "Note ", note), el("div", { class: "row" }, el("button", { type: "submit" }, "Keep"), undo, said));
   }
 
   alerts(run) {

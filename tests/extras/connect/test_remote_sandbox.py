@@ -42,7 +42,7 @@ class Service(BaseHTTPRequestHandler):
 @pytest.fixture
 def service():
     server = HTTPServer(("127.0.0.1", 0), Service)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     Service.asked, Service.tokens, Service.answer = [], [], None
     yield f"http://127.0.0.1:{server.server_port}/run"

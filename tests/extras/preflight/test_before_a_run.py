@@ -7,18 +7,11 @@ from dataclasses import replace
 
 import pytest
 from tiny_jobs import online_config, sft_config
+from tiny_rewards import of_misspelt, of_nothing
 
 from psigrad.errors import UserError
 from psigrad_extras.preflight import first_rows
 from psigrad_extras.preflight.plan import plan
-
-
-def wrong(completions, anwser, **columns):
-    return [1.0 for _ in completions]
-
-
-def broken(completions, answer, **columns):
-    return [float(text.nope) for text in completions]
 
 
 def on(job, tmp_path, *rewards):
@@ -34,7 +27,7 @@ def test_the_rewards_are_called_on_real_rows_before_any_model_is_loaded(job, tmp
     assert [line.split()[1] for line in lines] == ["1", "0", "1", "0"] and "train.jsonl:1" in lines[0] and "'?'" in lines[1]
 
 
-@pytest.mark.parametrize(("reward", "said"), [(wrong, "needs the column 'anwser'"), (broken, "AttributeError")])
+@pytest.mark.parametrize(("reward", "said"), [(of_misspelt, "needs the column 'anwser'"), (of_nothing, "AttributeError")])
 def test_a_reward_that_cannot_judge_is_a_sentence(reward, said, job, tmp_path):
     with pytest.raises(UserError, match=said):
         first_rows.try_rewards(on(job, tmp_path, reward))

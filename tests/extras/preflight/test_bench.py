@@ -51,7 +51,9 @@ def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration, tmp
     assert "tokens/s" in table[0] and configuration.name[:8] in table[1]
 
 
+@pytest.mark.slow
 def test_a_critic_is_timed_and_counted(configuration, tmp_path, capsys):
+    """As a model alone is by the test above."""
     sizes = ["--prompts", "2", "--generations", "1", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "1"]
     assert cli.main(["bench", "--model", str(configuration), "--kind", "ppo", *sizes, "--threads", "1"]) == 0
     ours = json.loads(capsys.readouterr().out.splitlines()[0])["ours"]

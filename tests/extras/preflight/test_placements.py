@@ -11,7 +11,7 @@ from psigrad import cli
 from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan.memory import AMONG_OTHERS
-from psigrad_extras.preflight.plan.placements import smallest, splits
+from psigrad_extras.preflight.plan.placements import PUBLISHED, smallest, splits
 
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)
@@ -80,7 +80,7 @@ def test_a_lag_hides_the_shorter_of_sampling_and_training_where_others_sample(fo
     for split in splits(settings(folder, prompts_per_step=64), LENGTHS, MACHINE, 8, 1e9):
         if split.samplers:
             assert split.seconds(1) == max(split.training, split.sampling + split.publishing) < split.seconds(0)
-            assert split.publishing == pytest.approx(4 * split.plan.policy.parameters / 1e9)
+            assert split.publishing == pytest.approx(4 * split.plan.policy.parameters / PUBLISHED)
         else:
             assert split.seconds(1) == split.seconds(0)
 

@@ -12,29 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import psigrad
 from psigrad import cli
-from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
-from psigrad.language.models import tiny
 from psigrad.language.recipes import sums
-from psigrad_extras.connect import likelihood
-from psigrad_extras.preflight.bench.inputs import prepare
-from psigrad_extras.preflight.bench.workload import Workload
 
 TALK = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, Path]:
-    """A tiny chat model as a folder, and the same as a GGUF file in another folder."""
-    folder = tmp_path_factory.mktemp("gguf")
-    tokenizer = tiny.tokenizer(["What is 2 + 3? 2 + 3 = 5"] * 3, 290, digits_alone=False)
-    tokenizer.chat_template = CHATML
-    network = tiny.model("llama", len(tokenizer), hidden=32, layers=2, heads=4, seed=3)
-    network.save_pretrained(folder / "folder")
-    tokenizer.save_pretrained(folder / "folder")
-    (folder / "file").mkdir()
-    return folder / "folder", tiny_gguf.write(network, tokenizer, folder / "file" / "tiny.gguf")
+    return tiny_gguf.make(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture(autouse=True)
@@ -80,21 +67,6 @@ def test_grpo_sample_and_eval_take_the_file_and_compute_the_same(made, tmp_path,
     assert learnt[0] == learnt[1] and '"step": 1' in learnt[0]
 
 
-def test_plan_and_bench_take_the_file_and_a_folder_with_it(made, tmp_path, capsys):
-    train, _ = sums.prepare(tmp_path)
-    told = []
-    for model in (made[0], made[1], made[1].parent):
-        plan = ["plan", "grpo", "--model", str(model), "--dataset", str(train), "--reward", "numeric"]
-        assert cli.main([*plan, "--memory", "8GB", "--max-steps", "3"]) == 0
-        # but for the speed, which is measured and never twice the same
-        told.append(capsys.readouterr().out.partition("\nspeed")[0].splitlines())
-    assert told[0] == told[1] == told[2] and any(line.startswith("lengths") and "the first" in line for line in told[0]), told[0]
-    work = Workload("tiny", "", prompts=1, generations=2, prompt_tokens=4, completion_tokens=4)
-    prepare(work, str(made[1]), tmp_path / "work")
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "work" / "model", made[0]))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "its own weights are timed, not random ones"
-
-
 @pytest.mark.long
 def test_the_real_file_answers_as_its_folder_does(tmp_path):
     """SmolLM2-135M-Instruct, from the package index."""
@@ -110,5 +82,3 @@ def test_the_real_file_answers_as_its_folder_does(tmp_path):
         for path in (str(file), place)
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    known = likelihood.everyday(load_model(psigrad.config.Model(path=str(file)), psigrad.config.Run(), None))
-    assert sum(item.right for item in known) > 90

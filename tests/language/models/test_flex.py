@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 
+import numpy as np
 import pytest
 import torch
+from packed_inputs import BRANCHES, GROUPS, ROWS, draw
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import hf_attention, tiny
-from psigrad.language.models.hf_attention import FlexLayout
+from psigrad.language.models.attention import softened
+from psigrad.language.models.hf_attention import BLOCK, FlexLayout
 from psigrad.language.models.language_model import prepare
-from psigrad.language.models.packing import Groups, Rows, pack
-
-GROUPS = Groups(
-    prompts=((3, 1, 2), (2, 5, 4, 1, 3), (7,)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5), ()), ((1, 2, 3, 4, 5),))
-)
-BRANCHES = replace(GROUPS, starts=((1, 3), (5, 2, 4), (1,)))
-ROWS = Rows([[1, 2, 3, 4], [3, 4, 5, 6, 7], [8, 9]], [[0, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1]])
+from psigrad.language.models.packing import Groups, pack
 
 
 def both(inputs, window):
     layout = pack(inputs).layout
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, layout.rows, 8, generator=generator) for heads in (4, 2, 2))
+    q, k, v = draw(layout.rows)
     return (x.attend(0, q, k, v, 0.3, window) for x in (FlexLayout(layout), layout))
 
 
@@ -46,14 +45,56 @@ def test_negative_control_each_number_of_a_token_counts(lost, monkeypatch):
     assert float((ours - theirs).abs().max()) > 1e-2
 
 
+@pytest.mark.parametrize("given", [{"softcap": 0.5}, {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}], ids=["cap", "sinks"])
+def test_scores_that_are_capped_or_have_a_sink_beside_them(given):
+    how = functools.partial(softened, **{"softcap": None, "sinks": None, **given})
+    layout = pack(BRANCHES).layout
+    q, k, v = draw(layout.rows)
+    ours, theirs = (x.attend(0, q, k, v, 0.3, None, how) for x in (FlexLayout(layout), layout))
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    plain = layout.attend(0, q, k, v, 0.3, None)
+    assert not torch.allclose(ours, plain, atol=1e-2)
+
+
+def lengths_of(count: int, seed: int) -> list[int]:
+    """Log-normal, a median of 300."""
+    return np.random.default_rng(seed).lognormal(np.log(300), 0.8, count).astype(int).tolist()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_mask_is_of_blocks_and_names_those_that_torch_would_find(window):
+    completions = [[[1] * n for n in lengths_of(4, seed)] for seed in (0, 1)]
+    layout = FlexLayout(pack(Groups([[1] * 200, [1] * 70], completions)).layout)
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    with Watch():
+        mask = layout._mask(window)
+    rows = layout.packed.rows
+    assert max(sizes) <= max(rows, (rows // BLOCK + 2) ** 2)
+    theirs = create_block_mask(mask.mask_mod, None, None, rows, rows, device="cpu")
+    assert torch.equal(mask.to_dense(), theirs.to_dense())
+    some, whole = layout.blocks(window)
+    seen = torch.zeros(len(some) * BLOCK, len(some) * BLOCK, dtype=torch.bool)
+    i, j = torch.arange(rows)[:, None], torch.arange(rows)[None]
+    seen[:rows, :rows] = mask.mask_mod(None, None, i, j)
+    squares = seen.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
+    assert squares[torch.from_numpy(whole)].all() and (whole.any() or window)
+
+
 def test_a_model_with_flex_gives_its_own_log_probs():
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer)
     with torch.no_grad():
         own = model.evaluate(GROUPS).logp
-        model.flex = True
+        model.attends = "flex"
         assert torch.allclose(model.evaluate(GROUPS).logp, own, atol=1e-5)
-    assert model.frozen_copy().flex
+    assert model.frozen_copy().attends == "flex"
 
 
 @pytest.mark.needs("compiler")
@@ -62,7 +103,7 @@ def test_flex_is_refused_where_it_cannot_train(kind, why, tmp_path):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     tiny.model(kind, len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"attention is 'flex', and {why}.*; leave it at 'sdpa'"):
+    with pytest.raises(UserError, match=f"attention is 'flex', and {why}.*; leave it at 'auto'"):
         load_model(Model(path=str(tmp_path), attention="flex"), Run(device="cpu"), None)
 
 
@@ -71,16 +112,18 @@ def test_flex_is_refused_where_its_numbers_differ(monkeypatch):
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer)
     own = type(model)._probe_with_gradient
     monkeypatch.setattr(
-        type(model), "_probe_with_gradient", lambda self, learns: [x + self.flex for x in own(_plain(self), learns)]
+        type(model),
+        "_probe_with_gradient",
+        lambda self, learns: [x + (self.attends == "flex") for x in own(_plain(self), learns)],
     )
     with pytest.raises(UserError, match="its numbers differ by 1 from the model's own"):
-        model.attend_by_flex()
-    assert not model.flex
+        model.attend("flex")
+    assert model.attends == "sdpa"
 
 
 def _plain(model):
     from copy import copy
 
     twin = copy(model)
-    twin.flex = False
+    twin.attends = "sdpa"
     return twin

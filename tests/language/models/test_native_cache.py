@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,13 @@ pytestmark = pytest.mark.needs("compiler")
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """A cache with the library in it."""
+    """A cache with the library of this machine in it, which is compiled where it is not there yet."""
     home = tmp_path_factory.mktemp("cache")
-    assert loads(home) == "loaded", "the compiler works here"
+    assert not isinstance(build.library(), str), "the compiler works here"
+    kept = build._folder() / f"{build._key(build.compiler())}.so"
+    (home / "psigrad" / "native").mkdir(parents=True, mode=0o700)
+    for file in (kept, kept.with_suffix(".sha256")):
+        shutil.copy(file, home / "psigrad" / "native")
     return home
 
 
@@ -53,8 +58,6 @@ def test_on_a_file_system_without_locks_it_is_compiled_all_the_same(tmp_path, mo
 @pytest.fixture
 def cache(compiled, tmp_path, monkeypatch):
     """A copy of the cache, where a "compiler" only notes that it was asked and gives the sound library."""
-    import shutil
-
     shutil.copytree(compiled, tmp_path / "cache")
     folder = tmp_path / "cache" / "psigrad" / "native"
     (library,) = folder.glob("*.so")
@@ -100,6 +103,13 @@ def damage(how, library):
         os.chown(library, 12345, 12345)
     elif how == "garbage":
         library.write_bytes(b"\x7fELF" + b"x" * 5000)
+
+
+@pytest.mark.slow
+def test_it_is_compiled_where_nothing_is_kept(tmp_path):
+    """The fixture does the same on a machine that has not run psigrad yet."""
+    assert loads(tmp_path) == "loaded"
+    assert loads(tmp_path, CXX="/bin/false") != "loaded", "another compiler, another library"
 
 
 def test_a_sound_library_is_loaded_as_it_is(cache):

@@ -77,7 +77,8 @@ def test_in_float64_packing_changes_neither_value_nor_gradient(tokenizer, groups
 def test_negative_control_a_layout_that_mixes_prefixes_up_is_noticed(qwen3, groups):
     inputs = packing.pack(groups)
     right = qwen3.forward(inputs.input_ids, inputs.position_ids, inputs.layout)
-    wrong_layout = replace(inputs.layout, sequence_prefix=inputs.layout.sequence_prefix.flip(0))
+    pieces = inputs.layout.pieces
+    wrong_layout = replace(inputs.layout, pieces=pieces._replace(prefix=pieces.prefix[::-1].copy()))
     wrong = qwen3.forward(inputs.input_ids, inputs.position_ids, wrong_layout)
     assert float((right - wrong).detach().abs().max()) > 1e-2
 

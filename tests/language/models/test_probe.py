@@ -151,8 +151,8 @@ def test_a_model_that_bfloat16_holds_exactly_may_differ_in_its_last_bit(off, rig
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "phi3"])
 def test_a_packed_way_without_the_window_is_left_though_no_text_reaches_it(family, tokenizer, monkeypatch):
-    mask = PackedLayout.sequence_mask
-    monkeypatch.setattr(PackedLayout, "sequence_mask", lambda self, window: mask(self, None))
+    mask = PackedLayout._sequence_mask
+    monkeypatch.setattr(PackedLayout, "_sequence_mask", lambda self, window: mask(self, None))
     model = prepare(network(family), tokenizer)
     assert "beyond the window of its attention" in model.why_padded
     held = {vars(module).get("sliding_window") for module in model.network.modules()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tiny_jobs import online_config
+from tiny_rewards import Again, lengths
 
 from psigrad.config import Data, Evaluation, Model, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
@@ -75,21 +76,6 @@ def test_a_row_that_the_template_cannot_say_stops_the_run_or_is_left_out_and_cou
     told = events(tmp_path / "on")["rows_refused"]
     assert (told["count"], told["kept"]) == (1, 2) and "rows.jsonl:2" in told["reasons"][0]
     assert "1 of 3 rows are refused and left out; the first: rows.jsonl:2" in capsys.readouterr().err
-
-
-def lengths(completions, **columns):
-    return [float(len(str(completion))) for completion in completions]
-
-
-class Again:
-    """Asks once more."""
-
-    def reset(self, row):
-        self.turn = 0
-
-    def step(self, completion):
-        self.turn += 1
-        return "again?", float(self.turn), self.turn == 2
 
 
 SPECIALS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")

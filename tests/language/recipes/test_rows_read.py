@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from tiny_jobs import online_config
 
-from psigrad import cli
 from psigrad.config import Data, Evaluation, Model, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
@@ -158,35 +157,6 @@ def test_a_row_is_shown_as_its_model_reads_it(chat: Path) -> None:
     assert [piece.kind for piece in asked.pieces] == ["prompt", "sampled"] and asked.pieces[0].text == HEAD
     (long,) = render(tokenizer, Row("x:5", prompt="a" * 9000, completion="b"))
     assert len(long.pieces[0].text) < 2100 and " … " in long.pieces[0].text
-
-
-def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    from psigrad_extras.preflight import check
-
-    monkeypatch.setattr(check, "run", lambda config: [])
-    monkeypatch.setattr(check, "report", lambda findings, **how: json.dumps([list(row) for row in how["rows"]]))
-    file = tmp_path / "a.jsonl"
-    talk = {"conversations": [{"from": "human", "value": "say a:"}, {"from": "gpt", "value": "a"}]}
-    file.write_text("".join(json.dumps(talk) + "\n" for _ in range(5)))
-    assert cli.main(["check", "--model", str(chat), "--dataset", str(file), "--device", "cpu"]) == 0
-    out, err = capsys.readouterr()
-    assert "In 5 rows conversations are messages." in err
-    lines = out.splitlines()
-    assert lines[:6] == [
-        "a.jsonl:1",
-        "  prompt  | <|im_start|>user",
-        "  prompt  | say a:<|endoftext|>",
-        "  prompt  | <|im_start|>assistant",
-        "  trained | a<|endoftext|>",
-        "  masked  | ",
-    ]
-    assert sum(line.startswith("a.jsonl") for line in lines) == 3 and "\033" not in out, "no colours where there are none"
-    file.write_text(json.dumps({"question": "say a:", "answer": "a"}) + "\n")
-    arguments = ["check", "--model", str(chat), "--dataset", str(file), "--columns", "question=prompt", "--json"]
-    assert cli.main(arguments) == 0
-    out, err = capsys.readouterr()
-    assert "1 plain prompt is a user turn of the chat template;" in err
-    assert json.loads(out)[0][1][0] == ["prompt", HEAD]
 
 
 def test_each_kind_has_a_colour_of_its_own_where_there_are_colours(capsys: Any, monkeypatch: Any) -> None:

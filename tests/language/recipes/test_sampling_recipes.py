@@ -9,7 +9,7 @@ import pytest
 import torch
 from in_memory import make
 from tiny_jobs import online_config, reward_config
-from tiny_rewards import early_letters
+from tiny_rewards import early_letters, fails_on_even_lengths, sees_no_answers
 
 from psigrad import cli
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Optim, Run, SampleConfig, Sampling
@@ -186,14 +186,6 @@ def eval_config(job, **changes) -> EvalConfig:
         reward=(early_letters,),
     )
     return replace(base, **changes)
-
-
-def sees_no_answers(completions, solution, **columns):
-    return [1.0 for _ in solution]
-
-
-def fails_on_even_lengths(completions, **columns):
-    return [1.0 if len(text) % 2 else float("nan") for text in completions]
 
 
 def test_an_evaluation_says_why_completions_stayed_unscored_and_refuses_one_without_any_score(job):

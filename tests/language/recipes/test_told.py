@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_jobs import online_config
+from tiny_rewards import add, lengths
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from psigrad.config import Model
@@ -21,20 +22,6 @@ from psigrad.records.report.facts import facts
 OFFERS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
 TALK = [{"role": "user", "content": "2 + 3?"}]
 TOOL = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": {"type": "object", "properties": {}}}}
-
-
-def add(a: int, b: int) -> int:
-    """The sum.
-
-    Args:
-        a: one number
-        b: another
-    """
-    return a + b
-
-
-def lengths(completions, **columns):
-    return [float(len(str(completion))) for completion in completions]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,24 @@ def test_values_are_judged_with_bounds_and_tolerance():
         take_apart("assert 2 ** f(1) == 1")[0][0].judge(10**9)
 
 
+def test_a_layout_that_is_another_is_another_output():
+    """A drawing, words, and lines that end elsewhere; numbers alone may be spaced as they are."""
+    assert not same_output("*\n***", "*\n  ***") and not same_output("a b", "a  b") and not same_output("1\n2 3", "1 2\n3")
+    assert same_output("1   2.0 \n", "1 2.000") and same_output("  *\n ***", "*\n ***"), "white space at the ends of the text"
+    assert same_output("Case 1: 0.3333333", "Case 1: 0.333333333") and not same_output("Case  1: 0.5", "Case 1: 0.5")
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [([{"input": "1", "output": None}], "null is expected"), ([{"input": "1", "output": " \n"}], "expect no output"),
+     ({"inputs": ["1", "2"], "outputs": ["", ""]}, "expect no output")],
+)  # fmt: skip
+def test_tests_that_every_idle_program_passes_or_none_are_refused(tests, said):
+    with pytest.raises(UserError, match=said):
+        read_tests({"tests": tests})
+    assert read_tests({"tests": [{"input": None, "output": "1"}]}).checks == (Printed("", "1"),)
+
+
 def test_output_is_compared_by_words_and_decimals_by_tolerance():
     assert (
         same_output("1.0\n", "1.00") and same_output("0.3333333", "0.333333333333") and not same_output("0.333", "0.333333333333")

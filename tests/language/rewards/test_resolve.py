@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny_jobs
+import tiny_rewards
 from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
@@ -143,13 +144,13 @@ WAYS = {
     "function of this module": (lambda: resolve(of_this_module), 5.0),
     "lambda": (lambda: resolve(lambda completions, **columns: [6.0] * len(completions)), 6.0),
     "closure": (lambda: resolve(closure(3.0)), 9.0),
-    "partial": (lambda: resolve(functools.partial(of_this_module, extra=2.0)), 7.0),
+    "partial": (lambda: resolve(functools.partial(tiny_rewards.lengths, extra=2.0)), 3.0),
     "frozen dataclass": (lambda: resolve(builtin.SoftOverlong(2, 1)), 0.0),
 }
 
 
-def of_this_module(completions, extra=0.0, **columns):
-    return [5.0 + extra] * len(completions)
+def of_this_module(completions, **columns):
+    return [5.0] * len(completions)
 
 
 @pytest.mark.parametrize("way", WAYS)

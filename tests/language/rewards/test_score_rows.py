@@ -5,35 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from tiny_rewards import broken, strict, wants_tokens
 
 from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.recipes.score_rows import score, summary
-from psigrad.language.rewards import Failed, Failure, Scored, Unscored
+from psigrad.language.rewards import Failed, Scored, Unscored
 
 ROWS = [
     {"prompt": "2 + 2 = ", "completion": "4", "answer": "4"},
     {"prompt": "2 + 3 = ", "completion": "6", "answer": "5"},
     {"prompt": "2 + 4 = ", "completion": "six", "answer": "6"},
 ]
-
-
-def strict(completions, answer, **columns):
-    out = []
-    for text, right in zip(completions, answer, strict=True):
-        if not text.isdigit():
-            raise Failure(f"{text!r} is no number")
-        out.append(float(text == right))
-    return out
-
-
-def broken(completions, **columns):
-    raise KeyError("mark")
-
-
-def wants_tokens(completions, completion_ids, **columns):
-    return [float(len(ids)) for ids in completion_ids]
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def test_every_row_has_its_reward_its_parts_or_its_reason():
 def test_a_reward_that_raises_leaves_rows_unscored_and_says_why():
     (one, *_) = score([broken], ROWS[:1])
     assert isinstance(one.result, Unscored) and one.row()["reward"] is None
-    assert "KeyError" in one.row()["reason"] and "test_score_rows.py" in one.row()["reason"]
+    assert "KeyError" in one.row()["reason"] and "tiny_rewards.py" in one.row()["reason"]
 
 
 def test_several_rewards_are_weighed():

@@ -64,7 +64,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bad", DEATHS)
 def test_what_an_episode_does_costs_that_episode_alone(pool, bad, workers):
     playing = pool(workers=workers, memory_gb=2.0, timeout=HANG if bad == "hang" else 60.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from in_memory import make
 from tiny_jobs import online_config, ppo_config, reward_config
+from tiny_rewards import early_prompts
 
 from psigrad.config import Optim
 from psigrad.config.algorithms import resolve
@@ -224,11 +225,6 @@ def test_the_wider_a_model_the_lower_the_rate_of_its_critic(job, tmp_path):
         return online._critic(asked, policy, None, ALONE).learning_rate
 
     assert [used(0.0, 1e-6), used(0.0, 1e-2), used(1e-5, 1e-2)] == [pytest.approx(0.0015625), 1e-2, 1e-5]
-
-
-def early_prompts(prompts, completions, **columns):
-    """Says nothing of the completion."""
-    return [float(prompt[4] in "abcd") for prompt in prompts]
 
 
 def test_explained_variance():

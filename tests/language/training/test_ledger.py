@@ -7,19 +7,10 @@ from dataclasses import replace
 
 import pytest
 from tiny_jobs import online_config
+from tiny_rewards import some
 
 from psigrad.language.recipes import online
-from psigrad.language.rewards import Unscored
 from psigrad.language.training.online import collect
-
-
-def some(prompts, completions, **columns):
-    """Differs within a group for some prompts, is equal for others, and can't judge the rest."""
-    given = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        letter = str(prompt)[4]
-        given.append(Unscored("no judge") if letter in "ab" else float(len(completion) % 2) if letter in "cdef" else 1.0)
-    return given
 
 
 def states(folder):

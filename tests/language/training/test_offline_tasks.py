@@ -258,6 +258,12 @@ def test_score_prints_one_number_per_row_or_writes_them(job, tmp_path, capsys):
     output = tmp_path / "scores.txt"
     assert cli.main(["score", "--model", str(result.model), "--dataset", str(job / "train.jsonl"), "--output", str(output)]) == 0
     assert output.read_text().split() == printed
+    rows = tmp_path / "scored.jsonl"
+    assert cli.main(["score", "--model", str(result.model), "--dataset", str(job / "train.jsonl"), "--output", str(rows)]) == 0
+    scored = [json.loads(line) for line in rows.read_text().splitlines()]
+    given = [json.loads(line) for line in (job / "train.jsonl").read_text().splitlines()]
+    assert [f"{row['reward']:.6g}" for row in scored] == printed
+    assert [(row["prompt"], row["completion"]) for row in scored] == [(row["prompt"], row["completion"]) for row in given]
 
 
 def test_rows_that_are_too_long_are_counted_in_the_events(job, tmp_path):

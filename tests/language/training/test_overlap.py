@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from inline_scorer import InlineScorer
+from tiny_rewards import marked
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models import tiny
@@ -42,10 +42,6 @@ def taking(model, sampler, scorer, given, generations=3):
         model=model,
         version=0,
     )
-
-
-def marked(prompts: list[str], completions: list[str], mark: list[int], **_: Any) -> list[float]:
-    return [100 * m + sum(map(ord, text)) + len(completions) for m, text in zip(mark, completions, strict=True)]
 
 
 @pytest.mark.parametrize("max_batch", [4, pytest.param(256, marks=pytest.mark.slow)])

@@ -16,15 +16,9 @@ import ranks
 import torch
 from rank_gradients import make_models
 from safetensors.torch import load_file
-from tiny_jobs import make_job
 
 from psigrad.processes.parallel.world import RankLost
 from psigrad.records import checkpoint
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Path:
-    return make_job(tmp_path_factory.mktemp("job"))
 
 
 def train(job: Path, out: Path, recipe: str, size: int, strategy: str, kill: str = "", lora: str = "") -> Path:
@@ -69,11 +63,11 @@ def test_two_processes_train_as_one_does(whole, recipe, strategy):
 
 
 KILLS = [
-    ("ddp", "backward 1 5"),
-    pytest.param("fsdp", "save 1 2", marks=pytest.mark.slow),
+    ("fsdp", "backward 1 5"),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (("fsdp", "save 1 2"), ("ddp", "backward 1 5"))),
     *(
         pytest.param(*x, marks=pytest.mark.long)
-        for x in (("fsdp", "backward 1 5"), ("ddp", "save-alone 0 2"), ("ddp", "gather 0 40"), ("ddp", "forward 1 9"))
+        for x in (("ddp", "save-alone 0 2"), ("ddp", "gather 0 40"), ("ddp", "forward 1 9"))
     ),
     *(pytest.param("fsdp", kill, marks=pytest.mark.long) for kill in ("gather 0 40", "forward 0 9", "save 0 2", "save 0 1")),
 ]
@@ -184,15 +178,21 @@ def command(job: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "psigrad", "sft", *settings, *quiet, *more]
 
 
-def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_path):
+def started(job: Path, out: Path) -> subprocess.Popen[str]:
+    """The command, on two processes, that has written rows of metrics and would go on for ever."""
     environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
-    out = tmp_path / "run"
     endless = command(job, out, "--processes", "2", "--max-steps", "100000")
-    run = subprocess.Popen(endless, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = out / "metrics.jsonl"
-    while not metrics.exists() or metrics.stat().st_size < 500:
+    before = metrics.stat().st_size if metrics.exists() else 0
+    run = subprocess.Popen(endless, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not metrics.exists() or metrics.stat().st_size < before + 500:
         assert run.poll() is None, run.communicate()
-        time.sleep(0.1)
+        time.sleep(0.02)
+    return run
+
+
+def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_path):
+    run = started(job, tmp_path / "run")
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     by_rank = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
     os.kill(by_rank[b"1"], signal.SIGKILL)
@@ -200,20 +200,22 @@ def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_pa
     assert run.returncode == 137
     assert "process 1 of 0 to 1 was ended by SIGKILL" in said
     assert "Traceback" not in said
-    # asked to stop, all stop together, and the same command goes on
-    run = subprocess.Popen(endless, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    before = metrics.stat().st_size
-    while metrics.stat().st_size < before + 500:
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.1)
-    run.send_signal(signal.SIGTERM)
-    said = run.communicate(timeout=240)[1]
-    assert run.returncode == 143 and said.count("everything is saved") == 1, said
-    told = [line for line in said.splitlines() if line.startswith("psigrad:")]
-    assert len(told) == len(set(told)), "one process speaks"
+
+
+@pytest.mark.slow
+def test_asked_to_stop_all_stop_together_and_the_same_command_goes_on(job, tmp_path):
+    """What one process does when asked is in tests/runs/test_stopping.py."""
+    for _ in range(2):
+        run = started(job, tmp_path / "run")
+        run.send_signal(signal.SIGTERM)
+        said = run.communicate(timeout=240)[1]
+        assert run.returncode == 143 and said.count("everything is saved") == 1, said
+        told = [line for line in said.splitlines() if line.startswith("psigrad:")]
+        assert len(told) == len(set(told)), "one process speaks"
     # a mistake is told once
+    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
     wrong = subprocess.run(
-        command(job, out, "--processes", "2", "--resume", "never"), env=environment, capture_output=True, text=True
+        command(job, tmp_path / "run", "--processes", "2", "--resume", "never"), env=environment, capture_output=True, text=True
     )
     assert wrong.returncode == 2 and wrong.stderr.count("resume is never") == 1, wrong.stderr
 

@@ -10,9 +10,11 @@ import machine
 import pytest
 
 pytestmark = pytest.mark.needs("bubblewrap", "nobody")
-# One or two of each kind; all of them with `make test-faults`.
-SOME = "environment or daemon or fork or background or secret or network or success or equals or worker or FIFO or Unix"
-WITHIN = [pytest.param((), id="user"), pytest.param(machine.ROOTLESS, id="rootless", marks=pytest.mark.needs("rootless"))]
+# One of each kind; one or two more with `make test-slow`, all of them with `make test-faults`.
+FEW = "environment or daemon or network or success or worker"
+SOME = f"{FEW} or fork or background or secret or equals or FIFO or Unix"
+ROOTLESS = pytest.mark.needs("rootless")
+WITHIN = [pytest.param((), id="user"), pytest.param(machine.ROOTLESS, id="rootless", marks=ROOTLESS)]
 
 
 @pytest.fixture
@@ -27,7 +29,18 @@ def folder(tmp_path_factory):
 
 def judged(folder: Path, names: str, within: tuple[str, ...]) -> None:
     python, _ = machine.python_of_nobody()
-    options = ["-q", "-p", "no:cacheprovider", "-n", "0", "--basetemp", str(folder / "t"), *(["-k", names] if names else [])]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "-m",
+        "not long",
+        "--basetemp",
+        str(folder / "t"),
+        *(["-k", names] if names else []),
+    ]
     done = machine.as_nobody(folder, python, "-m", "pytest", *options, "tests/processes/sandbox/test_hostile.py", within=within)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
@@ -35,6 +48,12 @@ def judged(folder: Path, names: str, within: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("within", WITHIN)
 def test_hostile_programs_get_nowhere_by_an_ordinary_user(folder, within):
+    judged(folder, FEW, within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", WITHIN)
+def test_more_hostile_programs_get_nowhere_by_an_ordinary_user(folder, within):
     judged(folder, SOME, within)
 
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
-from psigrad.processes.workers import process
-from psigrad.processes.workers.process import SHOWN, list_withheld, pick_variables
+from psigrad.processes.workers import worker_pool as process
+from psigrad.processes.workers.worker_pool import SHOWN, list_withheld, pick_variables
 
 
 def scored(function, texts=("a", "b"), **settings):

@@ -28,6 +28,18 @@ DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.needs("postg
 _numbers = itertools.count()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many cases PostgreSQL sees the first, and the others with `make test-slow`; SQLite sees them all."""
+    seen: set[str] = set()
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "[postgresql" in item.name:
+            name = item.nodeid.partition("[")[0]
+            if name in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(name)
+
+
 class Clock:
     """Milliseconds that pass only when told to."""
 

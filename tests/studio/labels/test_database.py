@@ -24,13 +24,6 @@ def file(migrated, tmp_path):
     return path
 
 
-def impatient(db):
-    """A pool of one connection that doesn't wait for locks."""
-    with db.session(write=False) as session:
-        session.execute(text("PRAGMA busy_timeout = 20"))
-    return db
-
-
 def test_a_writing_transaction_has_the_lock_from_its_beginning_and_a_reading_one_has_none(file):
     db, other = database.connect(file), sqlite3.connect(file, timeout=0, isolation_level=None)
     with db.session(write=True), pytest.raises(sqlite3.OperationalError, match="locked"):
@@ -41,8 +34,9 @@ def test_a_writing_transaction_has_the_lock_from_its_beginning_and_a_reading_one
         other.execute("ROLLBACK")
 
 
-def test_a_lock_that_stays_is_said_and_nothing_is_changed(file):
-    db, other = impatient(database.connect(file)), sqlite3.connect(file, isolation_level=None)
+def test_a_lock_that_stays_is_said_and_nothing_is_changed(file, monkeypatch):
+    monkeypatch.setattr(database, "PATIENCE", 20)
+    db, other = database.connect(file), sqlite3.connect(file, isolation_level=None)
     me = people.local(db)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(Busy, match="same key"):

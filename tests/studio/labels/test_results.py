@@ -50,7 +50,7 @@ def test_who_always_takes_the_left_side_is_found_out(desks, db):
 
 
 def test_known_answers_tell_who_looks(desks, db):
-    made = desks(overlap=2)
+    made = desks(overlap=2, checks=0)
     made.add([{"prompt": f"q{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(30)], gold=True)
     made.pairs(5)
     label_all(made, made.person("Ann"), lambda shown: choose(shown, "good"))

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from psigrad.language.models.attention import on_device
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import on_device
 from psigrad.language.rollout.samplers.cache import SharedCache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.types import Completion, Dialogue, NextTurn, SamplingParams

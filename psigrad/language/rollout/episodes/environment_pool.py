@@ -10,8 +10,8 @@ from psigrad.errors import UserError
 from psigrad.language.rollout.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Playing, Step
 from psigrad.processes.workers import Lost, PoolLimits, WorkerPool, unpack
 from psigrad.processes.workers.child import reason_for
-from psigrad.processes.workers.process import START_LIMIT
 from psigrad.processes.workers.shipping import Packed
+from psigrad.processes.workers.worker_pool import START_LIMIT
 
 
 class EnvironmentPool(Playing):

@@ -29,7 +29,7 @@ from psigrad.language.rollout.episodes.tool_calls import (
     read_calls,
     to_calls,
 )
-from psigrad.processes.workers.process import pick_variables
+from psigrad.processes.workers.worker_pool import pick_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from psigrad.errors import UserError
+from psigrad.language.models.attention import on_device
 from psigrad.language.models.fused.activation_cache import ActivationCache, CachedCompletion
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups, on_device
+from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.episodes.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.distribution import draw

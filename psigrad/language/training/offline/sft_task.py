@@ -48,7 +48,7 @@ class SFTTask:
 
     def _loss(self, rows: Rows | Groups, targets: int) -> Loss:
         epsilon = self.label_smoothing
-        stats, _ = self.model.stats(rows, entropy=True, accuracy=True, mean_logp=epsilon > 0)
+        stats, _ = self.model.stats(rows, entropy="figure", accuracy=True, mean_logp=epsilon > 0)
         assert stats.entropy is not None and stats.hit is not None
         value = -stats.logp.sum() / targets
         if stats.mean_logp is not None:

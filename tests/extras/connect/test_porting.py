@@ -16,7 +16,7 @@ from psigrad.config.methods import declaration
 from psigrad.language.models import tiny
 from psigrad_extras.connect.trl_scripts import convert_file
 
-PAGE = (Path(__file__).parents[2] / "docs" / "porting.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "porting.md").read_text()
 
 
 def programs(heading):

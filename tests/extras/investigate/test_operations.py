@@ -1,0 +1,57 @@
+"""Every command of docs/operations.md, in the order of the page, in the folder that it speaks of."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from psigrad import cli
+from psigrad.language.models import tiny
+
+PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
+
+
+def commands() -> list[list[str]]:
+    """The words of each line in a block of the page."""
+    blocks = PAGE.read_text().split("```")[1::2]
+    return [shlex.split(line) for block in blocks for line in block.strip().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    tokenizer = tiny.tokenizer(["say a", "say b", "a b c d e"] * 5, 270)
+    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {c}"}) + "\n" for c in "abcdefgh"))
+    (tmp_path / "reward.py").write_text(
+        "def score(completions, **kwargs):\n    return [float(len(c) % 3) for c in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_runs(folder, capsys):
+    seen = []
+    for words in commands():
+        if words[0] == "cmp":
+            assert filecmp.cmp(*words[1:], shallow=False)
+        else:
+            assert words[0] == "psigrad"
+            status = cli.main(words[1:])
+            assert status == 0, (words, capsys.readouterr().err)
+        seen.append(words[1] if words[0] == "psigrad" else words[0])
+    assert {"sample", "sft", "bench", "grpo", "replay", "cmp", "report"} == set(seen)
+    assert len((folder / "runs/a/metrics.jsonl").read_text().splitlines()) >= 3
+
+
+def test_each_chapter_begins_with_a_command_and_links_lead_somewhere():
+    text = PAGE.read_text()
+    for chapter in text.split("\n## ")[1:]:
+        assert chapter.index("```") < 250, chapter.splitlines()[0]

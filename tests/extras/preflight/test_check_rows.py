@@ -1,0 +1,54 @@
+"""`psigrad check` shows the first rows as a run would read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psigrad import cli
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import tiny
+from psigrad_extras.preflight import check
+
+HEAD = "<|im_start|>user\nsay a:<|endoftext|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = tiny.tokenizer(["say a: user assistant"] * 5, 280)
+    tokenizer.chat_template = CHATML
+    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=128).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(check, "run", lambda config: [])
+    monkeypatch.setattr(check, "report", lambda findings, **how: json.dumps([list(row) for row in how["rows"]]))
+    file = tmp_path / "a.jsonl"
+    talk = {"conversations": [{"from": "human", "value": "say a:"}, {"from": "gpt", "value": "a"}]}
+    file.write_text("".join(json.dumps(talk) + "\n" for _ in range(5)))
+    assert cli.main(["check", "--model", str(chat), "--dataset", str(file), "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert "In 5 rows conversations are messages." in err
+    lines = out.splitlines()
+    assert lines[:6] == [
+        "a.jsonl:1",
+        "  prompt  | <|im_start|>user",
+        "  prompt  | say a:<|endoftext|>",
+        "  prompt  | <|im_start|>assistant",
+        "  trained | a<|endoftext|>",
+        "  masked  | ",
+    ]
+    assert sum(line.startswith("a.jsonl") for line in lines) == 3 and "\033" not in out, "no colours where there are none"
+    file.write_text(json.dumps({"question": "say a:", "answer": "a"}) + "\n")
+    arguments = ["check", "--model", str(chat), "--dataset", str(file), "--columns", "question=prompt", "--json"]
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "1 plain prompt is a user turn of the chat template;" in err
+    assert json.loads(out)[0][1][0] == ["prompt", HEAD]

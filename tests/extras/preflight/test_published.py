@@ -1,0 +1,159 @@
+"""The plan of many devices against runs that others have published: seconds of a step, without the time that weights travel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from psigrad import cli
+from psigrad.config import Model, OnlineConfig, Run, Sampling
+from psigrad_extras.preflight import plan
+from psigrad_extras.preflight.plan import shape
+from psigrad_extras.preflight.plan.hardware import named_gpu
+from psigrad_extras.preflight.plan.placements import PUBLISHED, splits
+from psigrad_extras.preflight.plan.shape import shape_of
+
+# NeMo RL 0.4, docs/about/performance-summary.md (github.com/NVIDIA-NeMo/RL, also docs.nvidia.com/nemo/rl/0.4.0): GRPO on
+# OpenMathInstruct-2, DGX H100, bfloat16, 64 prompts of 32 completions a step (examples/configs/recipes/llm/performance), four
+# optimiser steps, a KL to a reference, texts of at most 4,096 tokens. The mean is that of completions: tokens a second are those
+# of texts 130 tokens longer. One step off: half of the devices sample.
+SHAPES = {
+    "llama-3.1-8b": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-32b": Qwen3Config(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+    ),
+}
+PROMPT = 130
+# model, devices, devices that sample alone, of an engine, mean completion, seconds of a step
+RUNS = [
+    ("llama-3.1-8b", 16, 0, 1, 1060, 97.7),
+    ("llama-3.1-8b", 16, 8, 1, 1129, 74.6),
+    ("qwen3-32b", 32, 0, 4, 3206, 393),
+    ("qwen3-32b", 64, 32, 4, 3207, 215),
+    ("qwen3-30b-a3b", 32, 0, 4, 3154, 225),
+    ("qwen3-30b-a3b", 32, 16, 2, 3158, 244),
+]
+
+
+def folder_of(name: str, tmp_path) -> str:
+    SHAPES[name].save_pretrained(tmp_path / name)
+    return str(tmp_path / name)
+
+
+def settings(path: str, tensor: int, lag: int) -> OnlineConfig:
+    return OnlineConfig(
+        model=Model(path=path, dtype="bfloat16", gradient_checkpointing=True),
+        run=Run(device="cuda"),
+        algorithm="grpo",
+        prompts_per_step=64,
+        num_generations=32,
+        num_minibatches=4,
+        micro_batch_tokens=32768,
+        lag=lag,
+        sampling=Sampling(
+            sampler="vllm",
+            vllm_sleep=True,
+            tensor_parallel_size=tensor,
+            max_decode_batch=1024,
+            max_completion_length=4096 - PROMPT,
+        ),
+    )
+
+
+def seconds(run, tmp_path) -> tuple[float, float]:
+    """What the plan says of the devices divided as they were, and what was published."""
+    name, devices, samplers, tensor, mean, published = run
+    config = settings(folder_of(name, tmp_path), tensor, int(samplers > 0))
+    lengths = plan.Lengths(PROMPT, mean, PROMPT, 4096 - PROMPT)
+    found = splits(config, lengths, named_gpu("h100", "bfloat16"), devices, 50e9)
+    split = next(s for s in found if s.samplers == samplers and s.strategy == "fsdp")
+    return replace(split, publishing=0.0).seconds(int(samplers > 0)), published
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[f"{r[0]} on {r[1]}{' with a lag' if r[2] else ''}" for r in RUNS])
+def test_a_step_takes_what_it_took_within_30_percent(run, tmp_path):
+    planned, published = seconds(run, tmp_path)
+    assert planned == pytest.approx(published, rel=0.3)
+
+
+def test_negative_control_every_expert_for_every_token_takes_too_long(monkeypatch, tmp_path):
+    ours, published = seconds(RUNS[4], tmp_path)
+    monkeypatch.setattr(shape, "_idle", lambda model, text: 1)
+    shape_of.cache_clear()
+    assert seconds(RUNS[4], tmp_path)[0] > 2 * published > ours
+    shape_of.cache_clear()
+
+
+def test_experts_count_where_a_token_is_sent_to_them(tmp_path):
+    """48 layers of 8 experts of 128, each three matrices of 2,048 times 768, and attention; the name says 3 billion of 30."""
+    mixture = plan.shape_of(folder_of("qwen3-30b-a3b", tmp_path))
+    idle = 48 * 120 * 3 * 2048 * 768
+    assert mixture.matrices - mixture.active == idle and 2.6e9 < mixture.active < 3e9 < 29e9 < mixture.matrices
+    dense = plan.shape_of(folder_of("qwen3-32b", tmp_path))
+    assert dense.active == dense.matrices
+
+
+def test_weights_travel_at_the_speed_that_was_measured(tmp_path):
+    """8 billion weights of 2 bytes at 0.8 GB/s take 20 s, whatever the network could; 16 to 27 s were measured."""
+    config = settings(folder_of("llama-3.1-8b", tmp_path), 1, 1)
+    found = splits(config, plan.Lengths(130, 1000, 130, 3966), named_gpu("h100", "bfloat16"), 16, 50e9)
+    apart = next(s for s in found if s.samplers == 8)
+    assert apart.publishing == pytest.approx(2 * 8.03e9 / PUBLISHED, rel=0.01) and 16 < apart.publishing < 27
+    slow = splits(config, plan.Lengths(130, 1000, 130, 3966), named_gpu("h100", "bfloat16"), 16, 0.4e9)
+    assert next(s for s in slow if s.samplers == 8).publishing == pytest.approx(2 * apart.publishing, rel=0.01)
+
+
+@pytest.mark.parametrize(("model", "tensor"), [("llama-3.1-8b", 1), ("qwen3-32b", 2), ("qwen3-30b-a3b", 2)])
+def test_vllms_pages_fit_where_rooms_as_long_as_the_longest_would_not(model, tensor, tmp_path):
+    """64 devices, of which some train and others sample: something fits, and 2,048 texts of 4,096 tokens would not be held."""
+    config = replace(settings(folder_of(model, tmp_path), tensor, 1), micro_batch_tokens=8192)
+    lengths, h100 = plan.Lengths(130, 1000, 130, 3966), named_gpu("h100", "bfloat16")
+    best = splits(config, lengths, h100, 64, 50e9)[0]
+    assert best.fits and best.samplers
+    starved = splits(settings(str(tmp_path / model), 1, 1), lengths, replace(h100, memory=20 * 10**9), 64, 50e9)
+    assert not any(s.fits for s in starved) and any(s.starved for s in starved)
+
+
+def test_the_command_takes_a_gpu_by_name(tmp_path, capsys):
+    arguments = ["plan", "grpo", "--model", folder_of("llama-3.1-8b", tmp_path), "--prompt-length", "130", "--sampler", "vllm"]
+    assert cli.main([*arguments, "--device", "cuda", "--gpu", "h100", "--devices", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "64 devices of 80 GB" in out and "Best:" in out
+    assert cli.main([*arguments, "--device", "cuda", "--gpu", "h100", "--vllm-memory", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "vLLM's share of it is too small" in out and "sampling.tensor_parallel_size=2" in out
+    assert cli.main([*arguments, "--device", "cuda", "--gpu", "h1000"]) == 2
+    assert "gpu is 'h1000'; known are" in capsys.readouterr().err
+    assert cli.main([*arguments, "--device", "cpu", "--gpu", "h100"]) == 2
+    assert "give --device cuda too" in capsys.readouterr().err
