@@ -363,9 +363,8 @@ def page(found: Mapping[str, Any]) -> str:
     lines += ["| not noticed | change | why |", "|---|---|---|"]
     for lost in found["survivors"]:
         before, after = (lost[end].replace("|", "\\|").replace("`", "'") for end in ("before", "after"))
-        lines.append(
-            f"| `{lost['file'].removeprefix('psigrad/')}:{lost['line']}` | `{before}` → `{after}` | {found['reasons'].get(lost['key'], '')} |"
-        )
+        why = found["reasons"].get(lost["key"], "")
+        lines.append(f"| `{lost['file'].removeprefix('psigrad/')}:{lost['line']}` | `{before}` → `{after}` | {why} |")
     lines += ["", "| planted by hand in reviews | noticed by |", "|---|---|"]
     lines += [f"| {about} | {f'`{by}`' if by else '**nothing**'} |" for about, by in found["named"].items()]
     return "\n".join(lines)
