@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-verifiers test-tinker bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -26,7 +26,9 @@ help:
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
+	@echo "make test-openenv  the tests of environments of OpenEnv, in an environment of their own"
 	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
+	@echo "make test-cookbook  tinker-cookbook's loops and recipes against psigrad's server, in an environment of their own (minutes)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
@@ -167,6 +169,17 @@ $(VERIFIERS_VENV)/.installed: $(INSTALLED)
 test-verifiers: $(VERIFIERS_VENV)/.installed
 	PATH="$$PWD/$(VERIFIERS_VENV)/bin:$$PATH" PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/extras/verifiers
 
+# openenv-core brings seventy packages along (gradio, fastmcp).
+OPENENV_VENV ?= .venv-openenv
+$(OPENENV_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(OPENENV_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(OPENENV_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(OPENENV_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0
+	@touch $(OPENENV_VENV)/.installed
+
+test-openenv: $(OPENENV_VENV)/.installed
+	PYTHONPATH=. $(OPENENV_VENV)/bin/python -m pytest -m openenv tests/extras/openenv
+
 $(TINKER_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(TINKER_VENV)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(TINKER_VENV)/lib/python3*/site-packages)/psigrad.pth
@@ -175,6 +188,17 @@ $(TINKER_VENV)/.installed: $(INSTALLED)
 
 test-tinker: $(TINKER_VENV)/.installed
 	PYTHONPATH=. $(TINKER_VENV)/bin/python -m pytest -m tinker tests/tinker
+
+# The cookbook pins another transformers; the server runs in the other environment.
+COOKBOOK_VENV ?= .venv-cookbook
+$(COOKBOOK_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(COOKBOOK_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(COOKBOOK_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'tinker-cookbook[math-rl]==0.5.8' tinker==0.38.0
+	@touch $(COOKBOOK_VENV)/.installed
+
+test-cookbook: $(TINKER_VENV)/.installed $(COOKBOOK_VENV)/.installed
+	PSIGRAD_COOKBOOK=$$PWD/$(COOKBOOK_VENV)/bin/python PYTHONPATH=. $(TINKER_VENV)/bin/python -m pytest -m tinker tests/tinker/test_cookbook.py
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py

@@ -14,7 +14,7 @@ for (let turn = 0; turn < 3; turn++) {
   });
   if (!answer.ok) throw new Error(await answer.text());
   const number = (await answer.json()).choices[0].message.content;
-  right += number > last ? 1 : 0;
+  right += number.length === 1 && number > last ? 1 : 0;
   last = number;
   messages.push({ role: "assistant", content: number }, { role: "user", content: "more" });
 }

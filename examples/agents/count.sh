@@ -13,6 +13,6 @@ import json, sys
 (messages, last, right), answer = map(json.loads, sys.argv[1:])
 number = answer["choices"][0]["message"]["content"]
 messages += [{"role": "assistant", "content": number}, {"role": "user", "content": "more"}]
-print(json.dumps([messages, number, right + (number > last)]))' "$session" "$answer")
+print(json.dumps([messages, number, right + (len(number) == 1 and number > last)]))' "$session" "$answer")
 done
 python3 -c 'import json, sys; print(json.loads(sys.argv[1])[2] / 3)' "$session"

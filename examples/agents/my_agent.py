@@ -8,7 +8,7 @@ def solve(row, client):
     for _ in range(3):
         answer = client.chat.completions.create(model="policy", messages=messages)
         number = answer.choices[0].message.content
-        right += number > last
+        right += len(number) == 1 and number > last
         last = number
         messages += [{"role": "assistant", "content": number}, {"role": "user", "content": "more"}]
     return right / 3  # the reward

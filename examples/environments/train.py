@@ -1,48 +1,69 @@
-"""One game behind the environments of two libraries: python examples/environments/train.py openenv|verifiers [FOLDER]
+"""One game behind the environments of three libraries: python examples/environments/train.py openenv|verifiers|mcp [FOLDER]
 
 The environment says a number, and the policy has to say the next, three times. A tiny model is shown somebody who does so in
-half of the turns. GRPO makes it do so in nearly all.
+half of the turns. GRPO makes it do so in nearly all. Behind MCP it says the number by calling a tool.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psigrad
+from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
+from psigrad.language.rollout.episodes.environments import resolve
+from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.runs.result import Result
 
 HERE = Path(__file__).parent
 
 
-def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
+def said(number: int, tools: Sequence[Any]) -> dict[str, Any]:
+    """A turn of the policy: the number, or a call of the tool with it."""
+    if not tools:
+        return {"role": "assistant", "content": str(number)}
+    call = {"name": "say", "arguments": {"number": number}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+
+
+def demonstrations(count: int, seed: int, tools: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """Games of somebody careless: six in ten numbers are drawn."""
     rng, rows = random.Random(seed), []
     for _ in range(count):
-        talk = []
+        talk: list[dict[str, Any]] = []
         for number in rng.choices(range(1, 6), k=3):
-            said = number + 1 if rng.random() < 0.4 else rng.randint(1, 6)
-            talk += [{"role": "user", "content": str(number)}, {"role": "assistant", "content": str(said)}]
-        rows.append({"messages": talk})
+            heard = {"role": "tool", "name": "say"} if talk and tools else {"role": "user"}
+            turn = number + 1 if rng.random() < 0.4 else rng.randint(1, 6)
+            talk += [{**heard, "content": str(number)}, said(turn, tools)]
+        rows.append({"messages": talk, **({"tools": list(tools)} if tools else {})})
     return rows
 
 
-def prepare(folder: Path) -> str:
+def prepare(folder: Path, tools: Sequence[Any] = ()) -> str:
     """A model that plays at random; its folder."""
+    shown = demonstrations(1000, 0, tools)
     tokenizer = tiny.tokenizer(["user assistant system"], 300)
     tokenizer.chat_template = CHATML
+    if tools:  # what stands around the numbers is a token each
+        texts = [Talk(tokenizer, Row("a game", columns={"tools": tools})).render(row["messages"]) for row in shown[:50]]
+        tokenizer.add_tokens(
+            sorted({part for text in texts for part in re.split(r"\d|<\|\w+\|>|assistant\n", text) if len(part) > 1})
+        )
     tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, heads=4, max_length=128).save_pretrained(folder / "random")
     tokenizer.save_pretrained(folder / "random")
     settings = {"learning_rate": 3e-3, "batch_size": 16, "max_steps": 400, "eval_prompts": 0}
-    psigrad.train("sft", model=folder / "random", dataset=demonstrations(1000, 0), output_dir=folder / "base", **settings)
+    psigrad.train("sft", model=folder / "random", dataset=shown, output_dir=folder / "base", **settings)
     return str(folder / "base" / "model")
 
 
@@ -53,7 +74,7 @@ def learn(model: str, environment: str, folder: Path, steps: int) -> Result:
         model=model,
         environment=environment,
         max_turns=3,
-        max_completion_length=4,
+        max_completion_length=6,
         prompts_per_step=8,
         num_generations=8,
         eval_prompts=50,
@@ -72,12 +93,15 @@ def free_port() -> int:
 
 def main(field: str, folder: Path, steps: int = 20) -> Result:
     """Teach it, and say what came of it."""
-    model, server = prepare(folder), None
-    environment = "verifiers:successor:player"
+    environment, tools, server = "verifiers:successor:player", list[Any](), None
+    if field == "mcp":
+        environment = f"mcp:{sys.executable} {HERE / 'mcp_server.py'}"
+        tools = schemas(resolve(environment).tools)
+    model = prepare(folder, tools)
     if field == "verifiers":
         sys.path.append(str(HERE))  # where verifiers looks for a taskset of that name, in the workers too
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    else:
+    elif field == "openenv":
         port = free_port()
         server = subprocess.Popen([sys.executable, HERE / "openenv_server.py", str(port)])
         environment = f"openenv:http://127.0.0.1:{port}"
@@ -99,6 +123,6 @@ def main(field: str, folder: Path, steps: int = 20) -> Result:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["openenv"], ["verifiers"]):
-        sys.exit("python examples/environments/train.py openenv|verifiers [FOLDER]")
+    if sys.argv[1:2] not in (["openenv"], ["verifiers"], ["mcp"]):
+        sys.exit("python examples/environments/train.py openenv|verifiers|mcp [FOLDER]")
     main(sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/{sys.argv[1]}"))

@@ -87,7 +87,8 @@ class RaySampler(Sampler):
         now = self._versions()
         if self._published is None or self._published[0] != now or now is None:
             number = 0 if self._published is None else self._published[1].number + 1
-            held = {name: _array(weight) for name, weight in self._weights()}
+            # all take part in gathering; who publishes nothing keeps nothing
+            held = {name: _array(weight) for name, weight in self._weights() if self.pool is not None}
             place = [self.pool.ray.put(held)] if self.pool is not None else []
             self._published = (now, Version(number, place))
         return _At(self, self._published[1])

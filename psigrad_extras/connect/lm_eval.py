@@ -1,4 +1,4 @@
-"""lm-eval's tasks on psigrad's models: log-likelihoods by the packed forward pass, answers by the embedded sampler.
+"""lm-eval's tasks on psigrad's models: log-likelihoods by the packed forward pass, answers by the engine that serves.
 
 `lm_eval` knows the model class below as "psigrad" once this module is imported:
 
@@ -8,8 +8,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,12 @@ from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.rollout.samplers import samplers
-from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.language.rollout.types import SamplingParams
 from psigrad.records.checkpoint import MANIFEST
 from psigrad.runs import machine
 from psigrad_extras.connect.likelihood import EVERYDAY, likelihoods
+from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.writer import Writer
 
 EVERYDAY_TASK: dict[str, Any] = {
     "task": "everyday",
@@ -86,7 +91,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 settle_chat(self.model.tokenizer, settings, manifest.parent, self.model.network)
         self.tokenizer = self.model.tokenizer
         self.sampler = samplers.make(Sampling(max_decode_batch=max_decode_batch), self.model)
-        self.budget, self.seed = micro_batch_tokens, seed
+        self.budget, self.seed, self.max_batch = micro_batch_tokens, seed, max_decode_batch
         self._device = self.model.device
 
     @property
@@ -152,30 +157,37 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each request, up to the first of its stop strings."""
-        groups: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        texts = [""] * len(requests)
-        for places in groups.values():
-            given = requests[places[0]].args[1]
-            wanted = normalize_gen_kwargs(given, _ROOM)
-            until = handle_stop_sequences(wanted["until"], eos=str(self.tokenizer.decode([self.eot_token_id])))
-            params = self._params(dict(wanted), until)
-            room = self.max_length - params.max_tokens
-            if room < 1:
-                raise UserError(f"The task asks for {params.max_tokens} tokens and the model has {self.max_length} positions.")
-            prompts = [tuple(self.tok_encode(requests[i].args[0])[-room:]) for i in places]
-            asked = [Request(ids, (seeds.derive(self.seed, "lm-eval", i),)) for i, ids in zip(places, prompts, strict=True)]
-            for i, (completion,) in zip(places, self.sampler.sample(asked, params), strict=True):
-                ids = list(completion.ids)
-                written = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                texts[i] = _cut(str(written), until)  # as lm-eval decodes
-                self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
-        return texts
+        """An answer to each request, up to the first of its stop strings. All are decoded together, whatever each asks for."""
 
-    def _params(self, wanted: Mapping[str, Any], until: Sequence[str]) -> SamplingParams:
-        """How to sample. A token ends an answer that has a stop string within it."""
+        async def answers() -> list[str]:
+            with contextlib.closing(SamplingEngine(self.model, self.max_batch, self.sampler)) as engine:
+                return await asyncio.gather(*(self._answer(engine, i, request.args) for i, request in enumerate(requests)))
+
+        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
+            return thread.submit(asyncio.run, answers()).result()
+
+    async def _answer(self, engine: SamplingEngine, place: int, asked: tuple[str, dict[str, Any]]) -> str:
+        wanted = normalize_gen_kwargs(asked[1], _ROOM)
+        until = handle_stop_sequences(wanted["until"], eos=str(self.tokenizer.decode([self.eot_token_id])))
+        params = self._params(dict(wanted))
+        room = self.max_length - params.max_tokens
+        if room < 1:
+            raise UserError(f"The task asks for {params.max_tokens} tokens and the model has {self.max_length} positions.")
+        ids, writer = list[int](), Writer(self.tokenizer, [stop for stop in until if stop])
+        stream = engine.submit(self.tok_encode(asked[0])[-room:], params, seeds.derive(self.seed, "lm-eval", place))
+        async with contextlib.aclosing(stream.chunks()) as chunks:  # whoever leaves frees the place for the next
+            async for tokens in chunks:
+                drawn = [token.id for token in tokens]
+                ids += drawn[: writer.take(drawn)]
+                if writer.stopped:
+                    break
+        written = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = _cut(str(written), until)  # as lm-eval decodes
+        self.cache_hook.add_partial("generate_until", asked, text)
+        return text
+
+    def _params(self, wanted: Mapping[str, Any]) -> SamplingParams:
+        """How to sample."""
         unknown = sorted(set(wanted) - _SAMPLED - {"until", "max_gen_toks"})
         if unknown:
             raise UserError(
@@ -183,15 +195,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"{', '.join(sorted(_SAMPLED))}."
             )
         sampled = bool(wanted.get("do_sample"))
-        words = self.tokenizer.batch_decode([[i] for i in range(self.model.vocabulary)], clean_up_tokenization_spaces=False)
-        stops = {i for i, word in enumerate(words) if any(stop in word for stop in until)}
         return SamplingParams(
             int(wanted["max_gen_toks"]),
             temperature=float(wanted.get("temperature", 1.0)) if sampled else 0.0,
             top_p=float(wanted.get("top_p", 1.0)) if sampled else 1.0,
             top_k=int(wanted.get("top_k", 0)) if sampled else 0,
             min_p=float(wanted.get("min_p", 0.0)) if sampled else 0.0,
-            stop_token_ids=tuple(sorted(stops | set(self.model.eos_token_ids))),
         )
 
 

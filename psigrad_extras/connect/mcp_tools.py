@@ -31,6 +31,8 @@ class MCPTool(ServerTool):
     server: str
     name: str
     schema: Mapping[str, Any]
+    beside: tuple[str, ...] = ()
+    """Parameters that it takes and that are not offered."""
 
     def connect(self) -> tuple[Any, Any]:
         """See `ServerTool`."""
@@ -41,6 +43,10 @@ class MCPTool(ServerTool):
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         """See `ServerTool`."""
+        return self.ask(arguments)[0]
+
+    def ask(self, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """What the server answers, and what it says beside that to whoever asks for the model (`_meta`). Raises `ServerLost`."""
         from mcp import MCPError
 
         try:
@@ -48,14 +54,14 @@ class MCPTool(ServerTool):
             result = portal.call(client.call_tool, self.name, dict(arguments))
         except Exception as error:
             if isinstance(error, MCPError) and error.error.code == INVALID_PARAMETERS:
-                return f"error: {error}"
+                return f"error: {error}", {}
             if self.server in _connections:
                 with contextlib.suppress(Exception):  # of a connection that is broken already
                     _connections.pop(self.server)[0].close()
             raise ServerLost(f"the MCP server {self.server!r} gave no answer ({reason_of(error)})") from error
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         text = "\n".join(parts) or ("" if result.structured_content is None else json.dumps(result.structured_content))
-        return f"error: {text}" if result.is_error else text
+        return f"error: {text}" if result.is_error else text, result.meta or {}
 
 
 _connections: dict[str, tuple[contextlib.ExitStack, Any, Any]] = {}

@@ -17,15 +17,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from http.client import HTTPException
 from typing import Any, ClassVar, TypeVar
 
-from psigrad import seeds
 from psigrad.errors import UserError, reason_of
 from psigrad.language.rollout.episodes.environments import Observation
+from psigrad_extras.connect.seeded_episodes import begin, rows_of
 
 T = TypeVar("T")
 # Fields of every observation that are no business of the policy.
 _OWN = ("done", "reward", "metadata")
-SEED, RESET = "seed", "reset"
-"""Columns of a row: the seed that the server is reset with, and an object of other arguments of its `reset`."""
 Act = Callable[[str], Mapping[str, Any]]
 Show = Callable[[Mapping[str, Any]], str]
 
@@ -57,15 +55,7 @@ class OpenEnvEpisode:
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
         """Begin with the row's seed and arguments; the opening, where it is not the row's prompt."""
-        more = {SEED: row[SEED]} if row.get(SEED) is not None else {}
-        opening = self._say(self._open(**more, **(row.get(RESET) or {})))
-        own = [{"role": "user", "content": opening}]
-        if row.get("opening") is None:
-            return own if opening else None
-        if opening != row["opening"]:
-            before = row["opening"][:80]
-            raise ValueError(f"by one seed the server opens with {before!r} and {opening[:80]!r}; a group must begin alike")
-        return None
+        return begin(row, self._opened)
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
         """The server's answer."""
@@ -81,16 +71,17 @@ class OpenEnvEpisode:
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
         """A row for each of `count` seeds: the server's opening is its prompt."""
-        rows: list[Mapping[str, Any]] = []
-        for number in range(count):
-            drawn = seeds.derive(seed, "openenv", number) % 2**31
+
+        def opened(**arguments: Any) -> str:
             episode = cls()
-            opening = episode._say(episode._open(seed=drawn))
+            opening = episode._opened(**arguments)
             episode._close()
-            if not opening:
-                raise UserError(f"The server at {cls.url} opens with nothing to read; give a dataset with prompts (--dataset).")
-            rows.append({"prompt": [{"role": "user", "content": opening}], SEED: drawn, "opening": opening})
-        return rows
+            return opening
+
+        return rows_of(count, seed, "openenv", f"at {cls.url}", opened)
+
+    def _opened(self, **arguments: Any) -> str:
+        return self._say(self._open(**arguments))
 
     def _open(self, **arguments: Any) -> Any:
         client = _client_of(self.url)

@@ -19,7 +19,9 @@ from psigrad.errors import UserError, nearest
 from psigrad.language.rewards.outcomes import text_of
 
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_ABBREVIATION = re.compile(r"\b(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|inc|ltd|co|e\.g|i\.e|a\.m|p\.m|u\.s|[a-z])\.$", re.IGNORECASE)
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|inc|ltd|co|e\.g|i\.e|a\.m|p\.m|u\.s)|(?<![^\s.('\"])[a-z])\.$", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?=\s|$)|[。！？]+")
 
 

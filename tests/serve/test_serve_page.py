@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from contextlib import chdir
 from pathlib import Path
 
@@ -38,3 +41,13 @@ def test_the_examples_run(as_on_the_page, capsys):
     assert "modalities unsupported_parameter\n" in said
     whole, count = names["answer"].choices[0].message.content, names["answer"].usage.completion_tokens
     assert said.startswith(f"{whole} {count}\n{whole}"), "the stream says what the whole answer did"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+def test_the_page_s_line_for_curl_is_answered(as_on_the_page):
+    (line,) = re.findall(r"```\n(curl .*?)```", PAGE.read_text(), re.DOTALL)
+    said = subprocess.run(
+        ["bash", "-c", line.replace("curl ", "curl --silent --max-time 60 ", 1)], capture_output=True, timeout=90
+    )
+    answer = json.loads(said.stdout)
+    assert answer["object"] == "chat.completion" and answer["usage"]["completion_tokens"] >= 1

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("tinker") else ["test_tinker_client.py"]
+collect_ignore = [] if find_spec("tinker") else ["test_tinker_client.py", "test_cookbook.py"]

@@ -10,11 +10,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from psigrad import extras
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of
+from psigrad.language.loading import teacher
 from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.given_model import GivenModel, take_weights
 from psigrad.language.loading.model_source import find_adapter, locate, lora_of
+from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.backbone import without_bars
 from psigrad.language.models.language_model import LanguageModel
@@ -192,11 +195,18 @@ def load_reference(
     world: World = ALONE,
 ) -> LanguageModel:
     """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
-    other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
+    other = _load_other(path, config, dtype, world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
         )
+    return other
+
+
+def _load_other(
+    path: str, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"], world: World
+) -> LanguageModel:
+    other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
     other.network.requires_grad_(False)
     return other
 
@@ -204,13 +214,18 @@ def load_reference(
 @without_bars()
 def load_own_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
-) -> LanguageModel:
+) -> LanguageModel | Teacher:
     """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
-    adapter, else a copy that never learns.
+    adapter, else a copy that never learns. A `Teacher` where it is a server, or has another tokenizer.
     """
     dtype = config.reference_dtype or config.model.dtype
+    if teacher.is_address(config.reference):
+        found: Teacher = extras.load("teacher").connect(config, model)
+        return found
     if config.reference:
-        return load_reference(config.reference, model, config, dtype, world)
+        other = _load_other(config.reference, config, dtype, world)
+        same = other.tokenizer.get_vocab() == model.tokenizer.get_vocab()
+        return other if same else teacher.of_model(other, model, config.reference)
     saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
     return load_start(config, model, checkpoint, world, dtype, saved)
 

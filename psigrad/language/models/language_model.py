@@ -18,7 +18,7 @@ from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained,
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.weights_only import WeightsOnly
-from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, token_stats
+from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
 from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
@@ -35,8 +35,8 @@ VALUE_HEAD = "value_head"
 class Divergence:
     """What `LanguageModel.evaluate` measures besides: how far the policy is from `model`, exactly, summed over the vocabulary."""
 
-    model: LanguageModel
-    """The reference or teacher. A LoRA model may be its own: the adapter is then off."""
+    model: LanguageModel | Top
+    """The reference or teacher. A LoRA model may be its own: the adapter is then off. Or its most probable tokens [N, T, k]."""
     kind: str = "exact"
     """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
     mixture: float = 0.5
@@ -190,9 +190,14 @@ class LanguageModel(Pretrained):
             else:
                 hidden, head = self._target_hidden(forward)
             reference = Divergence(kl_to) if isinstance(kl_to, LanguageModel) else kl_to
-            reference_hidden, reference_head = None, None
-            if reference is not None:
-                reference_hidden, reference_head = self._reference_hidden(reference, inputs, forward)
+            reference_hidden: Tensor | Top | None = None
+            reference_head: Callable[[Tensor], Tensor] | None = None
+            other = None if reference is None else reference.model
+            if isinstance(other, Top):
+                top = other[(forward.targets.n.cpu(), forward.targets.t.cpu())]
+                reference_hidden, reference_head = Top(top.ids.to(self.device), top.logp.to(self.device)), nn.Identity()
+            elif reference is not None and other is not None:
+                reference_hidden, reference_head = self._reference_hidden(reference, other, inputs, forward)
             kind, mixture = ("exact", 0.5) if reference is None else (reference.kind, reference.mixture)
             wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture, mean_logp)
             cached = None if forward.cached is None else forward.cached.logps
@@ -202,10 +207,10 @@ class LanguageModel(Pretrained):
         return with_whole_weights(self, compute), forward.targets
 
     def _reference_hidden(
-        self, asked: Divergence, inputs: Groups | Rows, forward: ForwardInputs
+        self, asked: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """As `_target_hidden`, of the reference: without gradient, and without the adapter where it is this model itself."""
-        other, theirs = asked.model, replace(forward, cached=None)
+        theirs = replace(forward, cached=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
             theirs = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
         with torch.no_grad():
@@ -214,6 +219,17 @@ class LanguageModel(Pretrained):
             with self.without_adapter():
                 hidden, head = self._target_hidden(theirs)
             return hidden, base_of(head)  # it is asked later, when the adapter is on again
+
+    @torch.no_grad()
+    def most_probable(self, inputs: Groups, k: int) -> tuple[Tensor, Top]:
+        """log π [N, T] of the completions' tokens, and the k most probable tokens [N, T, k] at each of their places."""
+        self.switch(False)
+        forward = lay_out(inputs, self.device, not self.why_padded)
+        hidden, head = with_whole_weights(self, lambda: self._target_hidden(forward))
+        found = [torch.log_softmax(upcast(head(some)), -1).topk(min(k, self.vocabulary)) for some in hidden.split(256)]
+        at, shape = (forward.targets.n, forward.targets.t), forward.targets.shape
+        columns = torch.cat([top.indices for top in found]), torch.cat([top.values for top in found])
+        return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""

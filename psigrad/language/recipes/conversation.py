@@ -19,7 +19,7 @@ from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes, Player
-from psigrad.language.rollout.episodes.tools import CallForm, ToolBoxes, call_form_of, resolve, schemas
+from psigrad.language.rollout.episodes.tools import CallForm, Tool, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.runs.journal import Journal
 
@@ -48,8 +48,9 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
             yield agents
         return
     placement: Placement | None = getattr(config, "placement", None)
-    form = call_form_of(tokenizer) if config.tools else CallForm()
-    if config.tools and journal is not None and not (form.family or form.response_template):
+    calls = bool(config.tools or _server(config))
+    form = call_form_of(tokenizer) if calls else CallForm()
+    if calls and journal is not None and not (form.family or form.response_template):
         text = "The chat template does not tell in which form the model calls tools, so calls are read in every known form."
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
@@ -72,8 +73,12 @@ def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes:
 
 
 def _playing(config: Played, form: CallForm) -> Playing:
-    tools = resolve(config.tools, config.worker_env)
-    factory: Any = environments.resolve(config.environment) if config.environment else ToolBoxes(tools, form)
+    factory: Any
+    if server := _server(config):
+        factory = extras.load("mcp environment").episodes_of(server, config.worker_env, form)
+    else:
+        tools = resolve(config.tools, config.worker_env)
+        factory = environments.resolve(config.environment) if config.environment else ToolBoxes(tools, form)
     if config.environment and environments.is_ours(config.environment):
         return InProcess(factory)
     return EnvironmentPool(
@@ -113,11 +118,22 @@ def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 
+def _server(config: Played) -> str:
+    """The MCP server that is the environment; empty where it is none."""
+    return str(config.environment) if environments.library_of(config.environment) == "mcp" else ""
+
+
+def offered_tools(config: Played) -> list[Tool]:
+    """What the policy may call: the tools, or those of an environment that is a server. Raises `UserError`."""
+    if server := _server(config):
+        return list(extras.load("mcp environment").episodes_of(server, config.worker_env).tools)
+    return resolve(config.tools, config.worker_env)
+
+
 def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     """The rows with the tools' schemas, which the chat template shows to the model."""
-    if not config.tools:
+    if not (shown := schemas(offered_tools(config))):
         return list(rows)
-    shown = schemas(resolve(config.tools, config.worker_env))
     for row in rows:
         if isinstance(row.prompt, str):
             raise UserError(

@@ -15,9 +15,10 @@ from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.sources import parse_mixture
 from psigrad.language.models.native.kernels import kernels
+from psigrad.language.recipes.conversation import offered_tools
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.episodes import environments, tools
+from psigrad.language.rollout.episodes import environments
 from psigrad.records import pins
 from psigrad.runs.machine import pins_of
 
@@ -80,10 +81,11 @@ def _models(config: Config) -> dict[str, str]:
 def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
     users: dict[str, list[object]] = {"reward": list(functions)}
     if isinstance(config, OnlineConfig):
-        users["environment"] = [environments.resolve(config.environment)] if config.environment else []
+        own = config.environment and not environments.library_of(config.environment)
+        users["environment"] = [environments.resolve(config.environment)] if own else []
         users["agent"] = [imported_callable(config.agent, "agent")] if isinstance(config.agent, str) and config.agent else []
         users["agent"] += [config.agent] if callable(config.agent) else []
-        users["tools"] = list(tools.resolve(config.tools, config.worker_env))
+        users["tools"] = list(offered_tools(config))
         algorithm = resolve_online(config.algorithm)
         users["algorithm"] = [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     if isinstance(config, PreferenceConfig):

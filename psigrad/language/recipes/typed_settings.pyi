@@ -322,6 +322,9 @@ class OnlineSettings(Given, total=False):
     hub_revision: str
     algorithm: Any
     reference: str
+    reference_model: str
+    reference_tokenizer: str
+    reference_top_k: int
     reference_dtype: Literal["", "float32", "bfloat16"]
     ref_model_sync_steps: int
     ref_model_mixup_alpha: float

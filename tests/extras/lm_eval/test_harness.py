@@ -166,7 +166,7 @@ def test_sampled_answers_depend_on_the_seed_alone(model, tasks, tmp_path):
 def test_what_the_sampler_does_not_know_is_refused(model):
     found = harness.HarnessModel(model)
     with pytest.raises(harness.UserError, match="num_beams, which psigrad's sampler does not know"):
-        found._params({"num_beams": 4, "max_gen_toks": 3}, [])
+        found._params({"num_beams": 4, "max_gen_toks": 3})
 
 
 DATED = (

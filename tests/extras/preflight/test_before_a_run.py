@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from tiny_jobs import online_config, sft_config
+from tiny_jobs import agent_config, online_config, sft_config
 from tiny_rewards import of_misspelt, of_nothing
 
 from psigrad.errors import UserError
@@ -38,6 +38,8 @@ def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens
     assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " here and evaluations." in said
+    plan.foretell(agent_config(job, tmp_path / "agent"))
+    assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
 
 
 def test_a_long_run_that_nobody_asked_for_is_begun_on_a_yes_alone(job, tmp_path, monkeypatch):

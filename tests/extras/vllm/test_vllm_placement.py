@@ -10,8 +10,11 @@ import torch
 from psigrad.config import OnlineConfig
 from psigrad.config.sections import Sampling
 from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import prepare
 from psigrad.language.recipes.online import longest_of
-from psigrad_extras.vllm.vllm_backend import devices_of
+from psigrad_extras.vllm import vllm_backend
+from psigrad_extras.vllm.vllm_backend import VLLMSampler, devices_of, log_probs, rounding, written
 from psigrad_extras.vllm.vllm_engine import Engine
 
 
@@ -71,3 +74,24 @@ def test_the_room_of_a_text_is_the_runs():
     held_out = SimpleNamespace(prompts=[SimpleNamespace(ids=(1,) * 41)])
     assert longest_of(config, prepared, None) == 130 and longest_of(config, prepared, held_out) == 141
     assert longest_of(OnlineConfig(tools=("x",)), prepared, None) == 0
+
+
+def test_half_precision_is_allowed_what_it_does_to_the_trainers_own_numbers(monkeypatch):
+    """On text that the model writes; a gap of more is another model, and in float32 there is no such allowance."""
+    torch.manual_seed(0)
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    plain, other = (tiny.model("qwen3", len(tokenizer), hidden=32, layers=2, heads=2) for _ in range(2))
+    exact, half = prepare(plain, tokenizer), prepare(other.bfloat16(), tokenizer)
+    probe = written(half, 24)
+    assert len(probe) == 24 == len(log_probs(half, probe)) + 1 and rounding(exact, probe) == 0
+    own = rounding(half, probe)
+    assert 1e-4 < own < 0.1 and half.network.dtype == torch.bfloat16
+    monkeypatch.setattr(vllm_backend, "PROBE", 24)
+    sampler = VLLMSampler.__new__(VLLMSampler)
+    for model, fine, wrong in ((half, 2 * own, 3 * own), (exact, 5e-5, 2e-4)):
+        sampler.model = model
+        monkeypatch.setattr(VLLMSampler, "gap", lambda self, probe, gap=fine: gap)
+        assert sampler.verify() == fine
+        monkeypatch.setattr(VLLMSampler, "gap", lambda self, probe, gap=wrong: gap)
+        with pytest.raises(UserError, match="it computes this model otherwise"):
+            sampler.verify()

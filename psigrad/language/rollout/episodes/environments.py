@@ -16,8 +16,8 @@ from psigrad.importing import imported_callable
 from psigrad.processes.workers.child import reason_for
 
 Message = dict[str, Any]
-# Environments of other libraries, as `psigrad.extras` knows them, by what stands before the colon.
-LIBRARIES = ("openenv", "verifiers")
+# Environments of other libraries: what stands before the colon, and the module's name in `psigrad.extras`.
+LIBRARIES = {"openenv": "openenv", "verifiers": "verifiers", "mcp": "mcp environment"}
 # What the policy reads next: text (a user's turn where the prompt is a conversation), or messages with roles of their own.
 Observation = str | list[Message]
 
@@ -239,8 +239,16 @@ def is_ours(environment: str | Factory) -> bool:
     return isinstance(environment, str) and ":" not in environment
 
 
+def library_of(environment: str | Factory) -> str:
+    """The library that an environment is of, as `LIBRARIES` names it; empty for psigrad's games and a user's own."""
+    kind = environment.partition(":")[0] if isinstance(environment, str) else ""
+    return kind if kind in LIBRARIES else ""
+
+
 def resolve(environment: str | Factory) -> Factory:
-    """The environment that is meant: a built-in's name, "openenv:ADDRESS", "verifiers:TASKSET", "module:Class", or the class."""
+    """The environment that is meant: a built-in's name, "openenv:ADDRESS", "verifiers:TASKSET", "mcp:COMMAND", "module:Class", or
+    the class.
+    """
     if not isinstance(environment, str):
         return environment
     if is_ours(environment):
@@ -249,9 +257,8 @@ def resolve(environment: str | Factory) -> Factory:
             known, hint = ", ".join(games), nearest(environment, games) or "."
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")
         return games[environment]
-    kind, _, named = environment.partition(":")
-    if kind in LIBRARIES:
-        adapted: Factory = extras.load(kind).adapt_named(named)
+    if kind := library_of(environment):
+        adapted: Factory = extras.load(LIBRARIES[kind]).adapt_named(environment.partition(":")[2])
         return adapted
     found = imported_callable(environment, "environment")
     for method in ("reset", "step"):

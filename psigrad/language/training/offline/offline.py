@@ -120,12 +120,12 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     config, clock = run.config, run.journal.clock()
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
     lr = learning_rate(config.optim, state.step, run.total_steps)
-    figures: dict[str, float] = {}
+    sums: dict[str, Tensor] = {}
     with clock("time/update"):
         world = run.journal.world
         shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
-        norm = run.optimizer.step([partial(_count, share, weight, figures) for share, weight in shares], lr)
-        figures = sum_figures(world, figures)
+        norm = run.optimizer.step([partial(_count, share, weight, sums) for share, weight in shares], lr)
+        figures = sum_figures(world, {name: float(term) for name, term in sums.items()})
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
         **figures,
@@ -143,13 +143,13 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     return after, f"loss {figures['loss']:.3f}"
 
 
-def _count(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
-    """The loss of one share, its terms added to `figures`; with weight 0 a loss of 0 that counts nowhere."""
+def _count(share: Share, weight: float, sums: dict[str, Tensor]) -> Tensor:
+    """The loss of one share, its terms added to `sums`; with weight 0 a loss of 0 that counts nowhere."""
     loss = share()
     if not weight:
         return 0.0 * loss.value
     for name, term in loss.terms.items():
-        figures[name] = figures.get(name, 0.0) + float(term)
+        sums[name] = term.double() + sums.get(name, 0.0)  # as a float it would make a GPU's queue run dry
     return loss.value
 
 

@@ -47,7 +47,7 @@ class Tally:
         self.norms: list[list[float]] = []
         self.metrics: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        self._now: dict[str, float] = {}
+        self._now: dict[str, Tensor] = {}
         self._gap_sum, self._gap_max, self._gap_count, self._unlike = 0.0, 0.0, 0, 0
 
     @property
@@ -58,7 +58,7 @@ class Tally:
     def add(self, loss: Loss) -> Tensor:
         """Count a micro-batch's share of the loss and its terms; the share, for the backward pass."""
         for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
-            self._now[name] = self._now.get(name, 0.0) + float(term)
+            self._now[name] = term.double() + self._now.get(name, 0.0)  # as a float it would make a GPU's queue run dry
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
@@ -76,7 +76,7 @@ class Tally:
 
     def end_step(self, norms: list[float] | None) -> None:
         """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
-        self.last, self._now = sum_figures(self.world, self._now), {}
+        self.last, self._now = sum_figures(self.world, {name: float(term) for name, term in self._now.items()}), {}
         for name, value in self.last.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         if norms is not None:
@@ -109,6 +109,10 @@ class Tally:
             figures["sampling/sampling_logp_difference/max"] = self._gap_max
             figures["sampling/sampling_logp_difference/share"] = self._unlike / self._gap_count
         return figures
+
+
+WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
+"""Figures of how rewards differ within the groups."""
 
 
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""Environments that are MCP servers: `--environment "mcp:python game.py"`, or mcp:http://… of one that runs.
+
+Its tools are what the policy may do, offered and called as those of a run are. Beside an answer (`_meta`, which no model reads)
+the server may say `reward`, a number, and `done`. Its tool `reset`, which is not offered, begins an episode and may name it
+(`episode`): that name is then given to every tool with a parameter `episode`, which is not offered either. So one server without
+sessions plays any number of episodes at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from psigrad.language.rollout.episodes.environments import Observation, Step
+from psigrad.language.rollout.episodes.tools import CallForm, ToolBox, ToolBoxes, resolve
+from psigrad_extras.connect.mcp_tools import MCPTool
+from psigrad_extras.connect.seeded_episodes import RESET, SEED, begin, rows_of
+
+EPISODE = "episode"
+
+
+@dataclass(frozen=True)
+class ServerEpisodes(ToolBoxes):
+    """The episodes of a server: what it offers, and the tool that begins one."""
+
+    opens: MCPTool | None = None
+
+    def __call__(self) -> ServerEpisode:
+        """One of them."""
+        return ServerEpisode(self)
+
+    def rows(self, count: int, seed: int) -> list[Mapping[str, Any]]:
+        """A row for each of `count` seeds, where the server begins with one. Raises `UserError`."""
+        takes = self.opens is not None and SEED in self.opens.parameters
+        named = f"{self.tools[0].server!r}" if self.tools and isinstance(self.tools[0], MCPTool) else ""
+        return rows_of(count, seed, "mcp", named, self().opened if takes else lambda **_: "")
+
+
+def episodes_of(server: str, variables: Sequence[str] = (), form: CallForm | None = None) -> ServerEpisodes:
+    """What "mcp:…" means as an environment. `variables` are environment variables that the server gets besides the usual ones,
+    `form` is how calls are written. Raises `UserError` where there is no server.
+    """
+    tools = {tool.name: tool for tool in resolve([server], variables) if isinstance(tool, MCPTool)}
+    opens = tools.pop(RESET, None)
+    return ServerEpisodes([_without_episode(tool) for tool in tools.values()], form or CallForm(), opens)
+
+
+def _without_episode(tool: MCPTool) -> MCPTool:
+    """The tool as it is offered: which episode it is for, psigrad says."""
+    if EPISODE not in tool.parameters:
+        return tool
+    schema = copy.deepcopy(dict(tool.schema))
+    offered = schema["function"]["parameters"]
+    del offered["properties"][EPISODE]
+    offered["required"] = [name for name in offered.get("required", ()) if name != EPISODE]
+    return replace(tool, schema=schema, beside=(EPISODE,))
+
+
+class ServerEpisode(ToolBox):
+    """One episode: the tools, with what the server says that their answers are worth."""
+
+    def __init__(self, made: ServerEpisodes) -> None:
+        super().__init__(made.tools, made.form)
+        self._opens, self._episode = made.opens, None
+        self._worth, self._over = 0.0, False
+
+    def reset(self, row: Mapping[str, Any]) -> Observation | None:  # type: ignore[override]
+        """Begin; the server's opening, where it is not the row's prompt."""
+        return None if self._opens is None else begin(row, self.opened)
+
+    def opened(self, **arguments: Any) -> str:
+        """Have the server begin with these arguments. Raises `ValueError` where it does not."""
+        assert self._opens is not None
+        if unknown := sorted(set(arguments) - set(self._opens.parameters)):
+            known = ", ".join(self._opens.parameters) or "nothing"
+            raise ValueError(f"the row has {', '.join(unknown)} for the server's tool reset, which takes {known}")
+        text, beside = self._opens.ask(arguments)
+        if text.startswith("error: "):
+            raise ValueError(f"the server's tool reset says {text.removeprefix('error: ')}")
+        self._episode = beside.get(EPISODE)
+        return text
+
+    def step(self, completion: str) -> Step:
+        """Answer every call of the completion, until the server says that it is done; one without a call ends the episode."""
+        self._worth = 0.0
+        said = super().step(completion)
+        return said._replace(reward=self._worth, done=said.done or self._over)
+
+    def _run_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        tool = self.tools[name]
+        if self._over:
+            return "error: the episode is over"
+        assert isinstance(tool, MCPTool)
+        text, beside = tool.ask({**arguments, **dict.fromkeys(tool.beside, self._episode)})
+        self._worth += float(beside.get("reward") or 0.0)
+        self._over = bool(beside.get("done"))
+        return text
+
+
+def adapt_named(server: str) -> ServerEpisodes:
+    """What `mcp:SERVER` means."""
+    return episodes_of(f"mcp:{server}")

@@ -1,0 +1,39 @@
+"""Episodes that a server begins: a row is a seed, what the server opens with is its prompt, and one seed opens in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from psigrad import seeds
+from psigrad.errors import UserError
+from psigrad.language.rollout.episodes.environments import Observation
+
+SEED, RESET = "seed", "reset"
+"""Columns of a row: the seed that the server begins with, and an object of its other arguments."""
+Open = Callable[..., str]
+"""Begins an episode with these arguments; what the server says first."""
+
+
+def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
+    """Begin a row's episode; the opening, where it is not the row's prompt. Raises `ValueError` where it is not as it was."""
+    more = {SEED: row[SEED]} if row.get(SEED) is not None else {}
+    opening = opened(**more, **(row.get(RESET) or {}))
+    if row.get("opening") is None:
+        return [{"role": "user", "content": opening}] if opening else None
+    if opening != row["opening"]:
+        before = row["opening"][:80]
+        raise ValueError(f"by one seed the server opens with {before!r} and {opening[:80]!r}; a group must begin alike")
+    return None
+
+
+def rows_of(count: int, seed: int, kind: str, server: str, opened: Open) -> list[Mapping[str, Any]]:
+    """A row for each of `count` seeds of this kind of server. Raises `UserError` where it opens with nothing."""
+    rows: list[Mapping[str, Any]] = []
+    for number in range(count):
+        drawn = seeds.derive(seed, kind, number) % 2**31
+        opening = opened(**{SEED: drawn})
+        if not opening:
+            raise UserError(f"The server {server} opens with nothing to read; give a dataset with prompts (--dataset).")
+        rows.append({"prompt": [{"role": "user", "content": opening}], SEED: drawn, "opening": opening})
+    return rows
