@@ -184,3 +184,10 @@ def test_seeds_of_moves_and_of_choices_are_two_streams():
     half = np.full((7, 1), 1.0)
     first = [e.states.tolist() for e in tabular.rollouts(WALK, half, 20, seed=3)]
     assert first == [e.states.tolist() for e in tabular.rollouts(WALK, ONLY, 20, seed=3)]
+
+
+def test_choices_are_drawn_from_the_second_stream_of_the_seed():
+    """One step of two equal actions: the second where the number drawn is 1/2 or more. The first stream is the world's."""
+    bandit = MDP(np.stack([[[0.0, 1.0], [0.0, 1.0]]] * 2), np.zeros((2, 2)), 1.0, terminal=[False, True], start=[1.0, 0.0])
+    chosen = [int(e.actions[0]) for e in tabular.rollouts(bandit, np.full((2, 2), 0.5), 20, seed=3)]
+    assert chosen == (np.random.default_rng((3, 1)).random(20) >= 0.5).astype(int).tolist()
