@@ -191,3 +191,12 @@ def test_choices_are_drawn_from_the_second_stream_of_the_seed():
     bandit = MDP(np.stack([[[0.0, 1.0], [0.0, 1.0]]] * 2), np.zeros((2, 2)), 1.0, terminal=[False, True], start=[1.0, 0.0])
     chosen = [int(e.actions[0]) for e in tabular.rollouts(bandit, np.full((2, 2), 0.5), 20, seed=3)]
     assert chosen == (np.random.default_rng((3, 1)).random(20) >= 0.5).astype(int).tolist()
+
+
+@pytest.mark.parametrize(("gamma", "nowhere"), [(1.0, [True, False, False]), (0.9, [False] * 3)])
+def test_a_state_from_which_nothing_leads_on_is_said_where_gamma_is_1(gamma, nowhere):
+    """The first state stays where it is for ever, the second ends in the third, for 1."""
+    stays = np.array([[[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]])
+    mdp = MDP(stays, np.array([[0.0], [1.0], [0.0]]), gamma, terminal=[False, False, True])
+    *_, last = tabular.value_iteration(mdp)
+    assert last.leads_nowhere.tolist() == nowhere and last.value.tolist() == [0.0, 1.0, 0.0]
