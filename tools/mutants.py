@@ -238,10 +238,14 @@ class Judge:
                 print(f"survived  {mutant.file}:{mutant.line}  {mutant.before}  ->  {mutant.after}", flush=True)
 
 
-def verdicts(tests: Iterable[str]) -> dict[str, dict[str, Any]]:
+def verdicts() -> dict[str, dict[str, Any]]:
     """The last verdict on each mutant; a kill by a test that is gone is none."""
-    known, found = set(tests), {row["key"]: row for row in VERDICTS.rows()}
-    return {key: row for key, row in found.items() if not row["killed"] or row["how"] == "import" or row["by"] in known}
+
+    def is_there(test: str) -> bool:
+        return f"def {test.rpartition('::')[2].partition('[')[0]}(" in source_of(test.partition("::")[0])
+
+    found = {row["key"]: row for row in VERDICTS.rows()}
+    return {key: row for key, row in found.items() if not row["killed"] or row["how"] == "import" or is_there(row["by"])}
 
 
 def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold], tracer: Any, collected: Collected) -> None:
@@ -266,7 +270,7 @@ def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold]
     )
     judges = [Judge(collected, one, coverage, functions) for one in cold]
     check(judges[0])
-    known = verdicts(passing)
+    known = verdicts()
     if asked.again:
         known = {key: row for key, row in known.items() if row["killed"]}
 
@@ -320,7 +324,7 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
     """What is known of the sample and of the faults that people planted. The `reasons` of survivors, written by hand, stay."""
     held = json.loads(RESULTS.read_text())["reasons"] if RESULTS.exists() else {}
     reasons = {mutant.key: held[mutant.key] for mutant in drawn if mutant.key in held}
-    known = verdicts(row["test"] for row in MEASURED.rows())
+    known = verdicts()
     judged = [mutant for mutant in drawn if mutant.key in known]
     killed = [mutant for mutant in judged if known[mutant.key]["killed"]]
     rooms = {
