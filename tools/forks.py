@@ -30,18 +30,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = (
-    "-q",
-    "--disable-warnings",
-    "--capture=sys",
-    "--timeout=0",
-    "-p",
-    "no:faulthandler",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-)
+OPTIONS = ("-q", "--disable-warnings", "--capture=sys", "--timeout=0", "-p", "no:faulthandler", "-p", "no:cacheprovider")
 # What a test may take is processor time, since a busy machine is no verdict: so many times its own, and LEAST seconds more.
 TIMES, LEAST = 10, 10
 # What waits and computes nothing is given up after so many times that on the clock, and is no verdict either.
@@ -147,7 +136,7 @@ class Collected:
         self.items: dict[str, Any] = {}
         self.broken: list[str] = []
         self.reports: list[Any] = []
-        self.error: BaseException | None = None
+        self.error: BaseException | None = SystemExit("pytest stopped before it had collected the tests.")
 
     def pytest_collection(self) -> None:
         """Before any test of hypothesis's is made: the same examples each time, none kept for the next, and none made smaller."""
@@ -165,6 +154,7 @@ class Collected:
     def pytest_runtestloop(self, session: Any) -> bool:
         """Instead of pytest's own."""
         self.items = {item.nodeid: item for item in session.items}
+        self.error = None
         try:
             self.then(self)
         except BaseException as error:  # which pytest would swallow
@@ -361,7 +351,7 @@ def _imported(request: Request) -> Verdict:
         found.append(Verdict(True, broken[0], "import") if broken else collected.noticed(request.tests))
 
     collect(dict.fromkeys(name.partition("::")[0] for name, _ in request.tests), judge)
-    return found[0] if found else Verdict(True, request.tests[0][0].partition("::")[0], "import")
+    return found[0]
 
 
 def _import_changed(file: Path, source: str) -> None:
