@@ -360,7 +360,10 @@ def page(found: Mapping[str, Any]) -> str:
     lines += [row(room, *counts) for room, counts in found["rooms"].items()]
     lines += [row("**all**", found["drawn"], found["judged"], found["killed"]), ""]
     if found["judged"] < found["drawn"]:
-        lines += ["Not all of the sample is judged yet. What is judged of a room is a random part of what was drawn of it.", ""]
+        lines += [
+            "Not all of the sample is judged yet. What is judged of a room is a random part of what was drawn of it, and was"
+        ]
+        lines += ["tried with that room's tests; the others' are tried on what is left when the whole sample is judged.", ""]
     words = {"failed": "a test failed", "time": "ten times its processor time"}
     words |= {"died": "its process died", "import": "on import"}
     lines += ["Noticed by: " + ", ".join(f"{words[how]} {count}" for how, count in sorted(found["how"].items())) + ".", ""]

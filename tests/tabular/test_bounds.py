@@ -200,3 +200,13 @@ def test_a_state_from_which_nothing_leads_on_is_said_where_gamma_is_1(gamma, now
     mdp = MDP(stays, np.array([[0.0], [1.0], [0.0]]), gamma, terminal=[False, False, True])
     *_, last = tabular.value_iteration(mdp)
     assert last.leads_nowhere.tolist() == nowhere and last.value.tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("in_place", "low"), [(False, 1.0), (True, -1.0)])
+def test_a_sweep_in_place_bounds_what_is_left_from_both_sides(in_place, low):
+    """One state that pays 1 for ever, gamma 1/2: the first sweep moves V by 1, and what is left is 1/2/(1 - 1/2)·1 = 1. From old
+    values alone it is known to be that; in place only that it is no more.
+    """
+    one = MDP(np.ones((1, 1, 1)), np.ones((1, 1)), 0.5)
+    sweep = next(iter(tabular.policy_evaluation(one, [0], in_place=in_place)))
+    assert (sweep.low, sweep.high) == pytest.approx((low, 1.0), abs=1e-12)
