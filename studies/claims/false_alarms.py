@@ -23,7 +23,7 @@ from studies.claims.loopholes import FLAWS, HONEST, LOST, RULES
 from studies.settings import AlarmSettings
 from studies.trials import ClaimVerdict, Trial
 
-FIRST_SEED = 12000
+FIRST_SEED = 9000
 """The rules were chosen on seeds below 100, and measured as they were before on those from 5000 on."""
 FACTORS = (1 / 3, 1.0, 3.0)
 """Of the learning rate: some runs learn slowly, some shake. Rewards are exploited at the last of them."""
