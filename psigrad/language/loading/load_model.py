@@ -20,6 +20,7 @@ from psigrad.language.loading.model_source import find_adapter, locate, lora_of
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.backbone import without_bars
+from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
@@ -65,7 +66,7 @@ def _load_language_model(
 ) -> LanguageModel:
     """The model from its folder or from the hub, under its own tokenizer or the one given."""
     lora, before = lora_of(settings), find_adapter(settings)
-    _check_shards(lora, world)
+    _check_shards(settings, lora, world)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
@@ -89,6 +90,8 @@ def _prepare_given(
     lora = lora_of(settings)
     if checkpoint is not None and lora is None:
         take_weights(network, checkpoint)
+    if lora is not None and settings.quantize_base:
+        code_linears(network, settings.quantize_base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         made = prepare(
@@ -105,6 +108,7 @@ def _prepare_given(
 def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
     """What every loader of a model that may learn is told by the settings."""
     return {
+        "base": settings.quantize_base,
         "dtype": settings.dtype,
         "device": machine.device(run),
         "gradient_checkpointing": settings.gradient_checkpointing,
@@ -113,7 +117,9 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
     }
 
 
-def _check_shards(lora: Lora | None, world: World) -> None:
+def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
+    if world.lockstep and settings.quantize_base and lora is not None:
+        raise UserError("quantize_base keeps a base in codes, which placement.strategy=fsdp cannot shard; use ddp.")
     if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
         raise UserError(
             "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; use ddp, or a plain "
@@ -158,7 +164,7 @@ def _load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
 ) -> ScalarModel:
     lora = lora_of(settings)
-    _check_shards(lora, world)
+    _check_shards(settings, lora, world)
     whole = checkpoint is not None and lora is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh head and a fresh adapter

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, with_whole_weights
+from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
 from psigrad.language.models.lora import Lora, base_of
+from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
 from psigrad.objective import PolicyOutputs
@@ -283,21 +285,27 @@ def load(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     for_shards: bool = False,
+    base: Kind | Literal[""] = "",
 ) -> LanguageModel:
     """The model at `path` (a folder or a hub name), ready to train and to sample.
 
     `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's, or
     that tokenizer. `eos_token` is its EOS, where its own is none or another.
     `trust_remote_code` runs the Python code that comes with the model. `for_shards` leaves the weights in the host's memory, on
-    their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. Raises `UserError` if
-    nothing loads from `path`.
+    their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. `base`
+    is how the layers of what `lora` adapts are coded. Raises `UserError` if nothing loads from `path`.
     """
-    plain = lora is None and device == "cpu"
+    kind = base or None if lora is not None else None
+    plain = (lora is None or kind is not None) and device == "cpu"
     try:
-        found = weights_only.load(path, DTYPES[dtype], mapped=for_shards) if plain else None
+        found = weights_only.load(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
         network: Any = found[0] if found is not None else None
+        if network is None and kind == "gguf":
+            raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
         if network is None:
             network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+            if kind is not None:
+                code_linears(network, kind)
         if isinstance(tokenizer, str):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
         if eos_token in tokenizer.get_vocab():

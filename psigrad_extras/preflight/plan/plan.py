@@ -39,7 +39,7 @@ def run(config: Config, asked: PlanConfig) -> str:
         found_splits = splits(config, lengths, found, asked.devices, asked.network * 1e9, rows)
         fewest = smallest(config, lengths, found)
         return json.dumps(placements(found_splits)) if asked.json else divisions(found_splits, source, fewest)
-    plan = predict(config, lengths, found, dataset=rows, eight_bit=asked.eight_bit)
+    plan = predict(config, lengths, found, dataset=rows)
     return json.dumps(figures(plan)) if asked.json else table(plan, source)
 
 

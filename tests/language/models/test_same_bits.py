@@ -49,6 +49,13 @@ def test_no_bit_differs(name, kind, tokenizer):
     assert unlike(model, 0.7) == (0, 0.0)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("members", [1, 2])
+def test_nor_with_few_sequences(members, kind, tokenizer):
+    """Of which the last is alone at the end."""
+    assert unlike(made(CONFIGS["qwen3"], tokenizer, kind), members=members, tokens=30) == (0, 0.0)
+
+
 def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 4096)
     model = made(CONFIGS["qwen3"], tokenizer)
@@ -64,7 +71,7 @@ def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkey
 
 
 def test_negative_control_without_packed_matrices_the_last_bits_differ(tokenizer, monkeypatch):
-    """As where fewer sequences than pay for the packing are decoded."""
+    """As of a model whose matrices would take too much memory."""
     monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
     count, most = unlike(made(CONFIGS["qwen3"], tokenizer), members=4)
     assert count and most < 1e-5
