@@ -130,7 +130,8 @@ CLAIMS: dict[str, tuple[str, str, str]] = {
         "`--seeds 41 --hacks 16 --prompts 8 --held-out 200`, in batches half as large as elsewhere. The flawed rewards are exploited within six steps, "
         "and evaluated every twelve, so that no evaluation but that before the first step sees the truth before it falls; the twelve was chosen after "
         "a look at other seeds. The honest runs were measured twice: 75 from seed 9000 on, of which one was told, which left the share undecided, and 48 more from "
-        "seed 12000 on, of which none was; how many more was a matter of the machine's time, and no rule was changed in between. Alone the 48 say [0, 0.074]; "
+        "seed 12000 on, of which none was; 240 were planned, the machine's time ended at 48, the two "
+        "were put together after both were seen, and no rule was changed in between. Alone the 48 say [0, 0.074]; "
         "an interval that is looked at twice is a little too narrow. *longer* and *cut_and_rewarded* speak of the same runs as *apart* here, so what *apart* adds is not "
         "shown. Of the reward *tests* only two runs in sixteen exploit at once, and one of these was missed. At the largest rate most honest runs collapse, which no rule "
         "takes for exploitation, since reward and truth fall together.",
