@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import os
@@ -327,10 +328,16 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
     known = verdicts()
     judged = [mutant for mutant in drawn if mutant.key in known]
     killed = [mutant for mutant in judged if known[mutant.key]["killed"]]
-    rooms = {
-        room: [sum(m.file.split("/")[1] == room for m in some) for some in (drawn, judged, killed)]
-        for room in sorted({mutant.file.split("/")[1] for mutant in drawn})
-    }
+    rooms = {}
+    for room in sorted({mutant.file.split("/")[1] for mutant in drawn}):
+        own = [mutant for mutant in drawn if mutant.file.split("/")[1] == room]
+        first = list(itertools.takewhile(lambda mutant: mutant.key in known, own))
+        rooms[room] = [
+            len(own),
+            *(sum(m in some for m in own) for some in (judged, killed)),
+            len(first),
+            sum(m in killed for m in first),
+        ]
     tests = Counter(row["kind"] for row in measured().values())
     lost = sorted((m for m in judged if not known[m.key]["killed"]), key=lambda mutant: (mutant.file, mutant.line))
     return {
@@ -350,18 +357,20 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
 def page(found: Mapping[str, Any]) -> str:
     """The results as Markdown."""
 
-    def row(name: str, drawn: int, judged: int, killed: int) -> str:
-        low, high = wilson(killed, judged)
-        fair = judged and (judged == drawn or name in found["rooms"])
-        share = f"{killed / judged:.1%} ({low:.1%} to {high:.1%})" if fair else ""
+    def row(name: str, drawn: int, judged: int, killed: int, first: int, of_first: int) -> str:
+        low, high = wilson(of_first, first)
+        share = f"{of_first:,} of {first:,}: {of_first / first:.1%} ({low:.1%} to {high:.1%})" if first else ""
         return f"| {name} | {drawn:,} | {judged:,} | {killed:,} | {share} |"
 
-    lines = ["| room | drawn | judged | noticed | share, and 95 % interval |", "|---|---|---|---|---|"]
+    lines = [
+        "| room | drawn | judged | noticed | of the first in the sample's order, and 95 % interval |",
+        "|---|---|---|---|---|",
+    ]
     lines += [row(room, *counts) for room, counts in found["rooms"].items()]
-    lines += [row("**all**", found["drawn"], found["judged"], found["killed"]), ""]
+    lines += [f"| **all** | {found['drawn']:,} | {found['judged']:,} | {found['killed']:,} | |", ""]
     if found["judged"] < found["drawn"]:
         lines += [
-            "Not all of the sample is judged yet. What is judged of a room is a random part of what was drawn of it, and was"
+            "Not all of the sample is judged yet: of each room, those before the first that is not are a random part. They were"
         ]
         lines += ["tried with that room's tests; the others' are tried on what is left when the whole sample is judged.", ""]
     words = {"failed": "a test failed", "time": "ten times its processor time"}
