@@ -145,7 +145,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     engine, starved = _engine(config, work, policy, machine)
     items += [*load_items(parts), *engine]
-    items += [MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time")] if coded else []
+    items = _with_codes(items, policy, width, coded) if coded else items
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     cost = cost.with_head_again(work, policy) if again[0] else cost
@@ -205,6 +205,16 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
 
 # Bytes of a weight in codes, scales among them; of a GGUF file those of Q4_K and Q6_K, about half of each.
 CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
+
+
+def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) -> list[MemoryItem]:
+    """The items where layers are in codes, `coded` weights in all: read one by one, and decoded as they are."""
+    whole = 4 * policy.vocabulary * policy.hidden * (1 if policy.tied else 2)
+    return [
+        *(item for item in items if item.name not in ("weights file", "packed weights")),
+        MemoryItem("embedding", whole, "load", "in float32, while ways to compute are compared"),
+        MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time"),
+    ]
 
 
 def _frugal(config: Config, policy: Shape, learns: int, coded: int) -> dict[str, Any]:

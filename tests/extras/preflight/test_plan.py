@@ -303,6 +303,20 @@ def test_eight_bit_moments_take_a_quarter(folder):
     assert small == pytest.approx(full * 2.03125 / 8 + embedding * (8 - 2.03125))
 
 
+def test_a_base_in_codes_is_neither_mapped_whole_nor_packed_again(folder):
+    config = replace(settings(folder), model=replace(settings(folder).model, dtype="bfloat16", lora_rank=4))
+    whole, coded = (
+        plan.predict(replace(config, model=replace(config.model, quantize_base=kind)), LENGTHS, MACHINE, quick=True)
+        for kind in ("", "nf4")
+    )
+    layers = whole.policy.layer_matrices
+    assert 0 < layers < whole.policy.parameters
+    held = [named(one)["policy"] for one in (whole, coded)]
+    assert held[0] - held[1] == pytest.approx(layers * (2 - 4.5 / 8))
+    assert "packed weights" not in named(coded) and "weights file" not in named(coded)
+    assert named(coded)["unpacked layer"] == 2 * layers / whole.policy.layers
+
+
 def test_flops_are_six_per_weight_and_token_of_a_pass(folder):
     config = SFTConfig(model=Model(path=str(folder)), batch_size=4, run=Run(max_steps=1))
     made = plan.predict(config, plan.Lengths(1, 1, 1, 1), MACHINE, quick=True)
