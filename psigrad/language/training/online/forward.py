@@ -293,6 +293,11 @@ def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -
     return PolicyOutputs(**{name: by_row(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
+def add_teacher_kl(evaluation: PolicyOutputs, reference: LanguageModel | Teacher | None, rows: Tensor) -> PolicyOutputs:
+    """The evaluation of these rows with the KL by pieces of text, where a teacher of another tokenizer is the reference."""
+    return reference.add_kl(evaluation, rows) if isinstance(reference, Teacher) else evaluation
+
+
 def add_old_values(
     run: Online, algorithm: PolicyGradient, batch: Batch, step: int, tally: Tally, cache: ActivationCache | None
 ) -> Batch:

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
@@ -32,6 +31,7 @@ from psigrad.language.training.online.figures import (
 from psigrad.language.training.online.forward import (
     MicroBatch,
     add_old_values,
+    add_teacher_kl,
     by_row,
     divergence,
     follow,
@@ -189,8 +189,7 @@ def losses(
             cache=cache,
         )
         part, evaluation = prepared.select(rows), outputs_by_row(evaluation, prepared.batch, micro)
-        if isinstance(run.reference, Teacher):
-            evaluation = run.reference.add_kl(evaluation, rows)
+        evaluation = add_teacher_kl(evaluation, run.reference, rows)
         if not weight:
             return idle(evaluation)
         seen.see(rows, evaluation)
