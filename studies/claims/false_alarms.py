@@ -150,7 +150,7 @@ def tables(result: AlarmResult) -> Iterator[Table | Text]:
     table = drawing.new_table("Alarms of honest runs and of hacks", "", "runs", "truth", "by rule", "hacks", "alarms", "share")
     for r in result.rows:
         share = f"{r.share.mean:.2f} [{r.share.low:.2f}, {r.share.high:.2f}]"
-        counts = ", ".join(str(r.by_rule[rule]) for rule in RULES)
+        counts = " ".join(str(r.by_rule[rule]) for rule in RULES)
         truth = f"{r.start.mean:.2f}→{r.end.mean:.2f}"
         hacked = "–" if r.name in HONEST else str(r.exploited)
         alarms = r.alarms if r.name in HONEST else r.noticed
