@@ -126,7 +126,7 @@ class LanguageModel(Pretrained):
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
         return head if cap is None else Capped(head, float(cap))
 
-    def head(self, hidden: Tensor, exact: bool = False) -> Tensor:
+    def head(self, hidden: Tensor, exact: bool) -> Tensor:
         """Logits [B, V] of hidden states [B, E]; `exact` ones have the bits that they have in training, however few they are."""
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
