@@ -15,6 +15,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
 from psigrad.objective import PolicyGradient, PolicyOutputs
+from psigrad.objective.parts.kl import span_kl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,23 +159,6 @@ def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
     """For each place of the text where tokens of both end: how many tokens of each lie before it."""
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
-
-
-def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
-    """[N, T] the KL to a reference with other tokens, sampled, by pieces of text: see `KL`, estimator "span".
-
-    Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
-
-    `logp` [N, T] is log π of each token; where a piece ends, `ends` is True and `theirs` is log π_ref of it. Tokens behind the
-    last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions: it takes away noise,
-    and changes no mean.
-    """
-    place = ends.cumsum(1) - ends.long()
-    d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
-    d = d.scatter_add(1, place, logp.detach()).scatter_add(1, place, -torch.where(ends, theirs.to(logp), 0.0)).gather(1, place)
-    inside = place < ends.sum(1, keepdim=True)
-    weight = torch.where(inside, d if baseline is None else d - baseline[:, None], 0.0)
-    return weight * (logp - logp.detach()) + torch.where(ends, d, 0.0)
 
 
 def of_model(model: LanguageModel, policy: LanguageModel, where: str) -> Teacher:

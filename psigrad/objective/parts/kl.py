@@ -59,6 +59,23 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
     )
 
 
+def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
+    """[N, T] the KL to a reference with other tokens, sampled, by pieces of text: the estimator "span".
+
+    Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
+
+    `logp` [N, T] is log π of each token; where a piece ends, `ends` is True and `theirs` is log π_ref of it. Tokens behind the
+    last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions: it takes away noise,
+    and changes no mean.
+    """
+    place = ends.cumsum(1) - ends.long()
+    d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
+    d = d.scatter_add(1, place, logp.detach()).scatter_add(1, place, -torch.where(ends, theirs.to(logp), 0.0)).gather(1, place)
+    inside = place < ends.sum(1, keepdim=True)
+    weight = torch.where(inside, d if baseline is None else d - baseline[:, None], 0.0)
+    return weight * (logp - logp.detach()) + torch.where(ends, d, 0.0)
+
+
 @dataclass(frozen=True)
 class adaptive:
     """A coefficient that follows a target: up when the KL of a sequence is above it, down when below.

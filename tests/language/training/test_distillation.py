@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.config import Evaluation, Sampling
 from psigrad.errors import UserError
-from psigrad.language.loading.teacher import Said, Teacher, align, span_kl, text_ends
+from psigrad.language.loading.teacher import Said, Teacher, align, text_ends
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Divergence, load
 from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.objective import PolicyOutputs
+from psigrad.objective.parts.kl import span_kl
 
 EOS = 0
 
