@@ -116,7 +116,7 @@ $(MUTANTS_VENV)/.installed: $(INSTALLED)
 	@touch $(MUTANTS_VENV)/.installed
 
 test-mutants: $(MUTANTS_VENV)/.installed
-	$(MUTANTS_VENV)/bin/python tools/mutants.py
+	$(MUTANTS_VENV)/bin/python tools/mutants.py --page docs/reliability.md
 
 # What takes seconds each, and whose heart a shorter test of `make test` holds: browsers, several ranks, more seeds.
 test-slow: test-machine

@@ -60,12 +60,19 @@ def timed(work: Callable[[], int]) -> dict[str, float]:
     return {"clock": time.perf_counter() - clock, "processor": time.process_time() - used, "tokens": tokens}
 
 
+def small_model() -> Any:
+    """What is served: random weights."""
+    from psigrad.language.models import tiny
+    from psigrad.language.models.language_model import prepare
+
+    tokenizer = tiny.tokenizer(["the quick brown fox jumps over the lazy dog 0123456789"] * 5, 2048)
+    return prepare(tiny.model("qwen3", 2048, hidden=512, layers=8, heads=8, max_length=1024), tokenizer)
+
+
 def measure(pairs: int, threads: int) -> dict[str, Any]:
     """The figures of each way to ask, in turn."""
     import torch
 
-    from psigrad.language.models import tiny
-    from psigrad.language.models.language_model import prepare
     from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
     from psigrad.language.rollout.types import Request, SamplingParams
     from psigrad_serve.engine.engine import SamplingEngine
@@ -73,9 +80,7 @@ def measure(pairs: int, threads: int) -> dict[str, Any]:
     from psigrad_serve.serving import running
 
     torch.set_num_threads(threads)
-    tokenizer = tiny.tokenizer(["the quick brown fox jumps over the lazy dog 0123456789"] * 5, 2048)
-    network = tiny.model("qwen3", 2048, hidden=512, layers=8, heads=8, max_length=1024)
-    model = prepare(network, tokenizer)
+    model = small_model()
     prompts = [[(7 * i + 3 * n) % 250 + 5 for n in range(PROMPT)] for i in range(AT_ONCE)]
     params, sampler = SamplingParams(LENGTH), EmbeddedSampler(model, AT_ONCE)
     with (
@@ -121,7 +126,7 @@ def measure(pairs: int, threads: int) -> dict[str, Any]:
                 found[name].append(timed(ways[name]))
         other.stdin.close()
     engine.close()
-    weights = sum(p.numel() for p in network.parameters())
+    weights = sum(p.numel() for p in model.network.parameters())
     return {"weights": weights, "figures": found}
 
 

@@ -121,7 +121,7 @@ def chapter(source: str, folder: Path, page: str) -> str:
     book = json.loads(source)
     texts = [cell for cell in book["cells"] if cell["cell_type"] == "markdown"]
     for cell in texts:
-        cell["source"] = inside("".join(cell["source"]), folder)
+        cell["source"] = inside(cell["metadata"].pop("plain", None) or "".join(cell["source"]), folder)
     title, _, rest = texts[0]["source"].partition("\n")
     name = page.rpartition("/")[2]
     texts[0]["source"] = f"{title}\n\n{{download}}`Download this chapter as a notebook <{name}.ipynb>`\n{rest}"

@@ -36,6 +36,7 @@ BESIDE = {
     "plan": Beside("psigrad_extras.preflight.plan.plan", "A plan"),
     "sandbox": Beside("psigrad_extras.connect.remote_sandbox", "A sandbox service"),
     "server": Beside("psigrad_extras.connect.openai_server", "--server"),
+    "teacher": Beside("psigrad_extras.connect.teacher_server", "A teacher behind a server"),
     "trackers": Beside("psigrad_extras.connect.trackers", "report_to"),
     "verifiers": Beside("psigrad_extras.connect.verifiers_environment", "An environment of verifiers", "verifiers"),
     "vllm": Beside("psigrad_extras.vllm.vllm_backend", "sampler=vllm", "vllm"),

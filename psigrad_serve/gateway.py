@@ -123,7 +123,8 @@ def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Resp
         calls = [served.settled(session, call) for call in made.calls]  # all of them, before any is drawn
         answers = [ServedAnswer(served, session, call) for call in calls]
         if not made.stream:
-            return JSONResponse(made.whole(answers, await unless_gone(request, gathered(answers))))
+            choices = await unless_gone(request, gathered(answers))
+            return JSONResponse(await asyncio.to_thread(made.whole, answers, choices))  # it may compute
         pieces = merged(answers)
         first = await unless_gone(request, anext(pieces))
         return StreamingResponse(_events(made, answers, first, pieces), media_type="text/event-stream")

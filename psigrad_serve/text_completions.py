@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
+from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.chat_completions import StreamOptions, event, identity, usage
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, read_form, read_stop
@@ -27,6 +29,7 @@ class TextForm(PenaltyForm):
     stop: str | list[str] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
+    return_tokens_as_token_ids: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
 
@@ -70,10 +73,11 @@ class TextCompletions:
         """The answer at once."""
         self.calls = [answer.call for answer in answers]
         made = [
-            self._choice(0, self._echoed(call) + choice.text, choice.tokens, len(self._echoed(call)))
+            self._choice(0, self._echoed(call) + choice.text, (*read, *choice.tokens), 0 if read else len(self._echoed(call)))
             | {"finish_reason": choice.finish}
             | ({"prompt_token_ids": call.prompt_ids} if self.form.return_token_ids else {})
             for call, own in zip(self.calls, choices, strict=True)
+            for read in [self._read(call)]
             for choice in own
         ]
         head = {"id": f"cmpl-{identity(self.calls[0])}", "object": "text_completion", "created": int(time.time())}
@@ -95,16 +99,33 @@ class TextCompletions:
     def _echoed(self, call: Call) -> str:
         return str(call.row.prompt) if self.form.echo else ""
 
+    def _read(self, call: Call) -> list[DrawnToken]:
+        """The prompt's tokens, where they are told with their log-probs. In a stream they are not: it begins at once."""
+        if not self.form.echo or self.form.logprobs is None:
+            return []
+        engine, first, rest = self.served.engine, call.prompt_ids[:1], call.prompt_ids[1:]
+        told = [DrawnToken(first[0], math.nan, math.nan, ())]
+        if rest:
+            with engine.held():
+                logp, top = engine.model.most_probable(Groups([first], [[rest]]), max(self.form.logprobs, 1))
+            for i, own, ids, best in zip(rest, logp[0].tolist(), top.ids[0].tolist(), top.logp[0].tolist(), strict=True):
+                told.append(DrawnToken(i, own, own, tuple(zip(ids, best, strict=True))))
+        return told
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.form.return_tokens_as_token_ids else self.served.text_of(token)
+
     def _choice(self, place: int, text: str, tokens: Sequence[DrawnToken], offset: int) -> dict[str, Any]:
         made: dict[str, Any] = {"index": place, "text": text, "logprobs": None, "finish_reason": None}
         if self.form.return_token_ids:
             made["token_ids"] = [token.id for token in tokens]
         if self.form.logprobs is not None:
             words = [self.served.text_of(token.id) for token in tokens]
-            tops = [{self.served.text_of(i): logprob for i, logprob in token.top} for token in tokens]
+            tops = [{self._name(i): logprob for i, logprob in token.top} or None for token in tokens]
             made["logprobs"] = {
-                "tokens": words,
-                "token_logprobs": [token.logprob for token in tokens],
+                "tokens": [self._name(token.id) for token in tokens],
+                # nothing stands before the first token of a prompt
+                "token_logprobs": [None if math.isnan(token.logprob) else token.logprob for token in tokens],
                 "top_logprobs": tops if self.form.logprobs else None,
                 "text_offset": [offset + sum(map(len, words[:i])) for i in range(len(words))],
             }

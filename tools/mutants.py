@@ -5,65 +5,47 @@
     python tools/mutants.py --only keep.py  those of one file
     python tools/mutants.py --minutes 20    what can be judged in that time, of the same sequence
     python tools/mutants.py --again         judge the survivors once more, after a change of the tests
+    python tools/mutants.py --report        judge nothing, and write what was judged
 
-cosmic-ray knows what can be changed (`+` to `*`, `<` to `<=`, a number, a decorator, a loop that never runs …). Of every place in
-the files of `SUBJECTS` and each family of changes one is a candidate, chosen by the seed; the sample is drawn from all of them.
-Not changed are annotations, what a `raise` says, docstrings, `__all__`, and what only holds of our own code: `assert`, and the
-`strict` of `zip`.
+`tools/planting.py` says what is changed. The faults in tests/mutants.yaml, which people planted, are judged first.
 
-A mutant is killed when a test that runs its line fails, or takes far too long. Which tests run a line is measured once, with
-coverage. Each mutant is tried in a fork of a process that has torch imported, so that it costs as long as its tests do; no file
-is written: the fork's import finds the changed source. What changes functions alone is tried in a fork that has psigrad and the
-tests imported too, whose functions get the changed code; who survives there is judged again in the first way. One without effect
-counts as a survivor like any other.
+A mutant is killed when a test that runs its line fails, and passes at once with nothing changed; or when one takes ten times the
+processor time that it takes then, which is counted apart. Each test runs alone, in a fork of a process that has collected them
+all, whose functions get the changed code; what runs on import is judged in a fork that imports everything anew. First of all
+every test is run in this way with nothing changed, which also says which lines it runs and how long it takes: if one fails,
+nothing is judged. Then a fault is planted that no test may miss. A mutant without effect counts as a survivor like any other.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
 import gc
-import hashlib
-import importlib.machinery
-import inspect
 import itertools
 import json
 import math
 import os
-import random
-import resource
-import select
-import signal
-import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
-WORK = ROOT / "build" / "mutants"
+sys.path.insert(0, str(Path(__file__).parent))
+import forks
+from forks import Cold, Collected, Functions, Request, Verdict
+from planting import ROOT, WORK, Mutant, digest, mutant_of, named, places_of, sample, source_of, subjects
+
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
-SUBJECTS = (
-    "psigrad/objective/**/*.py",
-    "psigrad/tabular/*.py",
-    *(f"psigrad/control/methods/{name}.py" for name in ("dqn", "on_policy", "trpo")),
-    "psigrad/language/models/logprobs.py",
-    "psigrad/language/rollout/samplers/distribution.py",
-    "psigrad/language/training/update.py",
-    *(f"psigrad/language/training/online/{name}.py" for name in ("collect", "figures", "forward", "online_rl")),
-)
 TESTS = (
     *(f"tests/{room}" for room in ("objective", "tabular", "language/training", "extras/experiments")),
     *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
     "tests/studies/test_groups.py",
     *(f"tests/surface/test_{name}.py" for name in ("docs", "immutable")),
-    "tests/language/recipes/test_row_limits.py",
+    *(f"tests/language/recipes/test_{name}.py" for name in ("row_limits", "sampling_recipes")),
+    "tests/language/data/test_mixing.py",
     *(
         f"tests/language/models/test_{name}.py"
         for name in ("logprob_bounds", "logprobs", "packed_forward", "gradients", "recomputed_gradients")
@@ -72,464 +54,375 @@ TESTS = (
 )
 # Seconds of tests that a mutant is worth, the quickest first: one that only a slower test would notice is a survivor.
 PATIENCE = 40.0
+# A test that takes longer than this is not used.
+LONGEST = 12.0
+# So many tests are tried first with what runs on import.
+FIRST = 12
+# Tests that fail in a fork with nothing changed, each with the reason.
+UNFIT: dict[str, str] = {}
+BEGIN, END = "<!-- mutants -->", "<!-- end of mutants -->"
 # Tests of what a file says when it is imported: the constants of the methods.
-ABOUT = (
-    *(
-        "tests.surface.test_docs.",
-        "tests.surface.test_immutable.",
-        "tests.objective.test_bounds.",
-        "tests.objective.test_catalog.",
-    ),
-    "tests.objective.test_enumerated",
-)
-SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change at one place."""
-
-    file: str
-    line: int
-    operator: str
-    occurrence: int
-    before: str
-    after: str
-    copy: int = 1
-    """Which of the equal lines of the file."""
-
-    @property
-    def key(self) -> str:
-        """What identifies it as long as its lines are the same."""
-        text = f"{self.file}\0{self.operator}\0{self.before}\0{self.after}\0{self.copy}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def idle_ranges(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where changes have no effect on behaviour: annotations, what `raise` says, assertions, `__all__`."""
-    found: list[ast.AST | None] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.arg | ast.AnnAssign):
-            found.append(node.annotation)
-        elif isinstance(node, ast.FunctionDef):
-            found.append(node.returns)
-        elif isinstance(node, ast.Raise):
-            found.append(node.exc)
-        elif isinstance(node, ast.Assert):
-            found.append(node.test)
-        elif (isinstance(node, ast.keyword) and node.arg == "strict") or (
-            isinstance(node, ast.Assign) and "__all__" in [getattr(target, "id", "") for target in node.targets]
-        ):
-            found.append(node.value)
-    ranges = (n for n in found if isinstance(n, ast.expr))
-    return [((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in ranges]
-
-
-def candidates(file: Path, seed: int) -> Iterator[tuple[float, Path, str, int, int]]:
-    """Place in the sample's order, file, operator, occurrence, and which of equal lines it is: one for each place in the file and
-    family of changes.
-    """
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.plugins import get_operator, operator_names
-
-    source = file.read_text()
-    idle, nodes = idle_ranges(source), list(ast_nodes(get_ast(source)))
-    places: dict[tuple[str, tuple[int, int]], list[tuple[str, int]]] = {}
-    for name in operator_names():
-        if name.split("/")[1] in SKIPPED_OPERATORS:
-            continue
-        operator, occurrence = get_operator(name)(), 0
-        for node in nodes:
-            for start, _ in operator.mutation_positions(node):
-                if not any(a <= start <= b for a, b in idle):
-                    places.setdefault((name.split("_")[0], start), []).append((name, occurrence))
-                occurrence += 1
-    lines, copies = source.splitlines(), Counter[str]()
-    for (family, (line, column)), choices in sorted(places.items()):
-        # by the line's words and not by its number, so that another line above it changes nothing
-        about = f"{seed} {file.name} {family} {column} {lines[line - 1]}"
-        copies[about] += 1
-        draw = random.Random(f"{about} {copies[about]}")
-        yield draw.random(), file, *draw.choice(choices), copies[about]
-
-
-def made(file: Path, name: str, occurrence: int, copy: int) -> Mutant | None:
-    """The mutant, unless the change changes nothing."""
-    before, after = changed(file, name, occurrence)
-    lines = list(zip(before.splitlines(), after.splitlines(), strict=False))
-    at = next((i for i, (a, b) in enumerate(lines) if a != b), -1)
-    return (
-        None if at < 0 else Mutant(str(file.relative_to(ROOT)), at + 1, name, occurrence, *(x.strip() for x in lines[at]), copy)
+ABOUT = tuple(
+    f"tests/{name}"
+    for name in (
+        "surface/test_docs.py",
+        "surface/test_immutable.py",
+        "objective/test_bounds.py",
+        "objective/test_catalog.py",
+        "objective/test_enumerated",
     )
-
-
-def changed(file: Path, name: str, occurrence: int) -> tuple[str, str]:
-    """The source of a file before and after a change."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
-    source = file.read_text()
-    return source, mutate_code(source, get_operator(name)(), occurrence) or source
-
-
-def sample(seed: int, count: int, only: str = "") -> list[Mutant]:
-    """The first `count` of the mutants in a seeded order."""
-    files = sorted(file for pattern in SUBJECTS for file in ROOT.glob(pattern) if file.name != "__init__.py")
-    found = sorted(candidate for file in files for candidate in candidates(file, seed))
-    mutants = (made(*candidate) for _, *candidate in found if only in str(candidate[0]))
-    return list(itertools.islice((mutant for mutant in mutants if mutant is not None), count))
+)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which tests run which line, and the seconds that each takes."""
+    """What every test runs, and the seconds that it takes."""
 
-    tests: dict[tuple[str, int], set[str]]
     seconds: dict[str, float]
+    lines: dict[str, dict[str, list[int]]]
+    """Test -> file -> lines."""
+    on_import: dict[str, list[int]]
+    """File -> the lines that run before any test."""
 
-    def of(self, mutant: Mutant, kills: Mapping[str, int] | None = None, patience: float = PATIENCE) -> list[str]:
-        """The tests worth trying, the quickest first, and before them what has noticed much (`kills`). A line that runs on import
-        is tried with all tests of its file, and with those of what is written about the methods.
+    @cached_property
+    def tests(self) -> dict[str, dict[int, set[str]]]:
+        """File -> line -> tests."""
+        found: dict[str, dict[int, set[str]]] = {}
+        for test, files in self.lines.items():
+            for file, lines in files.items():
+                for line in lines:
+                    found.setdefault(file, {}).setdefault(line, set()).add(test)
+        return found
+
+    def running(self, file: str, lines: Iterable[int]) -> set[str]:
+        """The tests that run one of these lines."""
+        held = self.tests.get(file, {})
+        return set().union(*(held.get(line, ()) for line in lines))
+
+    def cold(self, mutant: Mutant) -> bool:
+        """Whether what the mutant changes runs before any test."""
+        places = places_of(mutant.file)
+        return places.runs_on_import(mutant.line) or not places.statement(mutant.line).isdisjoint(
+            self.on_import.get(mutant.file, ())
+        )
+
+    def of(self, mutant: Mutant, patience: float = PATIENCE) -> list[str]:
+        """The tests worth trying, the quickest first. For a line that runs on import: those that run a line that speaks of the
+        same, then all others of its file, and those of what is written about the methods.
         """
-        found = self.tests.get((mutant.file, mutant.line), set())
-        if not found:
-            found = set().union(*(tests for (file, _), tests in self.tests.items() if file == mutant.file))
-            found |= {test for test in self.seconds if test.startswith(ABOUT)}
-        chosen, total = [], 0.0
-        for test in sorted(found, key=lambda test: self.seconds.get(test, 0.0) / (1 + (kills or {}).get(test, 0))):
-            total += self.seconds.get(test, 0.0)
-            if chosen and total > patience:
-                break
-            chosen.append(test)
-        return chosen
+        places = places_of(mutant.file)
+        held = self.running(mutant.file, places.statement(mutant.line))
+        ranks = [held]
+        if self.cold(mutant):
+            ranks[0] = held | self.running(mutant.file, places.mentions(mutant.line))
+            about = {test for test in self.seconds if test.startswith(ABOUT)}
+            ranks.append(about | self.running(mutant.file, self.tests.get(mutant.file, ())))
+        chosen, total = dict[str, None](), 0.0
+        for rank in ranks:
+            for test in sorted(rank - chosen.keys(), key=lambda test: (self.seconds[test], test)):
+                if chosen and total + self.seconds[test] > patience:
+                    break
+                total += self.seconds[test]
+                chosen[test] = None
+        return list(chosen)
 
 
-def measured(fresh: bool) -> Coverage:
-    """The coverage of `TESTS`, measured once, one after the other; what was measured before a stop is not measured again."""
-    WORK.mkdir(parents=True, exist_ok=True)
-    tests: dict[tuple[str, int], set[str]] = {}
-    seconds: dict[str, float] = {}
-    for name in TESTS:
-        data, report = (WORK / f"{name.replace('/', '.')}{end}" for end in (".coverage", ".xml"))
-        if fresh or not report.exists():
-            settings = WORK / "coveragerc"
-            settings.write_text(f"[run]\nsource = psigrad\ndata_file = {data}\n")
-            pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.mutants", f"--junitxml={report}.part", name]
-            coverage_of = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}"]
-            subprocess.run([*coverage_of, *pytest], cwd=ROOT, check=True, env=_environment())
-            Path(f"{report}.part").rename(report)  # both are whole
-        _add(data, report, tests, seconds)
-    return Coverage(tests, seconds)
+class Log:
+    """Rows of JSON that several processes add to."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-@functools.cache
-def _source(module: str) -> str:
-    file = ROOT / f"{module.replace('.', '/')}.py"
-    return file.read_text() if file.exists() else ""
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One row, whole or not at all."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, (json.dumps(row) + "\n").encode())
+        os.close(descriptor)
 
-
-def _add(data: Path, report: Path, tests: dict[tuple[str, int], set[str]], seconds: dict[str, float]) -> None:
-    import coverage
-
-    for case in ET.parse(report).iter("testcase"):
-        place, name = case.get("classname", ""), case.get("name", "").partition("[")[0]
-        if f"def {name}(" not in _source(place):  # renamed since, or gone: pytest would run none of those beside it
-            continue
-        name = f"{place}.{name}"
-        seconds[name] = seconds.get(name, 0.0) + float(case.get("time") or 0)
-    held = coverage.CoverageData(str(data))
-    held.read()
-    for file in held.measured_files():
-        place = str(Path(file).relative_to(ROOT))
-        for line, contexts in held.contexts_by_lineno(file).items():
-            if names := {context for context in contexts if context in seconds}:
-                tests.setdefault((place, line), set()).update(names)
-
-
-def pytest_runtest_setup(item: Any) -> None:
-    """Tell coverage which test runs: this file is a plugin of pytest's while it is measured. Coverage's own way to know takes a
-    method of hypothesis's for the test.
-    """
-    import coverage
-
-    running = coverage.Coverage.current()
-    if running is not None:
-        running.switch_context(f"{item.module.__name__}.{item.originalname}")
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-class Verdict(NamedTuple):
-    """Whether a mutant was noticed, and by which test, or how else the process ended."""
-
-    killed: bool
-    by: str = ""
-
-
-# What is allowed is processor time, since a busy machine is no verdict; what waits without computing has so many times as long.
-WALL = 10
-ENDS = {
-    -signal.SIGXCPU: "its processor time ended",
-    -signal.SIGKILL: "its time ended",
-    2: "the tests' import",  # pytest's status
-}
-
-
-def killed(mutant: Mutant, tests: list[str], allowed: float, swaps: Swaps | None = None) -> Verdict:
-    """Whether these tests notice, in a fork of this process. The fork imports the changed source, so that this process must not
-    have imported psigrad; or with `swaps` the functions that it has are given their changed code.
-    """
-    if not tests:
-        return Verdict(False)
-    file = ROOT / mutant.file
-    _, source = changed(file, mutant.operator, mutant.occurrence)
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _judge(file, source, tests, allowed, writing, swaps)
-    os.close(writing)
-    handle = os.pidfd_open(pid)
-    try:
-        if not select.select([handle], [], [], WALL * allowed)[0]:
-            os.kill(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code in (0, 4):  # pytest's status where a test is not there
-            return Verdict(False)
-        told = os.read(reading, 1 << 12).decode() if select.select([reading], [], [], 0)[0] else ""
-        return Verdict(True, told or ENDS.get(code, f"exit status {code}"))
-    finally:
-        os.close(handle)
-        os.close(reading)
-
-
-class Reporter:
-    """Tells the name of the first test that failed through a pipe: a plugin of pytest's."""
-
-    def __init__(self, pipe: int) -> None:
-        self.pipe = pipe
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """One phase of one test."""
-        if report.failed and self.pipe >= 0:
-            file, _, name = report.nodeid.partition("::")
-            os.write(self.pipe, f"{file.removesuffix('.py').replace('/', '.')}.{name.partition('[')[0]}".encode())
-            self.pipe = -1
-
-
-def _judge(file: Path, source: str, tests: list[str], allowed: float, pipe: int, swaps: Swaps | None) -> None:
-    """Run the tests against the changed source, for so many seconds of processor time; never returns."""
-    code = 3
-    try:
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(allowed), math.ceil(allowed) + 5))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        if swaps is None:
-            _import_changed(file, source)
-        else:
-            swap(swaps)
-        import pytest
-
-        names = [f"{name.rpartition('.')[0].replace('.', '/')}.py::{name.rpartition('.')[2]}" for name in tests]
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *names], plugins=[Reporter(pipe)]))
-    finally:
-        os._exit(code)
-
-
-def _import_changed(file: Path, source: str) -> None:
-    loader, original = importlib.machinery.SourceFileLoader, importlib.machinery.SourceFileLoader.get_code
-
-    def get_code(self: importlib.machinery.SourceFileLoader, name: str) -> CodeType | None:
-        if Path(self.path) == file:
-            return compile(source, str(file), "exec", dont_inherit=True)
-        return original(self, name)
-
-    loader.get_code = get_code  # type: ignore[method-assign]
-
-
-Swaps = list[tuple[CodeType, CodeType]]
-
-
-def swaps_of(before: str, after: str, file: Path) -> Swaps | None:
-    """The functions whose code differs, each before and after; None where what runs on import differs too."""
-    try:
-        old, new = (compile(source, str(file), "exec", dont_inherit=True) for source in (before, after))
-    except SyntaxError:
-        return None
-    found: Swaps = []
-    return found if _compare(old, new, found) else None
-
-
-def _compare(old: CodeType, new: CodeType, found: Swaps) -> bool:
-    """Collect the functions of a module or class that differ; whether nothing else does."""
-    if (old.co_code, old.co_names, len(old.co_consts)) != (new.co_code, new.co_names, len(new.co_consts)):
-        return False
-    for a, b in zip(old.co_consts, new.co_consts, strict=True):
-        if not isinstance(a, CodeType) or not isinstance(b, CodeType):
-            if (type(a), repr(a)) != (type(b), repr(b)):
-                return False
-        elif a.co_flags & inspect.CO_OPTIMIZED:
-            if not _pair(a, b, found):
-                return False
-        elif not _compare(a, b, found):
-            return False
-    return True
-
-
-def _pair(old: CodeType, new: CodeType, found: Swaps) -> bool:
-    """A function and those within it, which a decorator may have made already; whether their cells agree."""
-    if old == new:
-        return True
-    inner = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new)]
-    if old.co_freevars != new.co_freevars or [c.co_qualname for c in inner[0]] != [c.co_qualname for c in inner[1]]:
-        return False
-    found.append((old, new))
-    return all(_pair(a, b, found) for a, b in zip(*inner, strict=True))
-
-
-def swap(swaps: Swaps) -> None:
-    """Give every living function its changed code."""
-    wanted = {(old.co_filename, old.co_qualname, old.co_firstlineno): new for old, new in swaps}
-    for thing in gc.get_objects():
-        if type(thing) is FunctionType:
-            code = thing.__code__
-            if (new := wanted.get((code.co_filename, code.co_qualname, code.co_firstlineno))) is not None:
-                thing.__code__ = new
-
-
-def warm() -> None:
-    """Import what every test needs, but for psigrad."""
-    import hypothesis  # noqa: F401
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-    import transformers  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-    torch.set_num_threads(1)
-    assert not any(name.partition(".")[0] == "psigrad" for name in sys.modules)
-
-
-class Hot:
-    """A fork that has imported psigrad and the tests, and judges what changes functions alone: no mutant waits for imports.
-
-    What the unchanged code has computed on import stays, so that a survivor here may be none: it is judged again without.
-    """
-
-    def __init__(self) -> None:
-        (self._asked, asking), (answering, self._answer) = os.pipe(), os.pipe()
-        self._in, self._out = os.fdopen(asking, "w"), os.fdopen(answering)
-        self.pid = os.fork()
-        if self.pid == 0:
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What is there; a row that was cut short is left out."""
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
             try:
-                self._serve()
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+MEASURED, VERDICTS = Log(WORK / "measured.jsonl"), Log(WORK / "verdicts.jsonl")
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """What is known of each test with nothing changed, as long as its file and those that it runs are what they were."""
+    return {row["test"]: row for row in MEASURED.rows() if all(digest(file) == was for file, was in row["files"].items())}
+
+
+def measure(collected: Collected, tests: list[str], traced: tuple[str, ...]) -> None:
+    """Run these tests with nothing changed."""
+    for test in tests:
+        outcome = collected.attempt(test, LONGEST, traced=traced)
+        if outcome.kind == "failed":  # a busy machine is given another chance
+            outcome = collected.attempt(test, LONGEST, traced=traced)
+        files = {file: digest(file) for file in (test.partition("::")[0], *outcome.lines)}
+        MEASURED.add({"test": test, **asdict(outcome), "files": files})
+
+
+def in_processes(work: list[Callable[[], None]]) -> None:
+    """Each in a fork of this process; waits for all."""
+    children = []
+    for one in work:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                one()
+                os._exit(0)
+            except BaseException as error:
+                print(repr(error), file=sys.stderr, flush=True)
             finally:
                 os._exit(1)
-        os.close(self._asked)
-        os.close(self._answer)
-
-    def _serve(self) -> None:
-        """Judge one mutant for each line that comes."""
-        import pytest
-
-        self._in.close()
-        terminal = os.dup(1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS])
-        os.dup2(terminal, 1)
-        gc.freeze()
-        with os.fdopen(self._asked) as asked, os.fdopen(self._answer, "w") as answer:
-            for line in asked:
-                row = json.loads(line)
-                mutant = Mutant(**row["mutant"])
-                swaps = swaps_of(*changed(ROOT / mutant.file, mutant.operator, mutant.occurrence), ROOT / mutant.file)
-                verdict = killed(mutant, row["tests"], row["allowed"], swaps if mutant.operator else [])
-                print(json.dumps(verdict), file=answer, flush=True)
-
-    def killed(self, mutant: Mutant, tests: list[str], allowed: float) -> Verdict:
-        """As `killed`."""
-        print(json.dumps({"mutant": asdict(mutant), "tests": tests, "allowed": allowed}), file=self._in, flush=True)
-        return Verdict(*json.loads(self._out.readline()))
-
-    def close(self) -> None:
-        """End it."""
-        self._in.close()
-        os.waitpid(self.pid, 0)
+        children.append(pid)
+    if any(os.waitpid(pid, 0)[1] for pid in children):
+        raise SystemExit("A process that judged has ended early; what it had judged is kept.")
 
 
-def run(mutants: list[Mutant], coverage: Coverage, again: bool, end: float, patience: float) -> dict[str, bool]:
-    """Judge every mutant that has no verdict yet, until the time `end`; key -> killed."""
-    log = WORK / "verdicts.jsonl"
-    verdicts, kills = dict[str, bool](), Counter[str]()
-    for row in map(json.loads, log.read_text().splitlines() if log.exists() else ()):
-        if row["killed"] and not row.get("by"):  # of an older form, which took a busy machine for a test that noticed
-            continue
-        verdicts[row["key"]] = row["killed"]
-        kills[row.get("by", "")] += 1
-    open_ones = [m for m in mutants if m.key not in verdicts or (again and not verdicts[m.key])]
-    start, hot = time.time(), Hot()
-    for number, mutant in enumerate(open_ones, 1):
-        if time.time() > end:
-            break
-        tests = coverage.of(mutant, kills, patience)
-        allowed = 20 + 4 * sum(coverage.seconds.get(test, 0.0) for test in tests)
-        verdict = Verdict(False)
-        if (
-            not again
-            and swaps_of(*changed(ROOT / mutant.file, mutant.operator, mutant.occurrence), ROOT / mutant.file) is not None
-        ):
-            verdict = hot.killed(mutant, tests, allowed)
-        if not verdict.killed:
-            verdict = killed(mutant, tests, allowed)
-        verdicts[mutant.key] = verdict.killed
-        kills[verdict.by] += 1
-        with log.open("a") as stream:
-            stream.write(json.dumps({"key": mutant.key, **verdict._asdict()}) + "\n")
-        if not verdict.killed:
-            print(f"survived  {mutant.file}:{mutant.line}  {mutant.before}  ->  {mutant.after}", flush=True)
-        if number % 50 == 0:
-            print(f"{number} of {len(open_ones)}, {time.time() - start:.0f} s", flush=True)
-    hot.close()
-    return verdicts
+class Judge:
+    """Says of mutants whether a test notices: in forks of this process, or of `cold` for what runs on import."""
+
+    def __init__(self, collected: Collected, cold: Cold, coverage: Coverage, functions: Functions) -> None:
+        self.collected, self.cold, self.coverage, self.functions = collected, cold, coverage, functions
+        self.kills, self.sound, self.parent = Counter[str](), dict[str, bool](), os.getpid()
+
+    def judge(self, mutant: Mutant, patience: float = PATIENCE, but: Iterable[str] = ()) -> tuple[Verdict, list[str]]:
+        """The verdict and the tests that were tried. What failed must pass at once with nothing changed, or it is none."""
+        before, after = mutant.sources()
+        swaps = forks.swaps_of(before, after, ROOT / mutant.file, self.functions)
+        if swaps == []:
+            return Verdict(False, how="the same code"), []
+        chosen = [test for test in self.coverage.of(mutant, patience) if test not in set(but)]
+        tests = sorted(chosen, key=lambda test: (self.coverage.seconds[test] + 0.05) / (1 + self.kills[test]))
+        cold = swaps is None or self.coverage.cold(mutant) or not any(forks.place(old) in self.functions for old, _ in swaps)
+        while tests:
+            part = tests[:FIRST] if cold else tests  # to collect many files takes long
+            timed = [(test, self.coverage.seconds[test]) for test in part]
+            if cold:
+                verdict = self.cold.noticed(Request(timed, mutant.file, after))
+            else:
+                verdict = self.collected.noticed(timed, swaps or [], self.functions)
+            if verdict.killed and self._passes(verdict, cold):
+                self.kills[verdict.by] += 1
+                return verdict, chosen
+            if verdict.how == "waits":
+                return verdict, chosen
+            tests = [test for test in tests if test != verdict.by] if verdict.killed else tests[len(part) :]
+        return Verdict(False), chosen
+
+    def _passes(self, verdict: Verdict, cold: bool) -> bool:
+        """Whether the test that noticed passes, in the same way, with nothing changed."""
+        test = verdict.by
+        if test not in self.coverage.seconds:  # the changed source itself could not be imported
+            return True
+        if not cold:
+            return self.collected.attempt(test, forks.LEAST + forks.TIMES * self.coverage.seconds[test]).kind == "passed"
+        if test not in self.sound:
+            self.sound[test] = not self.cold.noticed(Request([(test, self.coverage.seconds[test])])).killed
+        return self.sound[test]
+
+    def run(self, mutants: list[Mutant], known: Mapping[str, dict[str, Any]], end: float, patience: float) -> None:
+        """Judge these until the time `end`; survivors only by the tests that are new to them."""
+        for mutant in mutants:
+            if time.time() > end or os.getppid() != self.parent:
+                return
+            tried = known.get(mutant.key, {}).get("tried", [])
+            verdict, tests = self.judge(mutant, patience, tried)
+            row = {"key": mutant.key, **verdict._asdict()}
+            VERDICTS.add(row if verdict.killed else {**row, "tried": [*tried, *tests]})
+            if not verdict.killed:
+                print(f"survived  {mutant.file}:{mutant.line}  {mutant.before}  ->  {mutant.after}", flush=True)
 
 
-def write(seed: int, mutants: list[Mutant], survivors: list[Mutant]) -> None:
-    """The counts and the list of survivors; what was written by hand about one of them, in `why`, stays."""
-    why = {}
-    if RESULTS.exists():
-        why = {row["key"]: row["why"] for row in json.loads(RESULTS.read_text())["survivors"]}
-    ordered = sorted(survivors, key=lambda mutant: (mutant.file, mutant.line))
-    rows = [{**asdict(mutant), "key": mutant.key, "why": why.get(mutant.key, "")} for mutant in ordered]
-    held = {"seed": seed, "mutants": len(mutants), "killed": len(mutants) - len(survivors), "survivors": rows}
-    RESULTS.write_text(json.dumps(held, indent=1, ensure_ascii=False) + "\n")
+def verdicts() -> dict[str, dict[str, Any]]:
+    """The last verdict on each mutant; a kill by a test that is gone is none."""
+
+    def is_there(test: str) -> bool:
+        return f"def {test.rpartition('::')[2].partition('[')[0]}(" in source_of(test.partition("::")[0])
+
+    found = {row["key"]: row for row in VERDICTS.rows()}
+    return {key: row for key, row in found.items() if not row["killed"] or row["how"] == "import" or is_there(row["by"])}
+
+
+def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold], tracer: Any, collected: Collected) -> None:
+    """All that follows the collection of the tests."""
+    on_import = forks.traced_lines(tracer)
+    if collected.broken:
+        raise SystemExit(f"Could not be collected: {', '.join(collected.broken)}")
+    functions = forks.living(str(ROOT / file) for file in {mutant.file for mutant in mutants} | set(subjects()))
+    gc.collect()
+    gc.freeze()
+    traced = tuple({*subjects(), *(mutant.file for mutant in mutants)})
+    held = measured()
+    missing = [test for test in collected.items if test not in held]
+    print(f"{len(collected.items):,} tests, {len(missing):,} to be run with nothing changed", flush=True)
+    in_processes([partial(measure, collected, missing[i :: asked.jobs], traced) for i in range(asked.jobs)])
+    held = {test: row for test, row in measured().items() if test in collected.items}
+    if failing := [test for test, row in held.items() if row["kind"] in ("failed", "died", "waits") and test not in UNFIT]:
+        raise SystemExit("Fail with nothing changed, so that nothing can be judged:\n" + "\n".join(failing))
+    passing = {test: row for test, row in held.items() if row["kind"] == "passed"}
+    coverage = Coverage(
+        {test: row["seconds"] for test, row in passing.items()}, {test: row["lines"] for test, row in passing.items()}, on_import
+    )
+    judges = [Judge(collected, one, coverage, functions) for one in cold]
+    check(judges[0])
+    known = verdicts()
+    if asked.again:
+        known = {key: row for key, row in known.items() if row["killed"]}
+
+    def untried(mutant: Mutant) -> bool:
+        row = known.get(mutant.key)
+        if row is None or row["killed"]:
+            return row is None
+        return not set(coverage.of(mutant, asked.patience)) <= set(row["tried"])
+
+    open_ones = [mutant for mutant in mutants if untried(mutant)]
+    print(f"{len(open_ones):,} of {len(mutants):,} mutants to be judged", flush=True)
+    end = time.time() + 60 * asked.minutes
+    shares = [(judge, open_ones[i :: asked.jobs]) for i, judge in enumerate(judges)]
+    in_processes([partial(judge.run, share, known, end, asked.patience) for judge, share in shares])
+
+
+def check(judge: Judge) -> None:
+    """That a planted fault is noticed in both ways, and nothing where nothing is changed. What raises in the place of the line
+    that most tests run cannot be missed.
+    """
+    coverage, found = judge.coverage, list[tuple[int, str, int]]()
+    for file, held in coverage.tests.items():
+        lines = held.keys() - set(coverage.on_import.get(file, ()))
+        found += [(len(held[line]), file, line) for line in lines if places_of(file).is_plain(line)]
+    if not found:
+        raise SystemExit("None of these tests runs a line of the mathematics.")
+    _, file, line = max(found)
+    rows = source_of(file).splitlines(keepends=True)
+    row = rows[line - 1]
+    rows[line - 1] = f"{row[: len(row) - len(row.lstrip())]}raise SystemError('planted')\n"
+    planted = mutant_of(file, "planted", "".join(rows))
+    assert planted is not None
+    verdict, tests = judge.judge(planted)
+    timed = [(test, judge.coverage.seconds[test]) for test in tests[:FIRST]]
+    fresh = judge.cold.noticed(Request(timed, file, planted.sources()[1]))
+    nothing = judge.cold.noticed(Request(timed, file, source_of(file)))
+    print(f"the planted fault: {verdict.by}, {fresh.by}", flush=True)
+    if (verdict.how, fresh.how, nothing.killed) != ("failed", "failed", False):
+        raise SystemExit(f"The judging is not sound: {file}:{line} {verdict}, {fresh}, {nothing}")
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """95 % interval of a proportion (Wilson 1927)."""
+    z, p = 1.959964, successes / max(n, 1)
+    centre, scale = p + z * z / (2 * max(n, 1)), 1 + z * z / max(n, 1)
+    spread = z * math.sqrt(p * (1 - p) / max(n, 1) + z * z / (4 * max(n, 1) ** 2))
+    return (centre - spread) / scale, (centre + spread) / scale
+
+
+def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str, Mutant]) -> dict[str, Any]:
+    """What is known of the sample and of the faults that people planted. The `reasons` of survivors, written by hand, stay."""
+    held = json.loads(RESULTS.read_text())["reasons"] if RESULTS.exists() else {}
+    reasons = {mutant.key: held[mutant.key] for mutant in drawn if mutant.key in held}
+    known = verdicts()
+    judged = [mutant for mutant in drawn if mutant.key in known]
+    killed = [mutant for mutant in judged if known[mutant.key]["killed"]]
+    rooms = {}
+    for room in sorted({mutant.file.split("/")[1] for mutant in drawn}):
+        own = [mutant for mutant in drawn if mutant.file.split("/")[1] == room]
+        first = list(itertools.takewhile(lambda mutant: mutant.key in known, own))
+        rooms[room] = [
+            len(own),
+            *(sum(m in some for m in own) for some in (judged, killed)),
+            len(first),
+            sum(m in killed for m in first),
+        ]
+    tests = Counter(row["kind"] for row in measured().values())
+    lost = sorted((m for m in judged if not known[m.key]["killed"]), key=lambda mutant: (mutant.file, mutant.line))
+    return {
+        "seed": asked.seed,
+        "drawn": len(drawn),
+        "judged": len(judged),
+        "killed": len(killed),
+        "how": dict(Counter(known[mutant.key]["how"] for mutant in killed)),
+        "rooms": rooms,
+        "tests": dict(tests),
+        "named": {about: known[m.key]["by"] for about, m in people.items() if m.key in known},
+        "survivors": [{"file": m.file, "line": m.line, "before": m.before, "after": m.after, "key": m.key} for m in lost],
+        "reasons": reasons,
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The results as Markdown."""
+
+    def row(name: str, drawn: int, judged: int, killed: int, first: int, of_first: int) -> str:
+        low, high = wilson(of_first, first)
+        share = f"{of_first:,} of {first:,}: {of_first / first:.1%} ({low:.1%} to {high:.1%})" if first else ""
+        return f"| {name} | {drawn:,} | {judged:,} | {killed:,} | {share} |"
+
+    lines = [
+        "| room | drawn | judged | noticed | of the first in the sample's order, and 95 % interval |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [row(room, *counts) for room, counts in found["rooms"].items()]
+    lines += [f"| **all** | {found['drawn']:,} | {found['judged']:,} | {found['killed']:,} | |", ""]
+    if found["judged"] < found["drawn"]:
+        lines += [
+            "Not all of the sample is judged yet: of each room, those before the first that is not are a random part. They were"
+        ]
+        lines += ["tried with that room's tests; the others' are tried on what is left when the whole sample is judged.", ""]
+    words = {"failed": "a test failed", "time": "ten times its processor time"}
+    words |= {"died": "its process died", "import": "on import"}
+    lines += ["Noticed by: " + ", ".join(f"{words[how]} {count}" for how, count in sorted(found["how"].items())) + ".", ""]
+    lines += ["| not noticed | change | why |", "|---|---|---|"]
+    for lost in found["survivors"]:
+        before, after = (lost[end].replace("|", "\\|").replace("`", "'") for end in ("before", "after"))
+        why = found["reasons"].get(lost["key"], "")
+        lines.append(f"| `{lost['file'].removeprefix('psigrad/')}:{lost['line']}` | `{before}` → `{after}` | {why} |")
+    lines += ["", "| planted by hand in reviews | noticed by |", "|---|---|"]
+    lines += [f"| {about} | {f'`{by}`' if by else '**nothing**'} |" for about, by in found["named"].items()]
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sample and print what survived. The exit status is 1 below 98 %."""
+    """Judge, print, and keep what was found. The exit status is 1 below 98 %, and where one of tests/mutants.yaml survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a file's name")
+    parser.add_argument("--tests", nargs="*", help="files or folders of tests, in the place of all; a later run tries the others")
+    parser.add_argument("--named", action="store_true", help="those of tests/mutants.yaml alone")
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--fresh", action="store_true", help="measure the coverage anew")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that judge")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; what is judged is a sample of all")
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds of tests for a mutant")
+    parser.add_argument("--page", type=Path, help="write the tables into this page, between its markers")
     asked = parser.parse_args(arguments)
-    sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
-    os.environ.update(_environment())
-    coverage = measured(asked.fresh)
-    mutants = sample(asked.seed, asked.count, asked.only)
-    warm()
-    verdicts = run(mutants, coverage, asked.again, time.time() + 60 * asked.minutes, asked.patience)
-    judged = [m for m in mutants if m.key in verdicts]
-    survivors = [m for m in judged if not verdicts[m.key]]
-    share = 1 - len(survivors) / max(len(judged), 1)
-    print(f"{len(judged)} of {len(mutants)} mutants judged, {share:.1%} killed, {len(survivors)} survived")
-    if not asked.only:
-        write(asked.seed, judged, survivors)
-    return 0 if share >= 0.98 else 1
+    os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    sys.path.insert(0, str(ROOT))
+    WORK.mkdir(parents=True, exist_ok=True)
+    people = named()
+    drawn = sample(asked.seed, asked.count)
+    asked_for = people.values() if asked.named else [*people.values(), *drawn]
+    mutants = [mutant for mutant in asked_for if asked.only in mutant.file]
+    if not asked.report:
+        forks.warm()
+        cold = [Cold() for _ in range(asked.jobs)]
+        tracer = forks.trace({mutant.file for mutant in mutants} | set(subjects()))
+        forks.collect(asked.tests or TESTS, partial(judge_all, asked, mutants, cold, tracer))
+    found = results(asked, drawn, people)
+    print(page(found))
+    if not (asked.only or asked.named):
+        RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    if asked.page:
+        text = asked.page.read_text()
+        before, _, rest = text.partition(BEGIN)
+        asked.page.write_text(f"{before}{BEGIN}\n{page(found)}\n{END}{rest.partition(END)[2]}")
+    return int(found["killed"] < 0.98 * found["judged"] or not all(found["named"].values()))
 
 
 if __name__ == "__main__":

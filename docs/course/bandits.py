@@ -282,6 +282,47 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 # The same function, `leave_one_out`, does for a transformer's weights what it did for five
 # numbers. No critic was needed. This is why RLOO and GRPO draw several completions for each prompt.
 #
+# ## The derivation: from one step to many
+#
+# The chance of an episode τ is a product, and only some of its factors have θ in them:
+#
+#     P(τ) = P(s_0)·Π_t π(a_t|s_t)·P(s_{t+1}|s_t, a_t).
+#
+# Its logarithm is a sum, in which the world's part does not depend on θ. The log trick with R(τ) in place of R gives
+#
+#     ∇J = E[ R(τ)·∇log P(τ) ] = E[ Σ_t ∇log π(a_t|s_t)·R(τ) ].
+#
+# Nobody needs to know P: that is what makes it a method for worlds without a model. Now the baseline, in one line more. Given a state,
+# b(s) is a constant, and the mean of a score is 0:
+#
+#     E[ ∇log π(a|s)·b(s) ] = b(s)·Σ_a ∇π(a|s) = 0.
+#
+# The same holds for every reward that was paid *before* a_t: it is a constant once s_t is known. So R(τ) may be replaced by what came
+# after, and by that less any b(s_t). Chapter 3 does both.
+#
+# The variance of Ψ = R − b, coordinate by coordinate, is E[(∇log π)²·(R − b)²] less a square that does not depend on b; so the best b
+# is a mean of R, weighed by (∇log π)². Exercise 1 asks for it.
+#
+# ## In pseudocode
+#
+# ```text
+# REINFORCE with a leave-one-out baseline
+# θ ← anything
+# repeat
+#     draw K actions a_1 … a_K from π_θ; see R_1 … R_K
+#     for each i
+#         b_i ← the mean of the other K − 1 rewards
+#         Ψ_i ← R_i − b_i
+#     θ ← θ + α · (1/K) Σ_i ∇log π_θ(a_i) · Ψ_i
+# ```
+#
+# ## Read on
+#
+# - Williams 1992, *Simple statistical gradient-following algorithms*, Machine Learning 8: REINFORCE.
+# - Sutton, McAllester, Singh and Mansour 2000, *Policy gradient methods*, NIPS 12: the theorem for many steps.
+# - Greensmith, Bartlett and Baxter 2004, *Variance reduction techniques*, JMLR 5: which baseline is the best.
+# - Kool, van Hoof and Welling 2019, *Buy 4 REINFORCE samples, get a baseline for free!*: leave-one-out.
+#
 # ## Exercises
 #
 # 1. The constant baseline with the least variance is not the mean reward. Minimise

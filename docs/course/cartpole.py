@@ -304,6 +304,49 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 # what *on-policy* means, and a good test of any implementation. From then on more and more tokens
 # fall silent.
 #
+# ## The derivation: GAE and PPO's objective
+#
+# A critic's estimate after k steps sums k TD residuals, in which all values but the first and the last fall out:
+#
+#     Â_t(k) = Σ_{l<k} γ^l·δ_{t+l} = Σ_{l<k} γ^l·r_{t+l} + γ^k·V(s_{t+k}) − V(s_t).
+#
+# GAE is their mean with weights (1 − λ)·λ^(k−1). Each δ_{t+l} is in all estimates with k > l, whose weights sum to λ^l:
+#
+#     Â_t = (1 − λ)·Σ_k λ^(k−1)·Â_t(k) = Σ_l (γλ)^l·δ_{t+l}.
+#
+# From the end backwards that is one line of code: Â_t = δ_t + γλ·Â_{t+1}.
+#
+# PPO's ratio comes from importance sampling. For actions that π_old drew, E_old[ρ·f] = E[f], so
+#
+#     ∇E_old[ ρ_t·Â_t ] = E_old[ ρ_t·∇log π(a_t|s_t)·Â_t ],
+#
+# which at π = π_old is the policy gradient. It does not correct for the *states*, which π_old visited too. How much that costs is
+# bounded by how far the policies are apart in each state (Kakade and Langford 2002; TRPO), and the clip is a cheap way to keep them
+# together.
+#
+# ## In pseudocode
+#
+# ```text
+# PPO
+# repeat
+#     play T steps with π_old ← π_θ; keep s_t, a_t, r_t, log π_old(a_t|s_t)
+#     Â ← 0
+#     for t from the last step to the first
+#         δ ← r_t + γ V(s_{t+1}) − V(s_t)          (V = 0 behind a step that ends the episode)
+#         Â ← δ + γ λ Â;  Â_t ← Â;  G_t ← Â_t + V(s_t)
+#     for a few epochs, for each minibatch
+#         ρ ← exp( log π_θ(a|s) − log π_old(a|s) )
+#         loss ← −mean min( ρ Â, clip(ρ, 1 − ε, 1 + ε) Â ) + c mean (V(s) − G)²
+#         one step of Adam on it
+# ```
+#
+# ## Read on
+#
+# - Schulman, Moritz, Levine, Jordan and Abbeel 2016, *GAE*, arXiv:1506.02438.
+# - Schulman, Levine, Moritz, Jordan and Abbeel 2015, *TRPO*, arXiv:1502.05477: the bound that the clip stands in for.
+# - Schulman, Wolski, Dhariwal, Radford and Klimov 2017, *PPO*, arXiv:1707.06347.
+# - Andrychowicz and others 2021, *What matters in on-policy RL?*, arXiv:2006.05990: 250,000 runs about the details.
+#
 # ## Exercises
 #
 # 1. Why does `REINFORCE_REWARD_TO_GO` differ from `REINFORCE_TOTAL_RETURN` on CartPole, and not for

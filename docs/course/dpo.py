@@ -246,6 +246,40 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # a ratio, a clip and a way to average. The next one will be too: [the methods](../methods/table.md) side
 # by side, and a part of your own is a function.
 #
+# ## The derivation, in full
+#
+# Write the objective as one KL. With Z = Σ_y π_ref(y)·exp(r(y)/β),
+#
+#     E_π[r] − β·KL(π ‖ π_ref) = −β·E_π[ log( π(y) / (π_ref(y)·exp(r(y)/β)) ) ] = β·log Z − β·KL(π ‖ π*).
+#
+# The first term does not depend on π and the second is 0 only at π = π*: that is the closed form, with its uniqueness. The value of the
+# best policy is β·log Z.
+#
+# Now the loss. Put r = β·log(π/π_ref) + β·log Z into −log σ(r_w − r_l), where Z falls out. With û(y) = β·log(π(y)/π_ref(y)) its gradient is
+#
+#     ∇loss = −β·σ(û_l − û_w)·( ∇log π(w) − ∇log π(l) ).
+#
+# Two things can be read off. A pair counts as much as the policy still ranks it wrongly, σ(û_l − û_w). And the pull is on the *difference*
+# alone: nothing holds log π(w) itself.
+#
+# ## In pseudocode
+#
+# ```text
+# DPO
+# π_ref ← a copy of π that never learns
+# for each batch of (x, w, l)
+#     û_w ← β ( log π(w|x) − log π_ref(w|x) );  û_l likewise      (sums over the tokens of an answer)
+#     loss ← −mean log σ( û_w − û_l )                             (IPO: (û_w/β − û_l/β − 1/(2β))²)
+#     one step of Adam on it
+# ```
+#
+# ## Read on
+#
+# - Rafailov and others 2023, *DPO*, arXiv:2305.18290.
+# - Azar and others 2023, *IPO*, arXiv:2310.12036: what DPO does with judges who never err.
+# - Pal and others 2024, *Smaug: DPO-Positive*, arXiv:2402.13228: chosen answers that become less probable.
+# - Tajwar and others 2024, *Preference fine-tuning should leverage suboptimal, on-policy data*, arXiv:2404.14367.
+#
 # ## Exercises
 #
 # 1. At the start π = π_ref. What is DPO's loss, whatever the pairs?

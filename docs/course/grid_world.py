@@ -276,6 +276,44 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 # changes nothing, since all was lost. That is **credit assignment**, done right. The same `Batch`
 # trains every language model in this course. Only V will be a guess, or absent.
 #
+# ## The derivation: why iteration finds the best policy
+#
+# Call B the right side of the Bellman equation of the best policy,
+#
+#     (B·V)(s) = max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
+#
+# For any two tables V and W, max changes by no more than what it is taken of, and probabilities sum to 1:
+#
+#     |(B·V)(s) − (B·W)(s)| ≤ max_a γ·Σ_s' P(s'|s, a)·|V(s') − W(s')| ≤ γ·‖V − W‖.
+#
+# So a sweep brings any two tables closer by γ. There can be only one fixed point V*, and value iteration goes there from anywhere:
+#
+#     ‖V_k − V*‖ ≤ γ^k·‖V_0 − V*‖.
+#
+# Policy iteration rises: if a is at least as good as π in each state, Q(s, a) ≥ V(s), put Q's own definition in again and again, and
+# the value of the new policy is at least V everywhere. There are finitely many policies, so it ends, at a fixed point of B.
+#
+# ## In pseudocode
+#
+# ```text
+# value iteration                          Q-learning
+# V ← 0                                    Q ← 0
+# repeat                                   for each episode
+#     for each state s                         s ← the start
+#         for each action a                    until the episode ends
+#             Q(s,a) ← R(s,a)                      a ← argmax Q(s,·), or with probability ε any action
+#                      + γ Σ P(s'|s,a) V(s')       do a; see r and s'
+#         V(s) ← max Q(s,·)                        Q(s,a) ← Q(s,a) + α (r + γ max Q(s',·) − Q(s,a))
+# until V changes by less than ε               s ← s'
+# π(s) ← argmax Q(s,·)
+# ```
+#
+# ## Read on
+#
+# - Sutton and Barto 2018, *Reinforcement Learning: An Introduction*, chapters 3, 4 and 6: this chapter at leisure.
+# - Puterman 1994, *Markov Decision Processes*, chapter 6: every bound with its proof.
+# - Watkins and Dayan 1992, *Q-learning*, Machine Learning 8: why Q-learning arrives.
+#
 # ## Exercises
 #
 # 1. Move the trap next to the treasure, to (1, 5). What happens to the arrows around it, and why?

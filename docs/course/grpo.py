@@ -294,6 +294,45 @@ for name, run in runs.items():
 #   why we computed it. [The page of claims](../claims.md) says what was found over seeds: clip-higher, for
 #   one, could not be told from the plain clip.
 #
+# ## The derivation: what the three changes do
+#
+# With rewards of 0 and 1 and p the chance of a right answer, the mean of a large group is p and its deviation √(p·(1 − p)). The gradient
+# of accuracy weighs a prompt by how much its outcome varies, Var(R) = p·(1 − p). Divide by the deviation, and what is followed is
+#
+#     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x):
+#
+# not the mean of p over prompts, but of a function of it that is steep at both ends. That is the difficulty bias in one line.
+#
+# The mean over 1/|y_i| multiplies the advantage of completion i by 1/|y_i|. For a model that is right with p whatever the length, the mean
+# of A_i/|y_i| over right and over wrong answers is p-weighted and cancels; but what a *token* feels is the sum of its own, and stopping early
+# raises |A|/|y| for both signs. So the push on length is E[A/|y|·∇log π(stop)], positive for A > 0 and negative for A < 0, as the bars show.
+#
+# The mean of the group holds R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others), the (G − 1)/G of chapter 2.
+#
+# ## In pseudocode
+#
+# ```text
+# GRPO, and where the others differ
+# repeat
+#     draw prompts x; G completions y_i of each; rewards R_i
+#     A_i ← R_i − mean(R);                      GRPO, DAPO: divide by std(R)
+#                                               DAPO: draw again where all R_i are equal
+#     for each minibatch
+#         ρ_t ← π(y_t) / π_old(y_t), token by token
+#         l_t ← −min( ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε_high) A_i )      DAPO: ε_high = 0.28
+#         GRPO:      mean over t in each completion, then over i;  + β KL
+#         Dr. GRPO:  sum over t and i, over a constant
+#         DAPO:      mean over all tokens of the batch
+#         one step of Adam
+# ```
+#
+# ## Read on
+#
+# - Shao and others 2024, *DeepSeekMath: GRPO*, arXiv:2402.03300.
+# - Liu and others 2025, *Understanding R1-Zero-like training: Dr. GRPO*, arXiv:2503.20783.
+# - Yu and others 2025, *DAPO*, arXiv:2503.14476.
+# - Zheng and others 2025, *GSPO*, arXiv:2507.18071; MiniMax 2025, *CISPO*, arXiv:2506.13585: other ratios.
+#
 # ## Exercises
 #
 # 1. For G = 2 and rewards 0 and 1, what are GRPO's advantages? And RLOO's? What is the ratio?

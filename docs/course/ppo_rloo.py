@@ -232,6 +232,41 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 # Ahmadian et al. (2024) found RLOO better than PPO on models of billions of parameters, where samples
 # and memory are what costs. Two seeds of one small task decide nothing about that.
 #
+# ## The derivation: the leash, token by token
+#
+# A completion's probability is a product over tokens, so its log-ratio is a sum, and so is the KL:
+#
+#     KL(π ‖ π_ref) = E[ Σ_t log( π(y_t|x, y_<t) / π_ref(y_t|x, y_<t) ) ].
+#
+# Pay −β·log(π/π_ref) at each token and r at the last. The return of the whole is r − β·(log-ratio of the completion), as it should be. The
+# return *from token t on* leaves out what was paid before, which no later token can change (chapter 2): that is the per-token credit that
+# PPO has, and RLOO, which calls the completion one action, has not.
+#
+# Both have the same mean. RLOO's baseline is the mean of K − 1 other returns, so its advantage has the variance
+#
+#     Var(R_i − b_i) = Var(R)·K/(K − 1),
+#
+# as much as with that prompt's true mean, and 1/(K − 1) of it more. A critic that were exact would take away what is known of each
+# state, too; one that has to be learned takes away what it has learned so far.
+#
+# ## In pseudocode
+#
+# ```text
+# RLOO                                              PPO for text
+# repeat                                            repeat
+#     draw prompts x; K completions of each             draw prompts x; one completion of each
+#     R_i ← r(x,y_i) − β Σ_t log-ratio_t                r_t ← −β log-ratio_t, and r(x,y) at the last t
+#     Ψ_i ← R_i − mean of the other R_j                 Â_t, G_t ← GAE with the critic V (γ = 1)
+#     one step along Σ_i Σ_t ∇log π(y_it) Ψ_i           for a few epochs: clip for π, (V − G)² for V
+# ```
+#
+# ## Read on
+#
+# - Ziegler and others 2019, *Fine-tuning language models from human preferences*, arXiv:1909.08593: the token-level leash.
+# - Ahmadian and others 2024, *Back to basics: RLOO*, arXiv:2402.14740.
+# - Huang and others 2024, *The N+ implementation details of RLHF with PPO*, arXiv:2403.17031.
+# - Yuan and others 2025, *VC-PPO*, arXiv:2503.01491: how a critic for long answers is made to work.
+#
 # ## Exercises
 #
 # 1. Show on the batch of three completions: `leave_one_out` is K/(K − 1) times the reward less the

@@ -272,6 +272,41 @@ for name, run in runs.items():
 # `psigrad` prints a warning when the reward rises and the held-out metric falls. Both of these
 # figures have to exist for that.
 #
+# ## The derivation: the loss, its gradient, and the price of a leash
+#
+# The likelihood of all comparisons is a product of σ(r_w − r_l). Its negative logarithm is the loss, and with σ' = σ·(1 − σ)
+#
+#     ∇loss = −(1 − σ(r_w − r_l))·(∇r_w − ∇r_l):
+#
+# a pair pulls as hard as the model is surprised by it. Nothing is left of a constant in r.
+#
+# With a KL penalty the best policy has a closed form (chapter 8). What does it gain? For a proxy with errors that are normal with
+# deviation s and independent of the truth, the best of n draws has an error of about s·√(2·log n), and a KL of log n − (n − 1)/n. So the
+# proxy pays about
+#
+#     error ≈ s·√(2·KL),
+#
+# which is why curves of over-optimisation are drawn over the root of the KL. With heavy tails the error grows faster, and the truth of
+# the best of many is no better than that of one.
+#
+# ## In pseudocode
+#
+# ```text
+# reward model                                      RL against it
+# for each batch of (x, w, l)                       repeat
+#     loss ← −mean log σ( r(x,w) − r(x,l) )             draw x, and y_1 … y_K from π(·|x)
+#     one step of Adam on it                            R_i ← r(x, y_i) − β log( π(y_i|x) / π_ref(y_i|x) )
+#                                                       one step along Σ_i ∇log π(y_i|x) (R_i − mean of the others)
+#                                                       now and then: measure the truth on held-out prompts
+# ```
+#
+# ## Read on
+#
+# - Bradley and Terry 1952, *Rank analysis of incomplete block designs*, Biometrika 39.
+# - Christiano and others 2017, *Deep RL from human preferences*, arXiv:1706.03741; Stiennon and others 2020, arXiv:2009.01325.
+# - Gao, Schulman and Hilton 2023, *Scaling laws for reward model overoptimization*, arXiv:2210.10760.
+# - Kwa, Thomas and Garriga-Alonso 2024, *Catastrophic Goodhart*, arXiv:2407.14503: what heavy tails do to a KL penalty.
+#
 # ## Exercises
 #
 # 1. Add 5 to all rewards of a pair: what happens to the Bradley–Terry loss? And if all are doubled?

@@ -250,6 +250,39 @@ print(
 # contained the right one often enough to be found and rewarded. SFT brings a model to where
 # reinforcement learning can begin.
 #
+# ## The derivation: imitation is a KL, and a policy gradient
+#
+# Let p(y|x) be how often teachers answer y. The mean of the loss over what they show is a cross-entropy, which has two parts:
+#
+#     E_p[ −log π(y|x) ] = E_p[ −log p(y|x) ] + KL( p ‖ π ).
+#
+# The first is their entropy, which the student cannot change: the floor of the loss. The second is 0 only for π = p. Its direction says
+# how a student errs that cannot be p: KL(p ‖ π) is large where teachers say something that π holds impossible, so π spreads over all
+# that they say. Reinforcement learning with a KL penalty has the other direction, and prefers a few good answers.
+#
+# Its gradient is the policy gradient with Ψ = 1 and actions from p,
+#
+#     −∇E_p[ log π(y|x) ] = −E_p[ Σ_t ∇log π(y_t|x, y_<t)·1 ],
+#
+# and with the policy's *own* actions it would be 0: Ψ = 1 is a constant, and chapter 2 says what constants do.
+#
+# ## In pseudocode
+#
+# ```text
+# SFT
+# for each batch of (x, y)
+#     z ← tokens of x and y; m_t ← 1 for tokens of y and for its end, 0 for those of x
+#     loss ← − Σ_t m_t log π(z_t | z_<t) / Σ_t m_t
+#     one step of Adam on it
+# ```
+#
+# ## Read on
+#
+# - Ouyang and others 2022, *InstructGPT*, arXiv:2203.02155: SFT as the first step of three.
+# - Ross, Gordon and Bagnell 2011, *DAgger*, arXiv:1011.0686: why errors of imitation add up along an episode.
+# - Zhou and others 2023, *LIMA*, arXiv:2305.11206: how few demonstrations suffice, if they are good.
+# - Gudibande and others 2023, *The false promise of imitating*, arXiv:2305.15717: style is learned before substance.
+#
 # ## Exercises
 #
 # 1. How low can the mean loss per token be if the teachers err in 10 % of the cases?

@@ -15,15 +15,28 @@ import io
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent))
+from typeset import with_latex
+
 COURSE = Path(__file__).parents[1] / "course"
 MARK = re.compile(r"# %%(?: \[(markdown)\])?(?: tags=(\[.*\]))?\n")
 MINE = {"hide-cell": {"mystnb": {"code_prompt_show": "Show the answer", "code_prompt_hide": "Hide the answer"}}}
+INSTALL = """\
+# on Colab, and wherever psigrad is not there yet
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("psigrad") is None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "psigrad"]
+    subprocess.run(command, check=True)"""
 ABOUT = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
 
 
@@ -43,7 +56,9 @@ def chapters() -> list[str]:
 
 
 def cells(source: str) -> list[Cell]:
-    """The cells of a source in percent format: `# %%` begins code, `# %% [markdown]` text in comments."""
+    """The cells of a source in percent format: `# %%` begins code, `# %% [markdown]` text in comments. Behind the first
+    one stands the one that installs psigrad.
+    """
     found = []
     before, *parts = MARK.split(source)
     if before.strip():
@@ -53,7 +68,7 @@ def cells(source: str) -> list[Cell]:
         if kind:
             body = "\n".join(line.removeprefix("#").removeprefix(" ") for line in body.splitlines())
         found.append(Cell(kind or "code", body, tuple(json.loads(tags or "[]"))))
-    return found
+    return [found[0], Cell("code", INSTALL, ("install",)), *found[1:]]
 
 
 def stored(name: str) -> dict[str, Any] | None:
@@ -70,7 +85,10 @@ def notebook(name: str, outputs: dict[int, list[dict[str, Any]]]) -> dict[str, A
         for tag in cell.tags:
             metadata |= MINE.get(tag, {})
         entry = {"cell_type": cell.kind, "id": f"{name}-{place}", "metadata": metadata}
-        entry["source"] = cell.text.splitlines(keepends=True)
+        source = cell.text if cell.kind == "code" else with_latex(cell.text)
+        if source != cell.text:
+            metadata["plain"] = cell.text  # for the site, which has formulas of its own
+        entry["source"] = source.splitlines(keepends=True)
         if cell.kind == "code":
             entry |= {"execution_count": None, "outputs": merged(outputs.get(place, []))}
         made.append(entry)

@@ -230,7 +230,8 @@ IDEAS = {
         "do there. Unlike in supervised fine-tuning on the teacher's texts, it learns in the states that it comes into itself. No reward is needed.",
         "Use it to hand a large or specialised model's skill to a small one (`--reference TEACHER`), or with `--teacher-prompt COLUMN` to teach a "
         "model what it can do when it is told more. `algorithm.kl.estimator` takes `exact` (the reverse KL), `exact_forward`, `exact_js`, all "
-        "summed over the vocabulary, or `k1+`, the reverse KL on the sampled tokens alone.",
+        "summed over the vocabulary, or `k1+`, the reverse KL on the sampled tokens alone. A teacher may stand behind a server (`--reference "
+        "http://…/v1`), or have another tokenizer (`span`): see [Runs](../runs.md#a-teacher-a-reference-that-follows).",
         "The divergences are those of TRL's GKDTrainer with lmbda 1: its beta is `algorithm.kl.mixture`, its ends are `exact_forward` and `exact`.",
     ),
     "raft": (

@@ -9,15 +9,24 @@ two factors; brackets around a whole numerator or denominator go. Words of sever
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
+from xml.etree import ElementTree
 
 SIGNS = set("⇔Σ∇πψΨρσβγαδελθÂ←≤≥·−∞²½‖Π")
 CODE = re.compile(r"[\"#`\\;]|==|\bimport\b|\bdef\b|\breturn\b|\bpsigrad\b|\bpython\b|\bself\b|\(\)|://")
 LARGE = {"Σ": "∑", "Π": "∏"}
 SPACE = '<mspace width="0.28em"/>'
 UNDER = {"max", "min", "argmax", "argmin"}
+FUNCTIONS = {"log", "exp", "max", "min", "arcsin"}
+TEX = {
+    "∑": r"\sum ", "∏": r"\prod ", "∇": r"\nabla ", "π": r"\pi ", "ψ": r"\psi ", "Ψ": r"\Psi ", "ρ": r"\rho ", "σ": r"\sigma ",
+    "β": r"\beta ", "γ": r"\gamma ", "α": r"\alpha ", "δ": r"\delta ", "ε": r"\varepsilon ", "λ": r"\lambda ", "θ": r"\theta ",
+    "μ": r"\mu ", "τ": r"\tau ", "Â": r"\hat A", "û": r"\hat u", "←": r"\leftarrow ", "≤": r"\le ", "≥": r"\ge ", "·": r"\cdot ",
+    "−": "-", "∞": r"\infty ", "‖": r"\Vert ", "∝": r"\propto ", "≈": r"\approx ", "…": r"\dots ", "′": r"\prime ",
+    "½": r"\tfrac12 ", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#", "_": r"\_", "$": r"\$",
+}  # fmt: skip
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁺⁻", "0123+−")
 SUBSCRIPTS = str.maketrans("₀₁₂₃₄", "01234")
@@ -71,7 +80,12 @@ def mathml(formula: str) -> str:
 
 
 def html(block: list[str]) -> str:
-    """Lines of formulas, one below the other; a line that is indented further goes on with the one above."""
+    """Lines of formulas, one below the other."""
+    return '<div class="formula">' + "".join(map(mathml, joined(block))) + "</div>"
+
+
+def joined(block: list[str]) -> list[str]:
+    """The formulas of a block: a line that is indented further goes on with the one above."""
     lines: list[str] = []
     least = min(len(line) - len(line.lstrip()) for line in block if line.strip())
     for line in filter(str.strip, block):
@@ -79,11 +93,50 @@ def html(block: list[str]) -> str:
             lines[-1] += "  " + line.strip()
         else:
             lines.append(line.strip())
-    return '<div class="formula">' + "".join(map(mathml, lines)) + "</div>"
+    return lines
+
+
+def latex(formula: str) -> str:
+    """The formula in LaTeX, from its MathML."""
+    markup = mathml(formula).partition("<semantics>")[2].partition("<annotation")[0]
+    return _latex(ElementTree.fromstring(markup)).strip()
+
+
+def _latex(node: ElementTree.Element) -> str:
+    inner, text = [_latex(child) for child in node], node.text or ""
+    match node.tag:
+        case "mfrac":
+            return rf"\frac{{{inner[0]}}}{{{inner[1]}}}"
+        case "msqrt":
+            return rf"\sqrt{{{inner[0]}}}"
+        case "msub" | "munder" | "msup" | "mover":
+            return f"{inner[0]}{'_' if node.tag in ('msub', 'munder') else '^'}{{{inner[1]}}}"
+        case "msubsup" | "munderover":
+            return f"{inner[0]}_{{{inner[1]}}}^{{{inner[2]}}}"
+        case "mspace":
+            return r"\quad " if "2em" in node.get("width", "") else r"\;"
+        case "mtext":
+            return rf"\texttt{{{text.replace('_', chr(92) + '_')}}}"
+        case "mi" if text in FUNCTIONS:
+            return rf"\{text} "
+        case "mi" if node.get("mathvariant") == "normal":
+            return rf"\mathrm{{{text}}}"
+        case "mi" | "mn" | "mo":
+            return "".join(TEX.get(sign, sign) for sign in text)
+    return "".join(inner)
 
 
 def typeset(text: str) -> str:
     """Markdown with its indented blocks that are formulas as MathML. Everything else stays as it is."""
+    return _replaced(text, lambda block: ["```{raw} html", html(block), "```"])
+
+
+def with_latex(text: str) -> str:
+    """The same with LaTeX between dollars, as notebooks read it."""
+    return _replaced(text, lambda block: [line for formula in joined(block) for line in ("$$", latex(formula), "$$")])
+
+
+def _replaced(text: str, made: Callable[[list[str]], list[str]]) -> str:
     out: list[str] = []
     block: list[str] = []
     fenced = False
@@ -94,7 +147,7 @@ def typeset(text: str) -> str:
             block.append(line)
             continue
         if block:
-            out += ["```{raw} html", html(block), "```"] if is_formula(block) else block
+            out += made(block) if is_formula(block) else block
             block = []
         out.append(line)
     return "\n".join(out[:-1])
@@ -203,6 +256,13 @@ def _atom(tokens: list[Token], at: int) -> tuple[str, str, int]:
         fence = "" if "<mfrac" in inside else ' stretchy="false"'
         whole = f"<mrow><mo{fence}>{text}</mo>{inside}<mo{fence}>{CLOSING[text]}</mo></mrow>"
         return whole, inside if text == "(" else "", after
+    if text == "√" and at + 1 < len(tokens):
+        if tokens[at + 1].text in CLOSING:
+            markup, inner, after = _atom(tokens, at + 1)
+        else:
+            (item, after), inner = _item(tokens, at + 1), ""
+            markup = item.markup
+        return f"<msqrt><mrow>{inner or markup}</mrow></msqrt>", "", after
     if token.kind == "code":
         return f"<mtext>{text}</mtext>", "", at + 1
     if token.kind == "bars":

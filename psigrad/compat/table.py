@@ -55,7 +55,7 @@ def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str =
 
 
 _READ_ONCE = "rows are read once, before the first step"
-_QUANTISED = "there are no quantised weights"
+_ADAMW_8BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 _PUSHED_ONCE = "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"
 _FOLDER = "a run is named by its folder: output_dir=runs/NAME"
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
@@ -164,8 +164,9 @@ _ROWS = (
         f"{_CHECKPOINTS}; the last step is always kept"),
     _is("optim", {
         **{name: {} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf")},
-        **{name: {"optim.optimizer": name} for name in ("adamw", "muon", "adafactor")},
-    }, "the optimiser is optimizer=adamw, muon or adafactor"),
+        **{name: {"optim.optimizer": name} for name in ("adamw", "adamw_8bit", "muon", "adafactor")},
+        **{name: {"optim.optimizer": "adamw_8bit"} for name in _ADAMW_8BIT},
+    }, "the optimiser is optimizer=adamw, adamw_8bit, muon or adafactor"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),
     _is("assistant_only_loss", {True: {}}, "messages teach the assistant's turns alone; rows of text teach all of it"),
     _is("completion_only_loss", {True: {}},
@@ -248,7 +249,8 @@ _ROWS = (
     *_needless("a reward model is read with its own tokenizer", "reward_processing_classes"),
     *_needless("no such buffers are kept", "ignore_bias_buffers"),
     *_needless("the method says it", "lora_task_type"),
-    *_needless(_QUANTISED, "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
+    _is("bnb_4bit_quant_type", {"nf4": {}}, "a base of 4 bits is nf4"),
+    *_needless("scales are float32, and codes have a layout of their own", "use_bnb_nested_quant bnb_4bit_quant_storage"),
     # what has no equal, with the default that needs none
     *_no_equal("every weight that learns is stepped", optim_target_modules=None),
     *_no_equal("cross-entropy is smoothed by sft alone; of DPO's losses it is loss.label_smoothing", label_smoothing_factor=0.0),
@@ -294,8 +296,9 @@ _ROWS = (
     *_no_equal("give the teacher as a folder", teacher_model_revision=None),
     *_no_equal("TRL's alpha is that of AlphaPO, which there is none of; the scale of an adapter is lora_alpha", alpha=0.0),
     *_no_equal("an adapter is put on modules", lora_target_parameters=None),
-    *_no_equal(f"{_QUANTISED}; lora_rank=16 with dtype=bfloat16 takes the least memory",
-        load_in_4bit=False, load_in_8bit=False, quantization_config=None),
+    _is("load_in_4bit", {True: {"model.quantize_base": "nf4"}, False: {}}),
+    _is("load_in_8bit", {True: {"model.quantize_base": "int8"}, False: {}}),
+    *_no_equal("a base in codes is quantize_base=nf4 or int8", quantization_config=None),
     *_no_equal("rows are read whole", dataset_streaming=False),
     *_no_equal("the optimiser is optimizer=, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
         optimizers=(None, None), optimizer_cls_and_kwargs=None),

@@ -212,7 +212,13 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: str = ""
     """Folder or hub name of the policy that the KL term holds to, such as a teacher; empty: the model that training starts
-    from."""
+    from. Or the address of a server with OpenAI's API, such as http://localhost:8000/v1, that tells the log-probs of a prompt."""
+    reference_model: str = ""
+    """The name of the model on that server; empty: the only one that it serves."""
+    reference_tokenizer: str = ""
+    """Folder or hub name of the tokenizer of the model on that server; empty: the policy's."""
+    reference_top_k: Count = 20
+    """Of how many tokens at each place that server is asked for the log-probs; all others count as one in the exact KL."""
     reference_dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the reference; empty: the model's."""
     ref_model_sync_steps: CountOrZero = 0

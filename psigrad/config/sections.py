@@ -86,6 +86,10 @@ class Model:
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, On(cuda="bfloat16")] = "float32"
     """Precision of the weights and of the forward pass, as TRL's on a GPU. The optimiser steps float32 masters of bfloat16
     weights. Products of float32 are made in TF32 on a GPU."""
+    quantize_base: Annotated[Literal["", "nf4", "int8", "gguf"], _ADAPTER] = ""
+    """Keep the layers below a LoRA adapter in codes: of 4 bits (nf4: QLoRA's, blocks of 64), of 8 (int8: blocks of 32), or as a
+    GGUF file has them (gguf: Q4_0, Q4_K, Q6_K, Q8_0). lora_save=both then leaves the adapter alone. TRL: load_in_4bit,
+    load_in_8bit."""
     adapter: Literal["continue", "merge"] = "continue"
     """What becomes of an adapter that is given as the model: it is trained on, or merged into its base, all of whose weights
     then learn. With lora_rank it is merged, and a new adapter put on top."""
@@ -149,9 +153,13 @@ class Data:
 class Optim:
     """The optimiser and its schedule."""
 
-    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
-    """What steps the weights: adamw; muon (torch.optim.Muon), at adamw's learning rates, for matrices other than embeddings and
-    heads, which adamw steps; or adafactor (transformers'), which keeps next to no state."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
+    """What steps the weights: adamw; adamw_8bit, with moments of 8 bits (bitsandbytes' formula) but for embeddings; muon
+    (torch.optim.Muon), at adamw's learning rates, for matrices other than embeddings and heads, which adamw steps; or adafactor
+    (transformers'), which keeps next to no state."""
+    bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
+    """Step bfloat16 weights without float32 masters: each is rounded up or down by chance, so that the mean is right (torchao's
+    name). It takes 4 bytes a weight less."""
     learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0

@@ -317,7 +317,7 @@ SHORTCUTS = {
         main=True,
     ),
     "kl_estimator": Shortcut(
-        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", find_parameter("estimator", "KL")
+        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js, span", find_parameter("estimator", "KL")
     ),
     "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(

@@ -136,7 +136,7 @@ class PolicyGradient:
     @property
     def needs_exact_kl(self) -> bool:
         """Whether the evaluation must hold a divergence summed over the vocabulary."""
-        return self.kl is not None and self.kl.estimator in kls.EXACT and self.kl.coefficient != 0
+        return self.kl is not None and self.kl.estimator in kls.MEASURED and self.kl.coefficient != 0
 
     @property
     def min_group_size(self) -> int:
@@ -364,7 +364,7 @@ class PolicyGradient:
 
     @staticmethod
     def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: PolicyOutputs) -> Tensor:
-        if kl.estimator in kls.EXACT:
+        if kl.estimator in kls.MEASURED:
             return within(_require(evaluation.kl, "kl", "the exact KL term"))
         logp_ref = within(_require(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)

@@ -225,14 +225,17 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 
 
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
-    """(norm − mean) / deviation of the last 50 rows before it; the deviation counts as a tenth of the mean at least."""
-    value = figures.get("grad_norm")
-    if value is None or not math.isfinite(value):
+    """(log norm − mean) / deviation of its logarithm over the last 50 rows before it; the deviation counts as log √2 at least.
+
+    Norms are skewed: on their own scale half of the runs that end well have such a row.
+    """
+    norm = figures.get("grad_norm")
+    if norm is None or not math.isfinite(norm):
         return None
-    z = None
+    value, z = math.log(max(norm, 1e-12)), None
     if len(memory.values) >= 20:
         mean, deviation = memory.spread()
-        z = (value - mean) / max(deviation, 0.1 * abs(mean), 1e-12)
+        z = (value - mean) / max(deviation, math.log(2) / 2)
     memory.keep(value)
     return z
 
@@ -339,7 +342,7 @@ RULES = (
     Rule("critic", "The critic misleads", "Explained variance is below 0: a constant would foresee the returns better.",
         _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance",
         remedy="Raise the critic's learning rate, or let it learn alone first (critic_warmup_steps)."),
-    Rule("grad_norm", "A leap of the gradient", "Its norm is more than 4 deviations above that of the last 50 rows.",
+    Rule("grad_norm", "A leap of the gradient", "Its norm is four times that of the last 50 rows, or more.",
         _grad_norm_z, above=4.0, until=2.0, signal="grad_norm",
         remedy="Nothing, where the figures go on as before. Else lower max_grad_norm and look at that step's rows."),
     Rule("longer", "Longer and no better",

@@ -67,7 +67,7 @@ class ServedModel:
 
         Raises `UserError` where the server can't be reached, refuses, or gives no answer in all attempts.
         """
-        self.model = self.model or self._only_model()
+        self.model = self.model or self.only_model()
         places = [(i, k) for i, own in enumerate(seeds) for k in range(len(own))]
         waiting, done, stop = iter(places), queue.Queue[tuple[int, int, Reply | BaseException]](), threading.Event()
         lock = threading.Lock()
@@ -171,7 +171,8 @@ class ServedModel:
         except (KeyError, TypeError):
             return []
 
-    def _only_model(self) -> str:
+    def only_model(self) -> str:
+        """The name of the only model there. Raises `UserError` where there are several, or none."""
         for attempt in range(self.attempts):
             try:
                 served = self._ask_names()

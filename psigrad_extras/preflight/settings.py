@@ -26,8 +26,6 @@ class PlanConfig:
     """Show how to divide this many such devices between training and sampling; 0: the plan of the settings as they are."""
     network: PositiveOrZero = 50.0
     """With devices: speed of the network between them in GB/s (50 is 400 Gb/s)."""
-    eight_bit: bool = False
-    """Count AdamW's moments at 8 bits (psigrad has no such optimiser)."""
     json: bool = False
     """Print one JSON object in place of the table."""
 

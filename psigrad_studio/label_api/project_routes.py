@@ -108,6 +108,7 @@ class WithdrawForm(ProjectForm):
     """`intake.withdraw`."""
 
     since: Annotated[int, Field(ge=0, lt=2**63)]
+    until: Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class PairForm(ProjectForm):
@@ -140,11 +141,11 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
         with store.slowly():
             rows, since, who = list(rows_of(form.text, form.name)), store.db.clock(), store.asking(request)
             added = intake.add_rows(store.db, who, form.project, rows, making, source=form.name, sampler=form.sampler)
-            return json_response({**vars(added), "since": since})
+            return json_response({**vars(added), "since": since, "until": store.db.clock()})
 
     @routes.post("/withdraw")
     def withdraw(form: WithdrawForm, request: Request) -> Response:
-        return json_response(intake.withdraw(store.db, store.asking(request), form.project, form.since))
+        return json_response(intake.withdraw(store.db, store.asking(request), form.project, form.since, form.until))
 
     @routes.get("/runs")
     def runs(request: Request) -> Response:
@@ -171,7 +172,7 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
                 across_steps=form.across_steps,
                 name=form.run,  # the relative path: two folders may both have a run seed-0
             )
-            return json_response({**vars(added), "since": since})
+            return json_response({**vars(added), "since": since, "until": store.db.clock()})
 
     _add_pairs(routes, store)
 

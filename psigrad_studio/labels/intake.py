@@ -163,10 +163,12 @@ def add_pair(
 
 
 @writes
-def withdraw(session: Session, person: Person, project_id: int, since: int) -> dict[str, int]:
-    """Take out the `tasks` that were made at `since` (milliseconds since 1970) or later; those that somebody has `begun` stay."""
+def withdraw(session: Session, person: Person, project_id: int, since: int, until: int) -> dict[str, int]:
+    """Take out the `tasks` that were made from `since` to `until` (milliseconds since 1970, both included), as one import makes
+    them; those that somebody has `begun` stay.
+    """
     people.require(session, person, project_id, "manage")
-    made = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.created_at >= since)
+    made = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.created_at.between(since, until))
     begun = set(
         session.scalars(made.where(LabelTask.id.in_(select(Assignment.task_id).where(Assignment.project_id == project_id))))
     )

@@ -229,6 +229,11 @@ ELSEWHERE = {
     "filter_metric": "language/training/test_learn.py::"
     "test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named",
     "reference": "runs/test_pins.py::test_another_reference_is_refused_by_name",
+    **dict.fromkeys(
+        ("reference_model", "reference_top_k"),
+        "extras/connect/test_teacher_server.py::test_a_teacher_behind_a_server_teaches_what_one_in_the_process_does",
+    ),
+    "reference_tokenizer": "extras/connect/test_teacher_server.py::test_a_foreign_teacher_behind_a_server_says_what_it_says_here",
     "reward_model": "language/training/test_critic.py::test_a_reward_model_and_a_reward_function_are_mixed_by_weight",
     "critic": "language/training/test_critic.py::test_a_critic_starts_from_the_reward_model_that_was_trained",
     "environment": "language/rollout/test_episodes.py::test_environments_are_named_or_refused",

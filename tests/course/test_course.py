@@ -35,6 +35,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "ppo_rloo": {"sft_steps": 3, "rl_steps": 2, "seeds": 1},
     "grpo": {"completions": 400, "sft_steps": 3, "rl_steps": 1},
     "dpo": {"sft_steps": 3, "dpo_steps": 2, "rl_steps": 2, "solve_steps": 20},
+    "project": {"sft_steps": 3, "rl_steps": 1, "held_out_rows": 120},
     "reward_model": {"comparisons": 300, "sft_steps": 3, "reward_steps": 2, "rl_steps": 2},
 }
 
@@ -94,6 +95,30 @@ def test_a_chapter_has_what_each_has(name):
     answers = [heading for heading in headings if heading.startswith("Answer ")]
     assert 2 <= len(exercises) == len(answers) == sum("hide-cell" in cell.tags for cell in cells)
     assert sum("parameters" in cell.tags for cell in cells) == 1
+
+
+@pytest.mark.parametrize("name", course.chapters())
+def test_a_chapter_derives_says_it_in_pseudocode_and_names_what_to_read(name):
+    text = "\n".join(cell.text for cell in course.cells((course.COURSE / f"{name}.py").read_text()) if cell.kind == "markdown")
+    assert "## In pseudocode\n\n```text\n" in text
+    assert len(re.findall(r"^- .*\d{4}", text.partition("## Read on")[2].partition("## Exercises")[0], re.MULTILINE)) >= 3
+    derived = text.partition("## The derivation")[2].partition("\n## ")[0]
+    assert name == "project" or re.search(r"^    \S", derived, re.MULTILINE)
+    book = course.stored(name)
+    shown = "\n".join("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown")
+    assert shown.count("$$") >= 2 and shown.count("$$") % 2 == 0
+
+
+def test_a_kernel_without_psigrad_installs_it_and_one_with_it_does_nothing(monkeypatch):
+    asked = []
+    monkeypatch.setattr("subprocess.run", lambda command, check: asked.append((command[1:], check)))
+    for there in (True, False):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, there=there: name if there else None)
+        exec(course.INSTALL, {})
+    assert asked == [(["-m", "pip", "install", "--quiet", "psigrad"], True)]
+    for name in course.chapters():
+        kinds = [(cell["cell_type"], "".join(cell["source"])) for cell in course.stored(name)["cells"]][:2]
+        assert kinds[0][0] == "markdown" and kinds[1] == ("code", course.INSTALL)
 
 
 def test_chapters_begin_with_the_same_model():
@@ -208,6 +233,13 @@ def test_dpo(tmp_path):
     margins = left["curve"](left["runs"]["DPO"], "eval/rewards/margins")[1]
     assert margins[-1] > margins[0] + 0.5
     assert left["accuracy"]["RLOO"] > left["accuracy"]["SFT"] + 0.15
+
+
+@pytest.mark.long
+def test_project(tmp_path):
+    left = whole("project", tmp_path)
+    assert len(left["checks"]) == 9 and all(left["checks"].values())
+    assert left["scores"]["GRPO"].mean() > 0.8 > 0.5 > left["scores"]["SFT"].mean() and left["low"] > 0.2
 
 
 @pytest.mark.long

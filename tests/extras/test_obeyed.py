@@ -23,7 +23,7 @@ def test_every_setting_of_a_plan_is_read(job):
     plan = ["plan", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--eval-prompts", "4",
             "--reward", "exact", "--memory", "24GB", "--tflops", "1", "--max-completion-length", "4"]  # fmt: skip
     more = ["--devices", "2", "--prompt-length", "3"]
-    assert unread(PlanConfig, [*plan, "--json", "--eight-bit"], [*plan, *more]) == set()
+    assert unread(PlanConfig, [*plan, "--json"], [*plan, *more]) == set()
     assert unread(PlanConfig, plan) != set(), "negative control"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,23 @@ def test_a_stream_echoes_and_says_the_same(client):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices] and texts[1].startswith("brown")
+
+
+def test_an_echo_with_log_probs_tells_those_of_the_prompt(client, served):
+    """What a teacher is asked: every token of the prompt, and the most probable ones in its place."""
+    ids = served.model.tokenizer("the quick brown")["input_ids"]
+    ask = {"model": "tiny", "prompt": ids, "max_tokens": 1, "seed": 3, "echo": True, "logprobs": 4}
+    named = client.completions.create(**ask, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
+    assert [int(name.removeprefix("token_id:")) for name in named.tokens[: len(ids)]] == ids and len(named.tokens) == len(ids) + 1
+    assert named.token_logprobs[0] is None and named.top_logprobs[0] is None  # nothing stands before it
+    logits = served.model.as_transformers()(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    for place in range(1, len(ids)):
+        assert named.token_logprobs[place] == pytest.approx(float(logits[place - 1, ids[place]]), abs=1e-4)
+        best = {int(name.removeprefix("token_id:")): value for name, value in named.top_logprobs[place].items()}
+        expected = logits[place - 1].topk(4)
+        assert best == pytest.approx(dict(zip(expected.indices.tolist(), expected.values.tolist(), strict=True)), abs=1e-4)
+    plain = client.completions.create(**ask).choices[0].logprobs
+    assert "".join(plain.tokens[: len(ids)]) == "the quick brown" and plain.text_offset[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def agree_on_grpo(page, settings, steps: int) -> int:
         assert (flat(rows, "clipped") == hit)[clear].all() and clear.mean() > 0.8
         for one, other in zip(theirs["figures"]["updates"], ours["updates"], strict=True):
             assert one.pop("clipped") == pytest.approx(other.pop("clipped"), abs=WITHIN + (~clear).mean())
-            assert one == pytest.approx(other, abs=WITHIN)
+            assert one == pytest.approx(other, abs=WITHIN, rel=WITHIN)  # a gradient's norm may be 20
         clipped += np.count_nonzero(hit)
     return clipped
 

@@ -30,7 +30,7 @@ CONFIGS = {
     "sft": tiny_jobs.sft_config,
     "sft beside": partial(tiny_jobs.sft_config, async_save=True),
     "grpo": tiny_jobs.online_config,
-    "ppo": tiny_jobs.ppo_config,
+    "ppo": lambda job, out, **run: replace(tiny_jobs.ppo_config(job, out, **run), critic_learning_rate=1e-4),
     "dpo": tiny_jobs.preference_config,
     "reward": tiny_jobs.reward_config,
     "episodes": tiny_jobs.episodes_config,

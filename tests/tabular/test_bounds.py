@@ -184,3 +184,29 @@ def test_seeds_of_moves_and_of_choices_are_two_streams():
     half = np.full((7, 1), 1.0)
     first = [e.states.tolist() for e in tabular.rollouts(WALK, half, 20, seed=3)]
     assert first == [e.states.tolist() for e in tabular.rollouts(WALK, ONLY, 20, seed=3)]
+
+
+def test_choices_are_drawn_from_the_second_stream_of_the_seed():
+    """One step of two equal actions: the second where the number drawn is 1/2 or more. The first stream is the world's."""
+    bandit = MDP(np.stack([[[0.0, 1.0], [0.0, 1.0]]] * 2), np.zeros((2, 2)), 1.0, terminal=[False, True], start=[1.0, 0.0])
+    chosen = [int(e.actions[0]) for e in tabular.rollouts(bandit, np.full((2, 2), 0.5), 20, seed=3)]
+    assert chosen == (np.random.default_rng((3, 1)).random(20) >= 0.5).astype(int).tolist()
+
+
+@pytest.mark.parametrize(("gamma", "nowhere"), [(1.0, [True, False, False]), (0.9, [False] * 3)])
+def test_a_state_from_which_nothing_leads_on_is_said_where_gamma_is_1(gamma, nowhere):
+    """The first state stays where it is for ever, the second ends in the third, for 1."""
+    stays = np.array([[[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]])
+    mdp = MDP(stays, np.array([[0.0], [1.0], [0.0]]), gamma, terminal=[False, False, True])
+    *_, last = tabular.value_iteration(mdp)
+    assert last.leads_nowhere.tolist() == nowhere and last.value.tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("in_place", "low"), [(False, 1.0), (True, -1.0)])
+def test_a_sweep_in_place_bounds_what_is_left_from_both_sides(in_place, low):
+    """One state that pays 1 for ever, gamma 1/2: the first sweep moves V by 1, and what is left is 1/2/(1 - 1/2)·1 = 1. From old
+    values alone it is known to be that; in place only that it is no more.
+    """
+    one = MDP(np.ones((1, 1, 1)), np.ones((1, 1)), 0.5)
+    sweep = next(iter(tabular.policy_evaluation(one, [0], in_place=in_place)))
+    assert (sweep.low, sweep.high) == pytest.approx((low, 1.0), abs=1e-12)

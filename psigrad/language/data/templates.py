@@ -226,6 +226,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
 
 
+_NONE: list[int] = []
+_BEGUN = 64  # texts behind which others are encoded; nearly always the same few, such as the start of an assistant's turn
+
+
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
     """The ids of `text` as they are behind `before`, where no token merges across the boundary; else those of `text` alone.
 
@@ -234,7 +238,14 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
     cuts = dialect.specials_of(tokenizer).cuts
     # tokenizers cut a text at its added tokens before anything else: what stands before the last one changes nothing behind it
     before = before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
-    base, joint = _encode(tokenizer, before), _encode(tokenizer, before + text)
+    known = dialect.specials_of(tokenizer).begun
+    if known is None:
+        base = _encode(tokenizer, before)
+    elif (base := known.get(before, _NONE)) is _NONE:
+        if len(known) >= _BEGUN:
+            known.clear()
+        base = known[before] = _encode(tokenizer, before)
+    joint = _encode(tokenizer, before + text)
     return joint[len(base) :] if joint[: len(base)] == base else _encode(tokenizer, text)
 
 

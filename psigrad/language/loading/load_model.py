@@ -10,13 +10,17 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from psigrad import extras
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of
+from psigrad.language.loading import teacher
 from psigrad.language.loading.chat_settings import settle_chat
 from psigrad.language.loading.given_model import GivenModel, take_weights
 from psigrad.language.loading.model_source import find_adapter, locate, lora_of
+from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.backbone import without_bars
+from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
@@ -62,7 +66,7 @@ def _load_language_model(
 ) -> LanguageModel:
     """The model from its folder or from the hub, under its own tokenizer or the one given."""
     lora, before = lora_of(settings), find_adapter(settings)
-    _check_shards(lora, world)
+    _check_shards(settings, lora, world)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
@@ -86,6 +90,8 @@ def _prepare_given(
     lora = lora_of(settings)
     if checkpoint is not None and lora is None:
         take_weights(network, checkpoint)
+    if lora is not None and settings.quantize_base:
+        code_linears(network, settings.quantize_base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         made = prepare(
@@ -102,6 +108,7 @@ def _prepare_given(
 def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
     """What every loader of a model that may learn is told by the settings."""
     return {
+        "base": settings.quantize_base,
         "dtype": settings.dtype,
         "device": machine.device(run),
         "gradient_checkpointing": settings.gradient_checkpointing,
@@ -110,7 +117,9 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
     }
 
 
-def _check_shards(lora: Lora | None, world: World) -> None:
+def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
+    if world.lockstep and settings.quantize_base and lora is not None:
+        raise UserError("quantize_base keeps a base in codes, which placement.strategy=fsdp cannot shard; use ddp.")
     if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
         raise UserError(
             "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; use ddp, or a plain "
@@ -155,7 +164,7 @@ def _load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
 ) -> ScalarModel:
     lora = lora_of(settings)
-    _check_shards(lora, world)
+    _check_shards(settings, lora, world)
     whole = checkpoint is not None and lora is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
@@ -192,11 +201,18 @@ def load_reference(
     world: World = ALONE,
 ) -> LanguageModel:
     """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
-    other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
+    other = _load_other(path, config, dtype, world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
         )
+    return other
+
+
+def _load_other(
+    path: str, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"], world: World
+) -> LanguageModel:
+    other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
     other.network.requires_grad_(False)
     return other
 
@@ -204,13 +220,18 @@ def load_reference(
 @without_bars()
 def load_own_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
-) -> LanguageModel:
+) -> LanguageModel | Teacher:
     """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
-    adapter, else a copy that never learns.
+    adapter, else a copy that never learns. A `Teacher` where it is a server, or has another tokenizer.
     """
     dtype = config.reference_dtype or config.model.dtype
+    if teacher.is_address(config.reference):
+        found: Teacher = extras.load("teacher").connect(config, model)
+        return found
     if config.reference:
-        return load_reference(config.reference, model, config, dtype, world)
+        other = _load_other(config.reference, config, dtype, world)
+        same = other.tokenizer.get_vocab() == model.tokenizer.get_vocab()
+        return other if same else teacher.of_model(other, model, config.reference)
     saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
     return load_start(config, model, checkpoint, world, dtype, saved)
 

@@ -22,6 +22,7 @@ from typing import Any
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
 from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config
 
 # What a revision of a hub model is made of; other frameworks' weights are left out.
@@ -47,10 +48,10 @@ def locate(settings: Model) -> str:
     to. An adapter is merged into its base.
     """
     check_path(settings.path)
-    if settings.revision:
+    if settings.revision and settings.quantize_base != "gguf":
         return str(_download(settings.path, settings.revision))
     found = _adapter_on_hub(settings.path)
-    return plain_folder(settings.path if found is None else str(found))
+    return _folder_of(settings) if found is None else plain_folder(str(found))
 
 
 def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
@@ -98,7 +99,7 @@ def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
     """
     found = find_adapter(settings, local=local)
     if found is None:
-        return replace(settings, path=plain_folder(settings.path)) if settings.path else settings
+        return replace(settings, path=_folder_of(settings)) if settings.path else settings
     lora = found.lora
     return replace(found.base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=lora.target_modules)
 
@@ -106,7 +107,7 @@ def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
 def tokenizer_path(settings: Model) -> str:
     """Where its tokenizer is loaded from."""
     found = find_adapter(settings)
-    return plain_folder(settings.path) if found is None else found.tokenizer or found.base.path
+    return _folder_of(settings) if found is None else found.tokenizer or found.base.path
 
 
 def load_tokenizer(path: str) -> Any:
@@ -221,6 +222,24 @@ def plain_folder(path: str) -> str:
     return _convert_once(_identity(files), files[0], _convert_gguf) if files else path
 
 
+def _folder_of(settings: Model) -> str:
+    """Where the settings' path lies as a folder of transformers, without the weights where they are read as they are."""
+    return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else plain_folder(settings.path)
+
+
+def _without_weights(path: str) -> Path:
+    """A folder with the configuration and the tokenizer of a GGUF file, whose weights are read as they are."""
+    place = Path(path).expanduser()
+    found = [place] if place.suffix == ".gguf" else sorted(place.glob("*.gguf"))
+    if len(found) != 1:
+        raise UserError(f"quantize_base is gguf, and the model is {path!r}; give a GGUF file, or take quantize_base=nf4.")
+    folder = Path(_convert_once(_identity(found, "without weights"), found[0], _convert_words))
+    if not (link := folder / WEIGHTS).exists() or not link.samefile(found[0]):
+        link.unlink(missing_ok=True)
+        link.symlink_to(found[0].resolve())
+    return folder
+
+
 def _identity(files: list[Path], *more: str) -> str:
     digest = hashlib.sha256("\n".join(more).encode())
     for file in files:
@@ -281,6 +300,16 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     model.hf_quantizer = None
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
+
+
+def _convert_words(file: Path, folder: Path) -> None:
+    """All but the weights."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    config.tie_word_embeddings = not has_head(file)
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
 def _merge_adapter(adapter: Path, folder: Path) -> None:

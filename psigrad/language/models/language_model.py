@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, with_whole_weights
+from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.fused.weights_only import WeightsOnly
-from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, token_stats
+from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
 from psigrad.language.models.lora import Lora, base_of
+from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
 from psigrad.objective import PolicyOutputs
@@ -35,8 +37,8 @@ VALUE_HEAD = "value_head"
 class Divergence:
     """What `LanguageModel.evaluate` measures besides: how far the policy is from `model`, exactly, summed over the vocabulary."""
 
-    model: LanguageModel
-    """The reference or teacher. A LoRA model may be its own: the adapter is then off."""
+    model: LanguageModel | Top
+    """The reference or teacher. A LoRA model may be its own: the adapter is then off. Or its most probable tokens [N, T, k]."""
     kind: str = "exact"
     """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
     mixture: float = 0.5
@@ -124,7 +126,7 @@ class LanguageModel(Pretrained):
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
         return head if cap is None else Capped(head, float(cap))
 
-    def head(self, hidden: Tensor, exact: bool = False) -> Tensor:
+    def head(self, hidden: Tensor, exact: bool) -> Tensor:
         """Logits [B, V] of hidden states [B, E]; `exact` ones have the bits that they have in training, however few they are."""
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
@@ -190,9 +192,14 @@ class LanguageModel(Pretrained):
             else:
                 hidden, head = self._target_hidden(forward)
             reference = Divergence(kl_to) if isinstance(kl_to, LanguageModel) else kl_to
-            reference_hidden, reference_head = None, None
-            if reference is not None:
-                reference_hidden, reference_head = self._reference_hidden(reference, inputs, forward)
+            reference_hidden: Tensor | Top | None = None
+            reference_head: Callable[[Tensor], Tensor] | None = None
+            other = None if reference is None else reference.model
+            if isinstance(other, Top):
+                top = other[(forward.targets.n.cpu(), forward.targets.t.cpu())]
+                reference_hidden, reference_head = Top(top.ids.to(self.device), top.logp.to(self.device)), nn.Identity()
+            elif reference is not None and other is not None:
+                reference_hidden, reference_head = self._reference_hidden(reference, other, inputs, forward)
             kind, mixture = ("exact", 0.5) if reference is None else (reference.kind, reference.mixture)
             wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture, mean_logp)
             cached = None if forward.cached is None else forward.cached.logps
@@ -205,10 +212,10 @@ class LanguageModel(Pretrained):
         return stats, whole.targets
 
     def _reference_hidden(
-        self, asked: Divergence, inputs: Groups | Rows, forward: ForwardInputs
+        self, asked: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """As `_target_hidden`, of the reference: without gradient, and without the adapter where it is this model itself."""
-        other, theirs = asked.model, replace(forward, cached=None)
+        theirs = replace(forward, cached=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
             whole = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
             theirs = other.own_share(whole)
@@ -223,6 +230,17 @@ class LanguageModel(Pretrained):
                 every: Any = self.context.gather(hidden, theirs.mine, len(whole.targets.ids))
                 hidden = every[forward.mine] if len(forward.mine) else every[:1]
             return hidden, head
+
+    @torch.no_grad()
+    def most_probable(self, inputs: Groups, k: int) -> tuple[Tensor, Top]:
+        """log π [N, T] of the completions' tokens, and the k most probable tokens [N, T, k] at each of their places."""
+        self.switch(False)
+        forward = lay_out(inputs, self.device, not self.why_padded)
+        hidden, head = with_whole_weights(self, lambda: self._target_hidden(forward))
+        found = [torch.log_softmax(upcast(head(some)), -1).topk(min(k, self.vocabulary)) for some in hidden.split(256)]
+        at, shape = (forward.targets.n, forward.targets.t), forward.targets.shape
+        columns = torch.cat([top.indices for top in found]), torch.cat([top.values for top in found])
+        return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""
@@ -276,21 +294,27 @@ def load(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     for_shards: bool = False,
+    base: Kind | Literal[""] = "",
 ) -> LanguageModel:
     """The model at `path` (a folder or a hub name), ready to train and to sample.
 
     `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's, or
     that tokenizer. `eos_token` is its EOS, where its own is none or another.
     `trust_remote_code` runs the Python code that comes with the model. `for_shards` leaves the weights in the host's memory, on
-    their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. Raises `UserError` if
-    nothing loads from `path`.
+    their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. `base`
+    is how the layers of what `lora` adapts are coded. Raises `UserError` if nothing loads from `path`.
     """
-    plain = lora is None and device == "cpu"
+    kind = base or None if lora is not None else None
+    plain = (lora is None or kind is not None) and device == "cpu"
     try:
-        found = weights_only.load(path, DTYPES[dtype], mapped=for_shards) if plain else None
+        found = weights_only.load(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
         network: Any = found[0] if found is not None else None
+        if network is None and kind == "gguf":
+            raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
         if network is None:
             network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+            if kind is not None:
+                code_linears(network, kind)
         if isinstance(tokenizer, str):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
         if eos_token in tokenizer.get_vocab():

@@ -22,6 +22,8 @@ TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
 # How many times as much a GPU takes at once: there is no cache to stay in, and a hundred processors want work.
 CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
+# The least that a reference of which only the most probable tokens are known gives to all others.
+LEAST_REST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,31 @@ def upcast(logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Top:
+    """The k most probable tokens of a reference at each of M places: ids and log-probs, [M, k]. It is all that is known of it."""
+
+    ids: Tensor
+    logp: Tensor
+
+    def __getitem__(self, where: Any) -> Top:
+        return Top(self.ids[where], self.logp[where])
+
+    def beside(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, k + 1] log π of these tokens and of all others together, from logits [M, V], and that of the reference."""
+        log_pi = logits.gather(-1, self.ids) - normaliser[:, None]
+        rest, rest_ref = (torch.full_like(normaliser, -torch.inf) for _ in range(2))
+        if self.ids.shape[-1] < logits.shape[-1]:
+            rest = logits.scatter(-1, self.ids, -torch.inf).logsumexp(-1) - normaliser
+            # what a server rounds away is no reason to avoid a token for ever
+            rest_ref = torch.log1p(-self.logp.exp().sum(-1).clamp(max=1 - LEAST_REST))
+        return torch.cat([log_pi, rest[:, None]], -1), torch.cat([self.logp, rest_ref[:, None]], -1)
+
+
+@dataclass(frozen=True)
 class TokenStatsRequest:
     """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact divergence: KL(π‖ref)
-    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js"). An
+    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js"). Of a
+    reference of which only the `Top` is known, all other tokens count as one: a lower bound of it, and the same where k = V. An
     entropy that is only looked at ("figure") may come without gradient.
     """
 
@@ -79,7 +103,7 @@ class TokenStatsRequest:
         slopes = self.entropy is True and torch.is_grad_enabled()
         return not (slopes or self.mean_logp) and self.reference_head is None
 
-    def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | None) -> tuple[Tensor, ...]:
+    def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
         """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
         empty = logits.new_empty(0)
         raw, logits = logits, upcast(logits)
@@ -89,13 +113,13 @@ class TokenStatsRequest:
         logp = logits.gather(-1, ids[:, None])[:, 0] - normaliser
         entropy = kl = hit = mean_logp = empty
         if self.entropy or self.reference_head is not None:
-            log_pi = logits - normaliser[:, None]
-            pi = log_pi.exp()
-            never = log_pi.isneginf()  # 0 · log 0 = 0, and so is its gradient
-            log_pi = log_pi.masked_fill(never, 0.0)
+            pi, log_pi, never = _exp(logits - normaliser[:, None])
             if self.entropy:
                 entropy = -(pi * log_pi).sum(-1)
-            if self.reference_head is not None and reference_hidden is not None:
+            if isinstance(reference_hidden, Top):
+                own, log_ref = reference_hidden.beside(logits, normaliser)
+                kl = self._divergence(*_exp(own), log_ref)
+            elif self.reference_head is not None and reference_hidden is not None:
                 log_ref = torch.log_softmax(upcast(self.reference_head(reference_hidden)) / self.temperature, -1)
                 kl = self._divergence(pi, log_pi, never, log_ref)
         if self.accuracy:
@@ -115,6 +139,12 @@ class TokenStatsRequest:
         mixed = self.mixture * ref + (1 - self.mixture) * pi
         log_mixed = mixed.clamp(min=torch.finfo(mixed.dtype).tiny).log()
         return (self.mixture * ref * (log_ref - log_mixed) + (1 - self.mixture) * pi * (log_pi - log_mixed)).sum(-1)
+
+
+def _exp(log_pi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """π, log π with 0 where π is 0, and where that is: 0 · log 0 = 0, and so is its gradient."""
+    pi, never = log_pi.exp(), log_pi.isneginf()
+    return pi, log_pi.masked_fill(never, 0.0), never
 
 
 class _Logits(torch.autograd.Function):
@@ -385,7 +415,7 @@ def token_stats(
     head: Callable[[Tensor], Tensor],
     vocabulary: int,
     wanted: TokenStatsRequest,
-    reference_hidden: Tensor | None = None,
+    reference_hidden: Tensor | Top | None = None,
     cached: CachedLogProbs | None = None,
 ) -> TokenStats:
     """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
@@ -416,7 +446,7 @@ def token_stats(
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None
 
-    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
+    def chunk(h: Tensor, i: Tensor, r: Tensor | Top | None) -> tuple[Tensor, ...]:
         return wanted.of(_Logits.apply(h, linear.weight, sums) if plain else head(h), i, r)
 
     parts = []

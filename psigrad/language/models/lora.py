@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from psigrad.errors import UserError, kind_of, reason_of
+from psigrad.language.models.coded_linear import uncode_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +173,10 @@ def _quiet() -> Iterator[None]:
 def merge_adapter(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:
     """The whole model, with a copy of its adapter merged in."""
     wrapped: Any = copy.deepcopy(adapter)
-    return network if wrapped is None else wrapped.merge_and_unload()
+    if wrapped is None:
+        return network
+    uncode_linears(wrapped, network.dtype)
+    return wrapped.merge_and_unload()
 
 
 def base_of(module: Any) -> Any:

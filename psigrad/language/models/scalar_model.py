@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, with_whole_weights
+from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora
+from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 
 if TYPE_CHECKING:
@@ -105,18 +107,22 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
     for_shards: bool = False,
+    base: Kind | Literal[""] = "",
 ) -> ScalarModel:
     """The scalar model at `path`: one that was saved as such, or any causal language model, which gets a fresh head.
 
     `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" where only a trained head
-    will do. `tokenizer` takes the place of its own. `for_shards` is that of `language_model.load`. Raises `UserError` if nothing
-    loads from `path`.
+    will do. `tokenizer` takes the place of its own. `for_shards` and `base` are those of `language_model.load`. Raises
+    `UserError` if nothing loads from `path`.
     """
     try:
-        plain = lora is None and device == "cpu"
-        found = weights_only.load(path, DTYPES[dtype], scalar=True, mapped=for_shards) if plain else None
+        kind = base or None if lora is not None else None
+        plain = (lora is None or kind is not None) and device == "cpu"
+        found = weights_only.load(path, DTYPES[dtype], scalar=True, mapped=for_shards, kind=kind) if plain else None
         network: Any
         network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
+        if found is None and kind is not None:
+            code_linears(network, kind)
         words = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise UserError(

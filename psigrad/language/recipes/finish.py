@@ -37,7 +37,8 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
     """The optimiser of what learns in the model."""
-    return Optimizer(model.trainable(), config.optim, recompute=config.model.gradient_checkpointing, world=world)
+    recompute = config.model.gradient_checkpointing
+    return Optimizer(model.trainable(), config.optim, recompute=recompute, world=world, seed=config.run.seed)
 
 
 def train_on_rows(
@@ -83,7 +84,8 @@ def finish(
     """The final model, the report, and what they hold; `noted` goes into the event. `given` are the objects that are trained."""
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
-    kept = "merged" if model.adapter is None else config.model.lora_save
+    saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save
+    kept = "merged" if model.adapter is None else saved
     in_shards = model.root is not None
     leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
     journal.folder.save_model(leave)

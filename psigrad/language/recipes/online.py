@@ -18,7 +18,7 @@ from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, offered_tools, rows_for
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
-from psigrad.language.recipes.online_settings import check, check_following, correct, method
+from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, sampler_of
 from psigrad.language.recipes.row_encoding import prepare
@@ -82,6 +82,7 @@ def open_job(
         evaluates = bool(held_out) and scores
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
         own_reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
+        check_teacher(own_reference, config, algorithm)
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal)) if scores else None
         if evaluates:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
@@ -94,7 +95,7 @@ def open_job(
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
-        if own_reference is not None and config.ref_model_sync_steps:
+        if isinstance(own_reference, LanguageModel) and config.ref_model_sync_steps:
             learners.append(Follower(own_reference, "reference"))
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
+from psigrad.language.loading.teacher import Teacher, is_address
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Sampler
@@ -120,6 +121,18 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         raise UserError("teacher_prompt is for single completions and the settings have episodes or agents; remove one of them.")
     if (config.agent or config.agent_command) and config.placement.environment_actors:
         raise UserError("placement.environment_actors are for environments and tools; agents have agent_workers.")
+    served, plain = ("reference_model", "reference_tokenizer", "reference_top_k"), OnlineConfig()
+    away = [setting for setting in served if getattr(config, setting) != getattr(plain, setting)]
+    if away and not is_address(config.reference):
+        raise UserError(
+            f"{' and '.join(away)} {'is' if len(away) == 1 else 'are'} for a reference behind a server, and reference is "
+            f"{config.reference!r}; give the server's address, such as http://localhost:8000/v1, or leave out what is for it."
+        )
+    if is_address(config.reference) and config.sampling.temperature != 1:
+        raise UserError(
+            f"temperature is {config.sampling.temperature:g}, and the server {config.reference} tells its log-probs at "
+            "temperature 1; sample at temperature 1."
+        )
     check_following(config, config.model.lora_rank > 0)
     if config.ref_model_sync_steps and config.reference:
         raise UserError(
@@ -128,6 +141,25 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         )
     if config.reference_dtype and config.model.lora_rank and not config.reference:
         raise UserError("reference_dtype is set and with LoRA the reference is the model itself; remove it.")
+
+
+def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
+    """Refuse what cannot be had of a reference with another tokenizer or behind a server, and of one without."""
+    spans = isinstance(algorithm, PolicyGradient) and algorithm.kl is not None and algorithm.kl.estimator == "span"
+    if not isinstance(reference, Teacher):
+        if spans and reference is not None:
+            raise UserError(
+                "algorithm.kl.estimator is span, which compares by pieces of text, and the reference has the model's own tokens; "
+                "set exact, or k1+, which is the same by tokens."
+            )
+        return
+    if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
+        what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
+        raise UserError(
+            f"The reference {reference.where} is a server or has another tokenizer, and {what} needs one in this process "
+            "with the model's own tokens; remove one of them."
+        )
+    reference.check(algorithm)
 
 
 def check_following(config: OnlineConfig, adapter: bool) -> None:

@@ -17,6 +17,7 @@ from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell, as_turns, for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import prompt_for_reward, prompt_ids, said_otherwise
+from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
@@ -67,37 +68,43 @@ def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], t
 
 
 def add_teacher_prompts(
-    prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | None
+    prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """The prompts with the tokens of what the reference reads in their place, from a column of the dataset; without a column, or
-    a reference, as they are.
+    """The prompts with the tokens of what the reference reads in their place: from a column of the dataset, and in a teacher's
+    own tokens. Without either, or a reference, as they are.
 
     Raises `UserError` for a row that has none, or one that leaves no room for a completion.
     """
     column, completion = config.teacher_prompt, config.sampling.max_completion_length
-    if not column or reference is None:
+    if reference is None or not (column or isinstance(reference, Teacher)):
         return prompts
+    tokenizer = reference.tokenizer if isinstance(reference, Teacher) else model.tokenizer
     found = []
     for prompt in prompts:
-        own = prompt.row.columns.get(column)
-        if not own:
-            known = ", ".join(sorted(prompt.row.columns)) or "none"
-            raise UserError(
-                f"{prompt.row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
-                "row the prompt that the reference reads, as text or messages like the prompt."
-            )
-        if isinstance(own, str) != isinstance(prompt_for_reward(prompt.row), str):
-            raise UserError(f"{prompt.row.source}: prompt and {column} are text and messages; give both in the same form.")
-        read = replace(prompt.row, prompt=own, plain_prompt=None)
-        read = read if isinstance(prompt.row.prompt, str) else as_turns(model.tokenizer, read)
-        ids = tuple(prompt_ids(model.tokenizer, read))
+        read = _teacher_row(prompt.row, column, model.tokenizer) if column else prompt.row
+        ids = tuple(prompt_ids(tokenizer, read))
         if len(ids) > reference.max_length - completion:
             raise UserError(
-                f"{prompt.row.source}: {column} has {len(ids)} tokens, and with max_completion_length {completion} the "
-                f"reference's {reference.max_length} positions leave {max(0, reference.max_length - completion)}; shorten it."
+                f"{prompt.row.source}: {column or 'the prompt'} has {len(ids)} tokens, and with max_completion_length "
+                f"{completion} the reference's {reference.max_length} positions leave "
+                f"{max(0, reference.max_length - completion)}; shorten it."
             )
         found.append(replace(prompt, teacher_ids=ids))
     return found
+
+
+def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> Row:
+    own = row.columns.get(column)
+    if not own:
+        known = ", ".join(sorted(row.columns)) or "none"
+        raise UserError(
+            f"{row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
+            "row the prompt that the reference reads, as text or messages like the prompt."
+        )
+    if isinstance(own, str) != isinstance(prompt_for_reward(row), str):
+        raise UserError(f"{row.source}: prompt and {column} are text and messages; give both in the same form.")
+    read = replace(row, prompt=own, plain_prompt=None)
+    return read if isinstance(row.prompt, str) else as_turns(tokenizer, read)
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:

@@ -18,6 +18,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.loading.load_model import load_trained_scalar_model
+from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
@@ -203,7 +204,7 @@ def evaluator_for(
     rewards: RewardSetup,
     scorer: Scorer | None,
     rows: Sequence[Row],
-    reference: LanguageModel | None,
+    reference: LanguageModel | Teacher | None,
     episodes: Player | None = None,
     size: int | None = None,
     world: World = ALONE,
@@ -216,7 +217,7 @@ def evaluator_for(
         params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),
         seed=config.run.seed,
         num_generations=size or config.evaluation.num_generations_eval,
-        reference=reference if config.evaluation.eval_kl else None,
+        reference=reference if config.evaluation.eval_kl and not isinstance(reference, Teacher) else None,
         micro_batch_tokens=config.micro_batch_tokens,
         episodes=episodes,
         world=world,

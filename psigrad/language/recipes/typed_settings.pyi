@@ -62,6 +62,7 @@ class SFTSettings(Given, total=False):
     chat_template_kwargs: str | Mapping[str, Any]
     eos_token: str
     dtype: Literal["float32", "bfloat16"]
+    quantize_base: Literal["", "nf4", "int8", "gguf"]
     adapter: Literal["continue", "merge"]
     lora_rank: int
     lora_alpha: float
@@ -80,7 +81,8 @@ class SFTSettings(Given, total=False):
     max_rows: int
     bad_rows: Literal["stop", "skip"]
     num_proc: int
-    optimizer: Literal["adamw", "muon", "adafactor"]
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"]
+    bf16_stochastic_round: bool
     learning_rate: float
     weight_decay: float
     adam_beta1: float
@@ -221,6 +223,7 @@ class OnlineSettings(Given, total=False):
     chat_template_kwargs: str | Mapping[str, Any]
     eos_token: str
     dtype: Literal["float32", "bfloat16"]
+    quantize_base: Literal["", "nf4", "int8", "gguf"]
     adapter: Literal["continue", "merge"]
     lora_rank: int
     lora_alpha: float
@@ -240,7 +243,8 @@ class OnlineSettings(Given, total=False):
     max_prompt_length: int
     bad_rows: Literal["stop", "skip"]
     num_proc: int
-    optimizer: Literal["adamw", "muon", "adafactor"]
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"]
+    bf16_stochastic_round: bool
     learning_rate: float
     weight_decay: float
     adam_beta1: float
@@ -322,6 +326,9 @@ class OnlineSettings(Given, total=False):
     hub_revision: str
     algorithm: Any
     reference: str
+    reference_model: str
+    reference_tokenizer: str
+    reference_top_k: int
     reference_dtype: Literal["", "float32", "bfloat16"]
     ref_model_sync_steps: int
     ref_model_mixup_alpha: float
@@ -421,6 +428,7 @@ class PreferenceSettings(Given, total=False):
     chat_template_kwargs: str | Mapping[str, Any]
     eos_token: str
     dtype: Literal["float32", "bfloat16"]
+    quantize_base: Literal["", "nf4", "int8", "gguf"]
     adapter: Literal["continue", "merge"]
     lora_rank: int
     lora_alpha: float
@@ -439,7 +447,8 @@ class PreferenceSettings(Given, total=False):
     max_rows: int
     bad_rows: Literal["stop", "skip"]
     num_proc: int
-    optimizer: Literal["adamw", "muon", "adafactor"]
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"]
+    bf16_stochastic_round: bool
     learning_rate: float
     weight_decay: float
     adam_beta1: float
@@ -558,6 +567,7 @@ class RewardSettings(Given, total=False):
     chat_template_kwargs: str | Mapping[str, Any]
     eos_token: str
     dtype: Literal["float32", "bfloat16"]
+    quantize_base: Literal["", "nf4", "int8", "gguf"]
     adapter: Literal["continue", "merge"]
     lora_rank: int
     lora_alpha: float
@@ -576,7 +586,8 @@ class RewardSettings(Given, total=False):
     max_rows: int
     bad_rows: Literal["stop", "skip"]
     num_proc: int
-    optimizer: Literal["adamw", "muon", "adafactor"]
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"]
+    bf16_stochastic_round: bool
     learning_rate: float
     weight_decay: float
     adam_beta1: float

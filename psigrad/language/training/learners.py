@@ -188,7 +188,8 @@ def restore(path: Path, learners: Learners) -> State:
 
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Moments by parameter name and, for half-precision models, the float32 master weights; in shards where the weights are."""
-    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]}
+    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]
+               and n not in optimizer.bare}  # fmt: skip
     found = {**optimizer.rule.tensors(), **masters}
     return {key: shards.like(x, optimizer.parameters[key.partition(".")[2]]) for key, x in found.items()}
 
@@ -197,7 +198,7 @@ def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> N
     """The inverse of `tensors_of`."""
     with torch.no_grad():
         for name, master in optimizer.masters.items():
-            if f"master.{name}" in tensors:
+            if f"master.{name}" in tensors and name not in optimizer.bare:
                 master.copy_(tensors[f"master.{name}"])
     optimizer.rule.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
 

@@ -1,4 +1,6 @@
-"""What steps the weights: AdamW, Muon for hidden matrices, and Adafactor, each with a state that knows the parameters' names."""
+"""What steps the weights: AdamW (in less memory: `frugal_adamw.py`), Muon for hidden matrices, and Adafactor, each with a state
+that knows the parameters' names.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from torch.optim.adamw import adamw
 
-from psigrad.config import Optim
 from psigrad.language.models.native.kernels import HalfPrecision, MasterWeight, kernels
 from psigrad.records.checkpoint import CheckpointError
 
@@ -32,18 +33,6 @@ class Stepper(Protocol):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`. Raises `CheckpointError` where they are of other parameters."""
         ...
-
-
-def make_rule(parameters: Mapping[str, Tensor], optim: Optim, low_precision: Mapping[str, Tensor] | None = None) -> Stepper:
-    """What the settings name; `low_precision` is for AdamW."""
-    if optim.optimizer == "adafactor":
-        return Adafactor(parameters, optim.weight_decay)
-    betas = (optim.adam_beta1, optim.adam_beta2)
-    if optim.optimizer == "muon":
-        hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
-        rest = {name: p for name, p in parameters.items() if name not in hidden}
-        return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
-    return AdamW(parameters, betas, optim.adam_epsilon, optim.weight_decay, low_precision)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -77,7 +66,7 @@ class AdamW:
     ) -> None:
         self.parameters, self.low_precision = dict(parameters), dict(low_precision or {})
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.state = {name: self._fresh(p) for name, p in self.parameters.items()}
+        self.state = {name: self._fresh(name, p) for name, p in self.parameters.items()}
 
     @torch.no_grad()
     def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None, *, shrink: float = 1.0) -> None:
@@ -139,7 +128,7 @@ class AdamW:
     def squared_norm_bf16(self) -> float:
         """Σ g² over the gradients of `low_precision`."""
         gradients = [p.grad for p in self.low_precision.values() if p.grad is not None]
-        return _native().squared_norm(gradients) if gradients else 0.0
+        return native_half_precision().squared_norm(gradients) if gradients else 0.0
 
     def _step_low_precision(self, names: list[str], lr: float, shrink: float) -> None:
         steps = [self.state[name]["step"] for name in names]
@@ -151,7 +140,7 @@ class AdamW:
             decay = self.weight_decay if stored.dim() > 1 else 0.0
             first, second = moments
             found.append(MasterWeight(self.parameters[name], stored, stored.grad.contiguous(), first, second, int(step), decay))
-        _native().step(found, lr, self.betas, self.eps, 1 / shrink)
+        native_half_precision().step(found, lr, self.betas, self.eps, 1 / shrink)
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and step counts as "exp_avg.<name>" and so on."""
@@ -173,13 +162,14 @@ class AdamW:
         for key, held in own.items():
             held.copy_(tensors[key]) if key in tensors else held.zero_()
 
-    def _fresh(self, p: Tensor) -> dict[str, Tensor]:
+    def _fresh(self, name: str, p: Tensor) -> dict[str, Tensor]:
         # fused, torch counts steps on the parameter's device
         moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in _MOMENTS}
         return {"step": torch.zeros((), device=p.device), **moments}
 
 
-def _native() -> HalfPrecision:
+def native_half_precision() -> HalfPrecision:
+    """The kernels that step weights in low precision."""
     native = kernels()
     assert not isinstance(native, str), "without kernels no weight is stepped in low precision"
     return native.half_precision

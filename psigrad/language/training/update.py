@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.language.models.gradients import Sums, in_place
-from psigrad.language.training.optimizers import AdamW, make_rule, steps_natively
+from psigrad.language.training.frugal_adamw import FrugalAdamW
+from psigrad.language.training.optimizers import Adafactor, AdamW, Muon, Stepper, is_hidden_matrix, steps_natively
 from psigrad.processes.parallel.shards import copies_of, held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
@@ -74,36 +75,71 @@ def check_schedule(optim: Optim) -> None:
     learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)
 
 
+def _make_rule(
+    parameters: Mapping[str, Tensor],
+    optim: Optim,
+    low_precision: Mapping[str, Tensor] | None = None,
+    bare: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+) -> Stepper:
+    """What the settings name; `low_precision`, weights without a master (`bare`) and the seed of their rounding are AdamW's."""
+    if optim.optimizer == "adafactor":
+        return Adafactor(parameters, optim.weight_decay)
+    betas = (optim.adam_beta1, optim.adam_beta2)
+    if optim.optimizer == "muon":
+        hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
+        rest = {name: p for name, p in parameters.items() if name not in hidden}
+        return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
+    rule = (parameters, betas, optim.adam_epsilon, optim.weight_decay, low_precision)
+    if optim.optimizer == "adamw_8bit" or bare:
+        return FrugalAdamW(*rule, eight_bits=optim.optimizer == "adamw_8bit", bare=bare, seed=seed)
+    return AdamW(*rule)
+
+
 class Optimizer:
     """AdamW, Muon or Adafactor (`optim.optimizer`) over named parameters.
 
     Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
-    itself, which is most of them at fine-tuning rates. With `recompute` the gradient of a large head is not stored: its rows are
-    made twice, for the norm and for the step. In a `world` of several processes the gradients are summed over them.
+    itself, which is most of them at fine-tuning rates. With `bf16_stochastic_round` they are rounded by chance (by `seed`) and
+    have no copy: what stands in `masters` then only has their shape, to hold a gradient in float32. With `recompute` the
+    gradient of a large head is not stored: its rows are made twice, for the norm and for the step. In a `world` of several
+    processes the gradients are summed over them.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optim: Optim, *, recompute: bool = False, world: World = ALONE
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optim: Optim,
+        *,
+        recompute: bool = False,
+        world: World = ALONE,
+        seed: int = 0,
     ) -> None:
         self.world = world
         self.parameters, self.optim = dict(parameters), optim
         self.held = {name: held_of(p) for name, p in self.parameters.items()}
         """What this process holds of each parameter: all of it, or the rows of its shard."""
         half = (torch.bfloat16, torch.float16)
-        self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.held.items()}
+        rounds = optim.bf16_stochastic_round and optim.optimizer in ("adamw", "adamw_8bit")
+        self.bare = {name: p for name, p in self.held.items() if rounds and p.dtype == torch.bfloat16}
+        """Weights without a master."""
+        copies = {name: p.detach().float() for name, p in self.held.items() if p.dtype in half and name not in self.bare}
+        places = {name: p.new_empty((), dtype=torch.float32).expand(p.shape) for name, p in self.bare.items()}
+        made = {name: nn.Parameter(x) for name, x in (copies | places).items()}
+        self.masters = {name: made.get(name, p) for name, p in self.held.items()}
         low_precision = {name: p for name, p in self.held.items() if self.masters[name] is not p}
         stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
-        stepped = stepped if optim.optimizer == "adamw" else {}
+        stepped = stepped if optim.optimizer in ("adamw", "adamw_8bit") else {}
         self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
         self._narrow = {name: self.parameters[name] for name in low_precision}
-        if optim.optimizer != "adamw" and any(own is not self.parameters[name] for name, own in self.held.items()):
-            raise UserError(
-                f"optimizer {optim.optimizer} needs whole matrices, and strategy=fsdp shards them; take strategy=ddp."
-            )
-        self.rule = make_rule(self.masters, optim, stepped)
+        plain = optim.optimizer == "adamw" and not self.bare
+        if not plain and any(own is not self.parameters[name] for name, own in self.held.items()):
+            what = "bf16_stochastic_round" if self.bare else f"optimizer {optim.optimizer}"
+            raise UserError(f"{what} needs whole matrices, and strategy=fsdp shards them; take strategy=ddp.")
+        self.rule = _make_rule(self.masters, optim, stepped, self.bare, seed)
         self.nonfinite = self.updates = 0
         """Steps in a row without a finite gradient; updates of the weights by this object."""
-        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and optim.optimizer == "adamw")
+        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and plain)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
@@ -193,7 +229,7 @@ class Optimizer:
         self.sums.forget()
         with torch.no_grad():
             for name in self._narrow:
-                if self.masters[name].grad is not None:  # the kernels step the others, weight and master at once
+                if self.masters[name].grad is not None and name not in self.bare:  # the kernels step weight and master at once
                     self.held[name].copy_(self.masters[name])
 
     def check(self, step: int) -> None:

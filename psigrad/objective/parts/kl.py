@@ -12,6 +12,7 @@ With d = log π(a|s) − log π_ref(a|s) and a sampled from π, per step:
 | exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
 | exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), likewise |
 | exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its own, likewise |
+| span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | ∇ of it, by ∇log π(w) |
 
 "Gradient" is that of the KL at the states visited. In the reward only the value matters, and there the policy gradient itself
 accounts for the states that come later.
@@ -31,9 +32,11 @@ from psigrad.objective.parts.ratio import bound, exp_ratio
 __all__ = ["KL", "adaptive"]
 
 STATE_KEY = "kl_coefficient"
-Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js"]
+Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js", "span"]
 EXACT: tuple[Estimator, ...] = ("exact", "exact_forward", "exact_js")
-ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *EXACT)
+MEASURED: tuple[Estimator, ...] = (*EXACT, "span")
+"""Those that are no function of the sampled step alone: the evaluation brings them."""
+ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *MEASURED)
 
 
 def estimate(estimator: Estimator, d: Tensor) -> Tensor:
@@ -54,6 +57,23 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
     raise ValueError(
         f"estimate got {estimator!r}, which is not a function of the sampled action; expected k1, k2, k3, k1+ or k3+."
     )
+
+
+def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
+    """[N, T] the KL to a reference with other tokens, sampled, by pieces of text: the estimator "span".
+
+    Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
+
+    `logp` [N, T] is log π of each token; where a piece ends, `ends` is True and `theirs` is log π_ref of it. Tokens behind the
+    last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions: it takes away noise,
+    and changes no mean.
+    """
+    place = ends.cumsum(1) - ends.long()
+    d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
+    d = d.scatter_add(1, place, logp.detach()).scatter_add(1, place, -torch.where(ends, theirs.to(logp), 0.0)).gather(1, place)
+    inside = place < ends.sum(1, keepdim=True)
+    weight = torch.where(inside, d if baseline is None else d - baseline[:, None], 0.0)
+    return weight * (logp - logp.detach()) + torch.where(ends, d, 0.0)
 
 
 @dataclass(frozen=True)
@@ -94,6 +114,8 @@ class KL:
 
     k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
+    span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over the pieces of text w at whose ends both
+    have a token's end, with the gradient Σ_w (log π(w) − log π_ref(w))·∇log π(w).
     In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
     k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
     sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
@@ -105,7 +127,7 @@ class KL:
     where: Literal["reward", "loss"] = "loss"
     """Inside the reward of each step, or as a term of the loss."""
     estimator: Estimator = "k3"
-    """k1, k2, k3, k1+, k3+, exact, exact_forward or exact_js."""
+    """k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js or span."""
     coefficient: float | adaptive = 0.04
     """β, fixed or adaptive."""
     importance_weighted: bool = False
@@ -125,7 +147,7 @@ class KL:
             )
         if not 0 < self.mixture < 1:
             raise ValueError(f"KL has mixture={self.mixture}; expected between 0 and 1; the ends are exact_forward and exact.")
-        if self.where == "reward" and (self.estimator in (*EXACT, "k1+", "k3+") or self.importance_weighted):
+        if self.where == "reward" and (self.estimator in (*MEASURED, "k1+", "k3+") or self.importance_weighted):
             raise ValueError(
                 f"KL in the reward has estimator={self.estimator!r}, importance_weighted={self.importance_weighted}; only the "
                 "value of k1, k2 or k3 at the sampled step can enter a reward; choose one of them, or where='loss'."
@@ -135,9 +157,9 @@ class KL:
                 "KL in the loss has estimator='k1', whose gradient is 0 in expectation, so it would only add noise; use "
                 "'k1+' (same value, right gradient), 'k3', or importance_weighted=True."
             )
-        if self.estimator in EXACT and self.importance_weighted:
+        if self.estimator in MEASURED and self.importance_weighted:
             raise ValueError(
-                f"KL has estimator={self.estimator!r} and importance_weighted=True; the exact sum has no sampled step to weigh; "
+                f"KL has estimator={self.estimator!r} and importance_weighted=True; its sum has no sampled step to weigh; "
                 "drop one."
             )
 
@@ -148,7 +170,8 @@ class KL:
             "k1": "d_t", "k2": "d_t²/2", "k3": "(e^(−d_t) − 1 + d_t)", "exact": "Σ_a π(a|s_t)·log(π(a|s_t)/π_ref(a|s_t))",
             "exact_forward": "Σ_a π_ref(a|s_t)·log(π_ref(a|s_t)/π(a|s_t))",
             "exact_js": f"({self.mixture:g}·KL(π_ref‖M) + {1 - self.mixture:g}·KL(π‖M))",
-            "k1+": "(d_t, with the gradient of d_t²/2)", "k3+": "(e^(−d_t) − 1 + d_t, with the gradient of d_t²/2)",
+            "span": "Σ_w (log π(w) − log π_ref(w))", "k1+": "(d_t, with the gradient of d_t²/2)",
+            "k3+": "(e^(−d_t) − 1 + d_t, with the gradient of d_t²/2)",
         }[self.estimator]  # fmt: skip
         beta = "β" if isinstance(self.coefficient, adaptive) else f"{self.coefficient:g}"
         if self.where == "reward":
@@ -157,8 +180,8 @@ class KL:
         meaning = ",  d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)"
         if self.estimator == "exact_js":
             meaning = f",  M = {self.mixture:g}·π_ref + {1 - self.mixture:g}·π, summed over the vocabulary"
-        elif self.estimator in EXACT:
-            meaning = ""
+        elif self.estimator in MEASURED:
+            meaning = "" if self.estimator != "span" else ",  w the pieces of text at whose ends both have a token's end"
         return f"L_t ← L_t + {beta}·{weight}{estimate_of}{meaning}"
 
     def initial_state(self) -> dict[str, float]:

@@ -47,6 +47,29 @@ def print_result(result: Any) -> None:
     print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
     if film.exists():
         print(f"video   {film}")
+    if kept := what_is_kept(result.folder):
+        print(kept)
+
+
+def what_is_kept(folder: Path) -> str:
+    """How much a run has left on the disk and how to have less, where it is 100 MB or more; "" else."""
+    model, adapter, checkpoints = (_bytes(folder / name) for name in ("model", "model/adapter", "checkpoints"))
+    if model + checkpoints < 100e6:
+        return ""
+    alone = f" (the adapter alone is {show_size(adapter)}: --lora-save adapter)" if adapter else ""
+    return (
+        f"kept    {show_size(model)} in model/{alone}, {show_size(checkpoints)} in checkpoints/, which only going on "
+        "with this run needs (--save-total-limit)"
+    )
+
+
+def show_size(count: float) -> str:
+    """Bytes in MB or GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from psigrad.language.models import language_model
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.fused.packed_weights import LIMIT, MIN_ROWS_TO_PACK
+from psigrad.language.models.fused.packed_weights import LIMIT
 from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
@@ -167,8 +167,8 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A model of the run: its role, parameters, trained parameters, bytes per weight, whether the optimiser's moments have 8 bits
-    and how many gradients are recomputed instead of stored.
+    """A model of the run: its role, parameters, trained parameters, bytes per weight, of how many weights the optimiser's moments
+    have 8 bits, and how many gradients are recomputed instead of stored.
     """
 
     name: str
@@ -176,7 +176,7 @@ class ModelRole:
     learns: int
     width: int
     adapter: int = 0
-    eight_bit: bool = False
+    coarse: int = 0
     recomputed: int = 0
     copied: bool = True
     """Whether gradients of half-precision weights are copied to float32 before they are applied; the kernels read them as they
@@ -184,11 +184,16 @@ class ModelRole:
     """
     several: bool = False
     """Whether several passes make a gradient, which half-precision weights then have in float32."""
+    bare: bool = False
+    """Whether half-precision weights have no float32 masters."""
+    saved: float = 0.0
+    """Bytes that weights take less for being in codes."""
 
     def items(self) -> list[MemoryItem]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
-        size = self.width * self.parameters + 4 * self.adapter
-        found = [MemoryItem(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
+        size = self.width * self.parameters + 4 * self.adapter - self.saved
+        note = f"{count(self.parameters)} × {self.width} bytes" + (", the layers in codes" if self.saved else "")
+        found = [MemoryItem(self.name, size, "weights", note)]
         learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
         if not learns:
             return found
@@ -197,12 +202,10 @@ class ModelRole:
         each = 4 if half and self.several else width + 4 * (half and self.copied)
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
         found.append(MemoryItem(f"{self.name}: gradients", stored * each, "held", note))
-        moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
-        found.append(
-            MemoryItem(
-                f"{self.name}: optimizer", learns * (moments + 4 * half), "held", note + (" and float32 masters" if half else "")
-            )
-        )
+        coarse, masters = min(self.coarse, learns), 0 if self.bare else 4 * half
+        moments = learns * (8 + masters) - coarse * (8 - 2.03125)  # a scale of 4 bytes for 256 of each
+        note = ("two moments of 8 bits" if coarse else "two moments") + (" and float32 masters" if masters else "")
+        found.append(MemoryItem(f"{self.name}: optimizer", moments, "held", note))
         return found
 
 
@@ -294,7 +297,7 @@ def passing(
     if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
         found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
-        if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= MIN_ROWS_TO_PACK:
+        if kept.fused == 4 or (kept.fused and plain_bfloat16()):
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
             found.append(
@@ -412,7 +415,16 @@ def roles_of(
         found.append(ModelRole("reference", reference.parameters, 0, policy.width))
     if critic is not None:
         size = critic[0].scalar_parameters
-        own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1])
+        own = replace(
+            policy,
+            name="critic",
+            parameters=size,
+            learns=size,
+            adapter=0,
+            saved=0.0,
+            recomputed=critic[1],
+            coarse=size if policy.coarse else 0,
+        )
         found.append(own)
     return found + [ModelRole(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 

@@ -39,7 +39,7 @@ def run(config: Config, asked: PlanConfig) -> str:
         found_splits = splits(config, lengths, found, asked.devices, asked.network * 1e9, rows)
         fewest = smallest(config, lengths, found)
         return json.dumps(placements(found_splits)) if asked.json else divisions(found_splits, source, fewest)
-    plan = predict(config, lengths, found, dataset=rows, eight_bit=asked.eight_bit)
+    plan = predict(config, lengths, found, dataset=rows)
     return json.dumps(figures(plan)) if asked.json else table(plan, source)
 
 
@@ -240,7 +240,11 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
         )
     wide = [max(len(row[k]) for row in rows) for k in range(len(heads))]
     lines = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
-    needs = f"In shards it fits on {fewest} training devices." if fewest else "No number of devices up to 1,024 is enough."
+    needs = (
+        f"In shards it fits on {fewest} training device{'s' * (fewest > 1)}."
+        if fewest
+        else "No number of devices up to 1,024 is enough."
+    )
     if best.fits:
         chosen = f"placement.processes={best.trainers} placement.strategy={best.strategy}"
         others = f" and {best.samplers} samplers (--cluster, lag=1)" if best.samplers else ""

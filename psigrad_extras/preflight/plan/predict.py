@@ -74,7 +74,6 @@ class Plan:
     cost: StepCost
     memory_per_token: float
     machine: Machine
-    eight_bit: bool = False
     quick: bool = False
     starved: float = 0.0
     """Bytes that vLLM's share of the memory is too small by."""
@@ -98,19 +97,15 @@ class Plan:
     def ways(self) -> list[tuple[str, Plan]]:
         """Changes of the settings that take less memory, the least intrusive first, each with its plan."""
         found = []
-        for name, config, eight_bit in _changes(self):
-            other = predict(
-                config, self.work.lengths, self.machine, dataset=self.work.dataset, eight_bit=eight_bit, quick=self.quick
-            )
+        for name, config in _changes(self):
+            other = predict(config, self.work.lengths, self.machine, dataset=self.work.dataset, quick=self.quick)
             if other.memory.peak < 0.98 * self.memory.peak or other.starved < self.starved:
                 found.append((name, other))
         return found
 
 
-def predict(
-    config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, eight_bit: bool = False, quick: bool = False
-) -> Plan:
-    """The plan of a run. `eight_bit` counts AdamW's moments at 8 bits (psigrad has no such optimiser).
+def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, quick: bool = False) -> Plan:
+    """The plan of a run.
 
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
     configurations that are on this machine are read.
@@ -122,6 +117,7 @@ def predict(
     rank = config.model.lora_rank
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
+    coded = policy.layer_matrices if adapter and config.model.quantize_base else 0
     learns, head = (0, False) if adapter else (policy.parameters, True)
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
@@ -138,8 +134,9 @@ def predict(
         return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    role = ModelRole("policy", policy.parameters, learns, width, adapter, 0, sum(again), *_summing(config, machine, work))
     parts = roles_of(
-        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), *_summing(config, machine, work)),
+        replace(role, **_frugal(config, policy, adapter or learns, coded)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -148,6 +145,7 @@ def predict(
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     engine, starved = _engine(config, work, policy, machine)
     items += [*load_items(parts), *engine]
+    items = _with_codes(items, policy, width, coded) if coded else items
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     cost = cost.with_head_again(work, policy) if again[0] else cost
@@ -163,7 +161,6 @@ def predict(
         cost,
         sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
-        eight_bit,
         quick,
         starved,
     )
@@ -204,6 +201,28 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
     several = work.micro_batches > 1 or config.placement.processes > 1
     return not steps_natively(DTYPES[config.model.dtype], machine.device), several
+
+
+# Bytes of a weight in codes, scales among them; of a GGUF file those of Q4_K and Q6_K, about half of each.
+CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
+
+
+def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) -> list[MemoryItem]:
+    """The items where layers are in codes, `coded` weights in all: read one by one, and decoded as they are."""
+    whole = 4 * policy.vocabulary * policy.hidden * (1 if policy.tied else 2)
+    return [
+        *(item for item in items if item.name not in ("weights file", "packed weights")),
+        MemoryItem("embedding", whole, "load", "in float32, while ways to compute are compared"),
+        MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time"),
+    ]
+
+
+def _frugal(config: Config, policy: Shape, learns: int, coded: int) -> dict[str, Any]:
+    """What a `ModelRole` has in little memory: moments of 8 bits but for embeddings, no masters, `coded` weights in codes."""
+    model, optim = config.model, config.optim
+    coarse = learns - (0 if model.lora_rank else policy.vocabulary * policy.hidden) if optim.optimizer == "adamw_8bit" else 0
+    saved = coded * (DTYPES[model.dtype].itemsize - CODED.get(model.quantize_base, 0.0))
+    return {"coarse": coarse, "bare": optim.bf16_stochastic_round and not model.lora_rank, "saved": saved}
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
@@ -284,17 +303,15 @@ def _tokenizer(path: str) -> Any:
         raise UserError(f"{error} Or leave the dataset out and give --prompt-length.") from error
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, Config, bool]]:
-    """(what to change, the settings with it, 8-bit moments), the least intrusive first; then all of them at once."""
+def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
+    """(what to change, the settings with it), the least intrusive first; then all of them at once."""
     config, everything, names = plan.config, plan.config, []
     for name, change in _steps(plan):
-        yield name, change(config), plan.eight_bit
+        yield name, change(config)
         everything = change(everything)
         names.append(name)
     if len(names) > 1:
-        yield "all of these", everything, plan.eight_bit
-    if not plan.eight_bit:
-        yield "an 8-bit optimizer (counted only: psigrad has none)", config, True
+        yield "all of these", everything
 
 
 def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
@@ -315,8 +332,15 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "critic_shared=true", lambda c: replace(c, critic_shared=True, critic="", critic_learning_rate=0.0)
     if config.model.dtype == "float32":
         yield "model.dtype=bfloat16", lambda c: _with(c, dtype="bfloat16")
+    if config.optim.optimizer == "adamw":
+        yield "optim.optimizer=adamw_8bit", lambda c: replace(c, optim=replace(c.optim, optimizer="adamw_8bit"))
     if not config.model.lora_rank:
         yield "model.lora_rank=16", lambda c: _with(c, lora_rank=16)
+    if not config.model.quantize_base:
+        yield (
+            "model.lora_rank=16 model.quantize_base=nf4",
+            lambda c: _with(c, lora_rank=c.model.lora_rank or 16, quantize_base="nf4"),
+        )
 
 
 def _with_sampling(config: Any, **settings: Any) -> Any:

@@ -67,6 +67,11 @@ class Shape:
         """Parameters of the same backbone with one number per token in place of the head."""
         return self.parameters - (0 if self.tied else self.head) + self.hidden
 
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of the linear layers inside layers, which a base in codes has in codes."""
+        return sum(i * o for name, i, o in self.linears if any(part.isdigit() for part in name.split(".")))
+
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Parameters of an adapter B A of this rank on the layers that `targets` name: rank · (inputs + outputs) each."""
         every = targets == ("all-linear",)

@@ -63,7 +63,7 @@ function making(project) {
 
 const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
-function report(added, name) {
+function report({ since, until, ...added }, name) {
   if (Object.values(added).every((count) => count === 0)) return `${name}: there is nothing in it.`;
   const parts = [`${many(added.tasks, "new task")} from ${many(added.prompts, "new prompt")} and ${many(added.completions, "new completion")}`];
   if (added.checks) parts.push(`of them, attention checks: ${added.checks}`);
@@ -78,7 +78,7 @@ function report(added, name) {
 function told(said, project, added, name) {
   const undo = el("button", { type: "button", onclick: async () => {
     try {
-      const { tasks, begun } = await post("/api/label/withdraw", { project: project.id, since: added.since });
+      const { tasks, begun } = await post("/api/label/withdraw", { project: project.id, since: added.since, until: added.until });
       said.textContent = `${many(tasks, "task")} taken out again${begun ? `; ${begun} that somebody has begun stay` : ""}.`;
     } catch (error) {
       notice(error.message);

@@ -341,7 +341,7 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
         ),
         ("DPOConfig", "dpo", {"loss_weights": [1.0, 2.0]}, "one loss is trained; sft adds the likelihood of the chosen"),
         ("GRPOConfig", "grpo", {"model_init_kwargs": "unheard"}, "a model is loaded by dtype and revision"),
-        ("GRPOConfig", "grpo", {"model_init_kwargs": {"quantization_config": 4}}, "there are no quantised weights"),
+        ("GRPOConfig", "grpo", {"model_init_kwargs": {"quantization_config": 4}}, "a base in codes is quantize_base=nf4 or int8"),
         ("SFTConfig", "sft", {"loss_type": "dft"}, "loss_type is 'dft': the method is the command"),
         (
             "SFTConfig",

@@ -17,8 +17,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 
 
 def commands() -> list[list[str]]:
-    """The words of each line in a block of the page."""
-    blocks = PAGE.read_text().split("```")[1::2]
+    """The words of each line in a block of the page; a backslash at its end goes on in the next."""
+    blocks = PAGE.read_text().replace("\\\n", " ").split("```")[1::2]
     return [shlex.split(line) for block in blocks for line in block.strip().splitlines()]
 
 

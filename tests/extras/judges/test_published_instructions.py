@@ -125,6 +125,7 @@ def rows_of(name: str) -> list[dict]:
     return [json.loads(line) for line in (FILES / name).read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not FILES.is_dir(), reason="PSIGRAD_IFEVAL names no folder with the published rows and answers")
 @pytest.mark.parametrize(("loose", "single"), PAPER)
 def test_gpt_4_has_the_published_accuracies(loose, single):

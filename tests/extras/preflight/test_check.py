@@ -228,6 +228,9 @@ def test_a_control_that_shows_nothing_leaves_a_check_unproven(models, tmp_path):
     found = check.run(config(tmp_path))
     assert {f.name: f.verdict for f in found}["packing"] == "unproven"
     assert not check.all_pass(found)
+    assert "Unproven: packing" in (said := check.report(found)) and "check once with --dtype float32" in said
+    proven = [f for f in found if f.verdict == "ok"]
+    assert "Unproven" not in check.report(proven)
 
 
 def rows(path: Path, prompts: list) -> Data:

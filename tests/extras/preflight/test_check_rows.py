@@ -7,24 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_chat import HEAD, save_chat_model
 
 from psigrad import cli
-from psigrad.language.data.templates import CHATML
-from psigrad.language.models import tiny
 from psigrad_extras.preflight import check
-
-HEAD = "<|im_start|>user\nsay a:<|endoftext|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model whose tokenizer has a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    tokenizer = tiny.tokenizer(["say a: user assistant"] * 5, 280)
-    tokenizer.chat_template = CHATML
-    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=128).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("chat"))
 
 
 def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -294,11 +294,27 @@ def test_more_tokens_more_memory_and_ways_that_take_less(folder):
 
 
 def test_eight_bit_moments_take_a_quarter(folder):
-    full, small = (
-        named(plan.predict(settings(folder), LENGTHS, MACHINE, quick=True, eight_bit=bits))["policy: optimizer"]
-        for bits in (False, True)
+    made = [
+        plan.predict(replace(settings(folder), optim=Optim(optimizer=name)), LENGTHS, MACHINE, quick=True)
+        for name in ("adamw", "adamw_8bit")
+    ]
+    full, small = (named(one)["policy: optimizer"] for one in made)
+    embedding = made[0].policy.vocabulary * made[0].policy.hidden  # whose moments stay in float32
+    assert small == pytest.approx(full * 2.03125 / 8 + embedding * (8 - 2.03125))
+
+
+def test_a_base_in_codes_is_neither_mapped_whole_nor_packed_again(folder):
+    config = replace(settings(folder), model=replace(settings(folder).model, dtype="bfloat16", lora_rank=4))
+    whole, coded = (
+        plan.predict(replace(config, model=replace(config.model, quantize_base=kind)), LENGTHS, MACHINE, quick=True)
+        for kind in ("", "nf4")
     )
-    assert small == pytest.approx(full * 2.06 / 8)
+    layers = whole.policy.layer_matrices
+    assert 0 < layers < whole.policy.parameters
+    held = [named(one)["policy"] for one in (whole, coded)]
+    assert held[0] - held[1] == pytest.approx(layers * (2 - 4.5 / 8))
+    assert "packed weights" not in named(coded) and "weights file" not in named(coded)
+    assert named(coded)["unpacked layer"] == 2 * layers / whole.policy.layers
 
 
 def test_flops_are_six_per_weight_and_token_of_a_pass(folder):

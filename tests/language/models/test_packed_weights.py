@@ -6,7 +6,7 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
 
-from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
+from psigrad.language.models.fused.packed_weights import PackedWeights
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.products import Products
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -107,10 +107,10 @@ def test_the_sampler_draws_the_same_tokens_through_packed_weights(model, packing
         assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=0)
 
 
-def test_few_sequences_and_large_models_are_decoded_without(model, packings, monkeypatch):
+def test_large_models_are_decoded_without_and_few_sequences_with(model, packings, monkeypatch):
     whole = drawn(model)
+    few = drawn(model, max_batch=2)
     packings.clear()
-    few = drawn(model, max_batch=MIN_ROWS_TO_PACK - 3)
     monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
     large = drawn(model)
     assert not packings
@@ -122,19 +122,19 @@ def test_panels_take_no_more_than_their_limit(tokenizer):
     layers = model.decoder.layers
     size = 4 * sum(w.numel() for w in layers[0].weights.given[:7])
     packed_weights = PackedWeights(limit=size)
-    first, second = (layer.current_weights(True, packed_weights, rows=64).packed for layer in layers)
+    first, second = (layer.current_weights(True, packed_weights).packed for layer in layers)
     assert first is not None and second is None and packed_weights.bytes == size
-    assert layers[0].current_weights(True, packed_weights, rows=1).packed is first, "what is there serves few rows too"
+    assert layers[0].current_weights(True, packed_weights).packed is first
 
 
 def test_a_changed_weight_is_packed_again(tokenizer, packings):
     model = made(CONFIGS["llama"], tokenizer)
     layer, packed_weights = model.decoder.layers[0], PackedWeights()
-    before = layer.current_weights(True, packed_weights, rows=64).packed
-    assert layer.current_weights(True, packed_weights, rows=64).packed is before and len(packings) == 4
+    before = layer.current_weights(True, packed_weights).packed
+    assert layer.current_weights(True, packed_weights).packed is before and len(packings) == 4
     with torch.no_grad():
         layer.weights.given[6].mul_(2)
-    after = layer.current_weights(True, packed_weights, rows=64).packed
+    after = layer.current_weights(True, packed_weights).packed
     x = torch.randn(9, layer.weights.given[6].shape[1])
     apart = [packed[3].multiply(x, torch.empty(9, 64), None, kernels().products) for packed in (before, after)]
     assert torch.equal(2 * apart[0], apart[1]), "the old ones would have given half of it"

@@ -12,7 +12,7 @@ from psigrad.language.models.fused.packed_weights import PackedWeights
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.language.rollout.types import NextTurn, Request, SamplingParams
 
 pytestmark = pytest.mark.needs("compiler")
 PROMPTS = some_groups().prompts
@@ -49,6 +49,28 @@ def test_no_bit_differs(name, kind, tokenizer):
     assert unlike(model, 0.7) == (0, 0.0)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("members", [1, 2])
+def test_nor_with_few_sequences(members, kind, tokenizer):
+    """Of which the last is alone at the end."""
+    assert unlike(made(CONFIGS["qwen3"], tokenizer, kind), members=members, tokens=30) == (0, 0.0)
+
+
+def test_nor_in_an_episode_of_two_turns(tokenizer):
+    """Whose second turn goes on from what the cache holds: a token of the environment's, and then the policy's."""
+    model = made(CONFIGS["qwen3"], tokenizer)
+    params, prompts = SamplingParams(max_tokens=12), [tuple(p) for p in PROMPTS for _ in range(3)]
+    dialogue, heard = EmbeddedSampler(model).dialogue(prompts, params), (7,)
+    first = dict(dialogue.turns({i: NextTurn((), i) for i in range(len(prompts))}))
+    second = dict(dialogue.turns({i: NextTurn(heard, 100 + i) for i in first}))
+    assert dialogue.prefilled == sum(map(len, PROMPTS))  # nothing was computed anew
+    for i, prompt in enumerate(prompts):
+        whole = model.evaluate(Groups([prompt], [[(*first[i].ids, *heard, *second[i].ids)]])).logp[0].detach()
+        begin = len(first[i].ids) + len(heard)
+        assert whole[: len(first[i].ids)].tolist() == list(first[i].logprobs)
+        assert whole[begin : begin + len(second[i].ids)].tolist() == list(second[i].logprobs)
+
+
 def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 4096)
     model = made(CONFIGS["qwen3"], tokenizer)
@@ -64,7 +86,7 @@ def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkey
 
 
 def test_negative_control_without_packed_matrices_the_last_bits_differ(tokenizer, monkeypatch):
-    """As where fewer sequences than pay for the packing are decoded."""
+    """As of a model whose matrices would take too much memory."""
     monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
     count, most = unlike(made(CONFIGS["qwen3"], tokenizer), members=4)
     assert count and most < 1e-5

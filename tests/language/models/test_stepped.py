@@ -106,12 +106,12 @@ def test_adapters_that_are_off_or_have_changed_are_not_those_that_were_packed(to
     """Packed once with the adapters, once without, and again after a step: as the layers one by one each time."""
     model = some_model("lora", tokenizer)
     packed, on = PackedWeights(), model.decoder.layers[0]
-    first = on.addresses(packed, 64, True)
-    off = on.addresses(packed, 64, False)
-    assert any(first[RANKS]) and not any(off[RANKS]) and on.addresses(packed, 64, True) == first
+    first = on.addresses(packed, True)
+    off = on.addresses(packed, False)
+    assert any(first[RANKS]) and not any(off[RANKS]) and on.addresses(packed, True) == first
     with torch.no_grad():
         on.adapters[0].weights[1].mul_(2)
-    assert on.addresses(packed, 64, True) != first
+    assert on.addresses(packed, True) != first
 
 
 def test_a_bias_of_attention_s_output_goes_layer_by_layer(tokenizer, steps):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_chat import HEAD, save_chat_model
 from tiny_jobs import online_config
 
 from psigrad.config import Data, Evaluation, Model, Run, SFTConfig
@@ -18,23 +19,14 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.rendered_rows import Rendered, Segment, lines, render
 from psigrad.language.data.templates import CHATML
-from psigrad.language.models import tiny
 from psigrad.language.recipes import conversation, online, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 from psigrad.records.report import terminal
 
-HEAD = "<|im_start|>user\nsay a:<|endoftext|>\n<|im_start|>assistant\n"
-
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model whose tokenizer has a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    tokenizer = tiny.tokenizer(["say a: user assistant"] * 5, 280)
-    tokenizer.chat_template = CHATML
-    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=128).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("chat"))
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

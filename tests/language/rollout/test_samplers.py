@@ -302,8 +302,8 @@ def test_the_head_gives_the_logits_of_the_models_own(models, rows):
     hidden = torch.randn(rows, model.as_transformers().config.hidden_size, generator=torch.Generator().manual_seed(rows))
     expected = model.as_transformers().get_output_embeddings()(hidden)
     with torch.no_grad():
-        assert torch.allclose(model.head(hidden), expected, atol=1e-5)
-    assert torch.equal(model.head(hidden), expected) and model.head(hidden).requires_grad
+        assert torch.allclose(model.head(hidden, False), expected, atol=1e-5)
+    assert torch.equal(model.head(hidden, False), expected) and model.head(hidden, False).requires_grad
 
 
 class Echoing(ScriptedSampler):

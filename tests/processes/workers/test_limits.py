@@ -164,7 +164,7 @@ def test_a_pickle_that_a_reward_writes_is_never_loaded(tmp_path):
         data = pickle.dumps(Bomb())
         for number in range(8):
             frame = struct.pack("<8sQQ", b"psigrad\x01", number, len(data)) + data
-            for descriptor in range(3, 64):
+            for descriptor in range(3, 1024):
                 try:
                     os.write(descriptor, frame)
                 except OSError:
@@ -180,7 +180,7 @@ def test_a_header_that_promises_gigabytes_does_not_grow_the_trainer():
         import os
         import struct
 
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 1024):
             try:
                 os.write(descriptor, struct.pack("<8sQQ", b"psigrad\x01", 1, 1 << 40))
             except OSError:

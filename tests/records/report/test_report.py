@@ -392,3 +392,17 @@ def test_a_report_only_reads_and_says_the_same_twice(run):
     first = report.write(folder).read_bytes()
     assert report.write(folder).read_bytes() == first
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "report.html"} == before
+
+
+def test_what_a_large_run_keeps_is_said_and_how_to_have_less(tmp_path):
+    from psigrad.records.report.terminal import what_is_kept
+
+    for name, size in (("model/w", 90_000_000), ("model/adapter/w", 30_000_000), ("checkpoints/step-1/w", 1_500_000_000)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)  # a hole: nothing is written
+    said = what_is_kept(tmp_path)
+    assert "120 MB in model/ (the adapter alone is 30 MB: --lora-save adapter), 1.5 GB in checkpoints/" in said
+    (tmp_path / "checkpoints/step-1/w").unlink()
+    (tmp_path / "model/w").unlink()
+    assert what_is_kept(tmp_path) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from statistics import fmean
 
 from tiny_jobs import make_job, online_config, preference_config, reward_config
 
@@ -46,11 +47,12 @@ def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
     reward.run(replace(reward_config(job, tmp_path / "rm", **short), data=labelled))
     kto = preference_config(job, tmp_path / "kto", loss="kto", **short)
     preference.run(replace(kto, data=Data(dataset=str(tmp_path / "thumbs.jsonl"))))
-    texts = [{"prompt": "p", "completion": text} for text in ("a", "abababababab")]
+    texts = [{"prompt": row["prompt"], "completion": row[side]} for row in pairs.rows for side in ("chosen", "rejected")]
     for name in ("long", "short", "weighted"):  # a reward model for each aspect: opposite votes make opposite models
         data = Data(dataset=str(tmp_path / f"{name}.jsonl"))
         result = reward.run(replace(reward_config(job, tmp_path / name, max_steps=20, save_steps=0), data=data))
-        brief, long = reward.score(str(result.model), texts)
+        scores = reward.score(str(result.model), texts)
+        long, brief = fmean(scores[::2]), fmean(scores[1::2])
         assert (long > brief) == (name == "long"), (name, brief, long)
     for name in ("dpo", "rm", "kto"):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

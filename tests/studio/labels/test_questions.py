@@ -286,10 +286,13 @@ def test_what_was_brought_in_can_be_taken_out_again(desks, db, clock):
     clock.advance(1)
     since = clock()
     made.add([{"prompt": f"wrong {n}", "completions": ["x", "y"]} for n in range(3)], priority=1)
+    until = clock()
+    clock.advance(1)
+    made.add([{"prompt": "right", "completions": ["x", "y"]}])
     assert made.next(made.owner).prompt.startswith("wrong")
-    assert intake.withdraw(db, made.owner, made.project, since) == {"tasks": 2, "begun": 1}
-    assert projects.progress(db, made.owner, made.project).tasks == 3
+    assert intake.withdraw(db, made.owner, made.project, since, until) == {"tasks": 2, "begun": 1}
+    assert projects.progress(db, made.owner, made.project).tasks == 4, "what came in later stays"
     made.add([{"prompt": "wrong 1", "completions": ["x", "y"]}])
-    assert projects.progress(db, made.owner, made.project).tasks == 4, "it can be brought in again"
+    assert projects.progress(db, made.owner, made.project).tasks == 5, "it can be brought in again"
     with pytest.raises(Refusal):
-        intake.withdraw(db, made.person("Ann"), made.project, 0)
+        intake.withdraw(db, made.person("Ann"), made.project, 0, until)

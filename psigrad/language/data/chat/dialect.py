@@ -84,6 +84,8 @@ class Specials:
     """What finds the tokens at which a text is cut before anything else is done with it; None where that is not certain."""
     backend: Any = None
     """The tokenizer of `tokenizers` behind it, where transformers adds nothing to what that makes of a text."""
+    begun: dict[str, list[int]] | None = field(default=None, compare=False)
+    """The tokens of texts behind which others were encoded, where the tokenizer is `fixed`."""
 
 
 _specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
@@ -106,8 +108,8 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
 
 @contextlib.contextmanager
 def fixed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """A block in which the tokenizer gets no other special tokens: nobody looks for them again."""
-    _fixed[tokenizer] = specials_of(tokenizer)
+    """A block in which the tokenizer stays as it is: nobody looks for its special tokens again."""
+    _fixed[tokenizer] = replace(specials_of(tokenizer), begun={})
     try:
         yield
     finally:

@@ -124,8 +124,8 @@ class Decoder:
         first = base.layers[0].self_attn
         dim = int(first.head_dim)
         heads = Heads(
-            queries=first.q_proj.weight.shape[0] // dim if hasattr(first.q_proj, "weight") else 0,
-            keys=first.k_proj.weight.shape[0] // dim if hasattr(first.k_proj, "weight") else 0,
+            queries=int(getattr(first.q_proj, "out_features", 0)) // dim,
+            keys=int(getattr(first.k_proj, "out_features", 0)) // dim,
             dim=dim,
             eps=float(config.rms_norm_eps),
             scale=float(first.scaling),
@@ -259,7 +259,7 @@ class Decoder:
         packed_weights, slots, rows = layout.packed_weights, layout.slots, len(x)
         if packed_weights is None or slots is None:
             return None
-        weights = packed_weights.table(adapted, now, lambda: self._addresses(packed_weights, rows, adapted))
+        weights = packed_weights.table(adapted, now, lambda: self._addresses(packed_weights, adapted))
         if weights is None:
             return None
         room = None if keep is None else keep.reserve(rows, self.parts)
@@ -272,8 +272,8 @@ class Decoder:
             keep.add(rows, self.parts, now, None if room is not None else block.layers())
         return block.part(block.parts.layers - 1, 0, start, rows)
 
-    def _addresses(self, packed_weights: PackedWeights, rows: int, adapted: bool) -> Tensor | None:
+    def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
         """The weights' addresses as `Kernels.decode_layers` takes them; None if a matrix can't be packed."""
-        found = [layer.addresses(packed_weights, rows, adapted) for layer in self.layers]
+        found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from psigrad.errors import kind_of
 from psigrad.language.models.attention import FusedLayout, PackedLayout
+from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.activation_cache import Version, version_of
 from psigrad.language.models.fused.packed_weights import Factors, PackedFactors, PackedWeights
+from psigrad.language.models.native.codes import CodedMatrix
 from psigrad.language.models.native.kernels import Heads, Kernels
 from psigrad.language.models.native.processor import fast_bfloat16
 from psigrad.language.models.native.products import Products
@@ -43,23 +45,24 @@ def compute_dtype(stored: torch.dtype) -> torch.dtype:
 
 class Weights:
     """Tensors in the type to compute in. One that is stored in another type is cast again whenever it has changed; where they are
-    `exact`, each time and to float32, and nothing is kept.
+    `exact`, each time and to float32, and nothing is kept. Codes stay codes.
     """
 
     def __init__(self, given: Sequence[Tensor], exact: bool = False) -> None:
         self.given, self.exact = list(given), exact
-        self.dtype = torch.float32 if exact else compute_dtype(self.given[0].dtype)
+        stored = next(p.dtype for p in self.given if p.is_floating_point())
+        self.dtype = torch.float32 if exact else compute_dtype(stored)
         self._versions: list[Version | None] = [None] * len(self.given)
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
         """The tensors with their present values, in the order given."""
-        if all(p.dtype == self.dtype for p in self.given):
+        if all(p.dtype in (self.dtype, torch.uint8) for p in self.given):
             return self.given
         if self.exact:
-            return [p.detach().to(self.dtype) for p in self.given]
+            return [p.detach().to(self.dtype) if p.is_floating_point() else p for p in self.given]
         for i, p in enumerate(self.given):
-            if self._versions[i] != (version := version_of(p)):
+            if p.is_floating_point() and self._versions[i] != (version := version_of(p)):
                 self._versions[i], self._cast[i] = version, p.detach().to(self.dtype)
         return self._cast
 
@@ -153,16 +156,16 @@ class LayerWeights:
     def factors(self, group: int) -> Factors:
         """A group's matrices, biases and LoRA, to be packed."""
         members = _GROUPS[group]
-        heights = [len(self.matrices[i]) for i in members]
+        heights = [self.matrices[i].shape[0] for i in members]
         biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
-        like, bias, low = self.matrices[members[0]], None, None
+        like, width, bias, low = self.norms[0], self.matrices[members[0]].shape[1], None, None
         if any(b is not None for b in biases):
             bias = torch.cat([like.new_zeros(n) if b is None else b.detach() for b, n in zip(biases, heights, strict=True)])
         if any(delta is not None for delta in deltas):
-            a = [like.new_zeros(0, like.shape[1]) if delta is None else delta.a for delta in deltas]
+            a = [like.new_zeros(0, width) if delta is None else delta.a for delta in deltas]
             b = [like.new_zeros(n, 0) if delta is None else delta.b for delta, n in zip(deltas, heights, strict=True)]
             odd = sum(map(len, a)) % 2  # pairs are packed
-            low = torch.cat([*a, like.new_zeros(odd, like.shape[1])]), nn.functional.pad(torch.block_diag(*b), (0, odd))
+            low = torch.cat([*a, like.new_zeros(odd, width)]), nn.functional.pad(torch.block_diag(*b), (0, odd))
         return Factors([self.matrices[i] for i in members], bias, low)
 
     def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
@@ -186,6 +189,7 @@ class Layer:
         self.has_head_norms = hasattr(attention, "q_norm")
         if self.has_head_norms:
             norms += [attention.q_norm, attention.k_norm]
+        self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
         self.biased = [i for i, child in enumerate(linear[:4]) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
         self._linear, self._norms = linear, norms
@@ -219,10 +223,11 @@ class Layer:
                 )
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
-    def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None, rows: int = 0) -> LayerWeights:
-        """The present weights, with LoRA if `adapted`; packed too if `packed_weights` has or makes them for so many rows."""
+    def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
+        """The present weights, with LoRA if `adapted`; packed too if `packed_weights` has or makes them."""
         now = iter(self.weights.now())
-        matrices, norms = [next(now) for _ in range(7)], [next(now), next(now)]
+        matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(7)]
+        norms = [next(now), next(now)]
         head_norms = (next(now), next(now)) if self.has_head_norms else None
         biases: list[Tensor | None] = [None] * 7
         for i in self.biased:
@@ -233,15 +238,17 @@ class Layer:
                 scale = float(adapter.module.scaling[adapter.name])
                 lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
         plain = LayerWeights(matrices, norms, head_norms, biases, lora, self.native)
-        if packed_weights is None:
-            return plain
-        key, groups = (self.index, adapted), range(len(_GROUPS))
-        made = packed_weights.of(key, rows, self.weights.given, lambda: [plain.factors(i) for i in groups], self.native.products)
-        return replace(plain, packed=made, decoding=True)
+        made = None
+        if packed_weights is not None:
+            key, groups, products = (self.index, adapted), range(len(_GROUPS)), self.native.products
+            made = packed_weights.of(key, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
+        if made is None and self.coded:
+            plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in matrices])
+        return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
-    def addresses(self, packed_weights: PackedWeights, rows: int, adapted: bool) -> list[int] | None:
+    def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
         """Its weights as `Kernels.decode_layers` takes them. None if they are not packed, or attention's output has a bias."""
-        weights = self.current_weights(adapted, packed_weights, rows)
+        weights = self.current_weights(adapted, packed_weights)
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
         heads = [0, 0] if weights.head_norms is None else [x.data_ptr() for x in weights.head_norms]
@@ -250,8 +257,9 @@ class Layer:
         return [
             *norms,
             *heads,
-            *(p.matrix.panels.data_ptr() for p in weights.packed),
+            *(p.addresses[0] for p in weights.packed),
             0 if bias is None else bias.data_ptr(),
+            *(p.addresses[1] for p in weights.packed),
             *(pair[0] for pair in low),
             *(pair[1] for pair in low),
             *(p.rank for p in weights.packed),
@@ -261,7 +269,7 @@ class Layer:
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
         """Width and type of the tensors of a row: the output, then those that `forward` returns for `backward`."""
-        heads, width, inner = self.heads, self.weights.given[3].shape[0], self.weights.given[4].shape[0]
+        heads, width, inner = self.heads, self._linear[3].out_features, self._linear[4].out_features
         own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])
 
@@ -271,7 +279,7 @@ class Layer:
         """The layer's output [W, E], and what `backward` needs besides x: [q|k|v], attention's output and log-normaliser of every
         token [S, …]; the stream after attention and [gate|up] of the output rows [W, …].
         """
-        weights = self.current_weights(adapted, layout.packed_weights, len(x))
+        weights = self.current_weights(adapted, layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
         qkv = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
         rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)
@@ -279,7 +287,7 @@ class Layer:
         stream = selection.gather_outputs(selection.gather_inputs(x))
         middle = weights.apply(_OUT, selection.gather_outputs(mixed), torch.empty_like(stream), residual=stream)
         normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
-        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * len(weights.matrices[4])))
+        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * weights.matrices[4].shape[0]))
         y = weights.apply(_DOWN, self.native.swiglu(both), torch.empty_like(middle), residual=middle)
         return y, (qkv, mixed, normaliser, middle, both)
 
@@ -367,12 +375,12 @@ class Adapter:
 
 def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
     """A linear layer and its adapter. Raises `Unsupported` unless the module is a plain linear layer or plain LoRA."""
-    if type(child) is nn.Linear:
+    if type(child) in (nn.Linear, CodedLinear):
         return child, None
     kind = f"{type(child).__module__}.{type(child).__name__}"
     if kind != "peft.tuners.lora.layer.Linear":  # by name, so that peft is imported only with an adapter
         raise Unsupported(f"{kind_of(child)} stands where a linear layer was expected")
-    if type(child.base_layer) is not nn.Linear or child.fan_in_fan_out:
+    if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
         raise Unsupported(f"LoRA is on {kind_of(child.base_layer)}")
     if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
         raise Unsupported("it has more adapters than one, or one that is merged or not at work")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
+from psigrad.language.models.coded_linear import CodedLinear
+from psigrad.language.models.fused import gguf_weights
+from psigrad.language.models.native.codes import CodedMatrix, Kind, can_code, code
 from psigrad.language.models.native.kernels import kernels
 
 if TYPE_CHECKING:
@@ -263,6 +266,9 @@ class WeightsOnly(nn.Module):
         )  # the configuration's may have been set later, beyond the vocabulary
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             hf = auto.from_config(config, dtype=self.dtype)
+        for name, module in list(self.named_modules()):
+            if isinstance(module, CodedLinear):
+                hf.set_submodule(name, module)
         hf.config.pad_token_id = self.config.pad_token_id
         hf.load_state_dict(self.state_dict(keep_vars=True), assign=True)
         hf.tie_weights()
@@ -275,9 +281,12 @@ class WeightsOnly(nn.Module):
         return whole
 
 
-def load(path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = False) -> tuple[WeightsOnly, list[str]] | None:
+def load(
+    path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = False, kind: Kind | None = None
+) -> tuple[WeightsOnly, list[str]] | None:
     """The weights at `path` (a folder or a hub name), and the names of those that are missing there. `mapped` leaves those of
-    the wanted type on the file's pages, for a process that soon lets go of most of them.
+    the wanted type on the file's pages, for a process that soon lets go of most of them. With a `kind` of codes the layers'
+    matrices are coded, each as it is read.
 
     At most a scalar head may be missing; it is drawn from N(0, initializer_range²). None if only transformers can read the model,
     or say what is wrong with it. Raises `OSError` if `path` is a hub name that can't be reached and is not in the cache,
@@ -294,29 +303,36 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = 
         if unanswered and not any(isinstance(file, str) for file in cached):
             raise
         return None
-    if not files:
+    if not files and kind != "gguf":
         return None
     with torch.device("meta"):
         weights = WeightsOnly(config, generation, scalar=scalar)
     config.dtype = dtype
     wanted = {name: x.shape for name, x in weights.checkpoint_tensors().items()}
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
-        found = {name: file for file in opened for name in file.offset_keys()}
+        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
+        found = {name: file for file in opened.values() for name in file.offset_keys()}
+        places = {name: path for path, file in opened.items() for name in file.offset_keys()}
         if scalar:
             found.pop("lm_head.weight", None)
         missing = [name for name in wanted if name not in found]
-        if found.keys() - wanted or missing not in ([], ["score.weight"]):
+        if kind != "gguf" and (found.keys() - wanted or missing not in ([], ["score.weight"])):
             return None
         for name, file in found.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
-        if mapped:
+        tensors: dict[str, Tensor] = {}  # with codes read below, one by one
+        if mapped and kind is None:
             tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
-        else:
+        elif kind is None:
             tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
+    if kind is not None:
+        of_file = wanted.keys() - {"score.weight"}
+        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _coded(places, found, kind)
+        tensors = _put_codes(weights, each, dtype)
+        missing = [name for name in missing if name == "score.weight"]
     for name in missing:
         tensors[name] = torch.empty(wanted[name], dtype=dtype).normal_(std=config.initializer_range or 0.02)
     for name, tensor in tensors.items():
@@ -325,6 +341,25 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = 
     if not scalar and config.tie_word_embeddings:
         weights.lm_head.weight = weights.model.embed_tokens.weight
     return weights.eval(), missing
+
+
+def _put_codes(weights: WeightsOnly, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Put matrices in codes into their layers; the other tensors."""
+    rest = {}
+    for name, read in each:
+        if isinstance(read, CodedMatrix):
+            weights.set_submodule(name.removesuffix(".weight"), CodedLinear(read, None))
+        else:
+            rest[name] = torch.empty(read.shape, dtype=dtype).copy_(read)
+    return rest
+
+
+def _coded(places: Mapping[str, str], wanted: Iterable[str], kind: Kind) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
+    """Tensors of safetensors files one by one, layers' matrices in codes."""
+    for name in wanted:
+        with safe_open(places[name], "pt") as alone:  # whose pages go with it
+            read = alone.get_tensor(name)
+        yield name, code(read, kind) if ".layers." in name and can_code(read, kind) else read
 
 
 def _files(path: str) -> list[str]:

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common.h"
+#include "codes.h"
 
 extern "C" {
 void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, int threads);
@@ -12,6 +12,8 @@ void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, 
 void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads);
 void multiply_packed(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
 void multiply_packed_bf16(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
+void multiply_codes(void* out, const void* x, const Codes* codes, const void* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
+void multiply_codes_bf16(void* out, const void* x, const Codes* codes, const void* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
 }
 
 namespace {
@@ -19,11 +21,14 @@ namespace {
 // What the layer's four products multiply with: [q | k | v], output, [gate | up], down.
 enum { QKV, OUT, BOTH, DOWN, PRODUCTS };
 
-// One layer: its norms, the head norms (or null), its packed matrices, the bias of [q | k | v] (or null), the packed A and s B of each
-// product's adapters with how many numbers lie between them (0 where there are none), its window.
+// One layer: its norms, the head norms (or null), its packed matrices, the bias of [q | k | v] (or null), matrices in codes that stand for
+// a packed one (or null), the packed A and s B of each product's adapters with how many numbers lie between them (0 where there are
+// none), its window.
 struct Weights {
     const void *norm, *feed_norm, *query_norm, *key_norm;
-    const void *panels[PRODUCTS], *bias, *down[PRODUCTS], *up[PRODUCTS];
+    const void *panels[PRODUCTS], *bias;
+    const Codes* codes[PRODUCTS];
+    const void *down[PRODUCTS], *up[PRODUCTS];
     int64_t rank[PRODUCTS], window;
 };
 
@@ -63,8 +68,12 @@ void pass(int half, const Weights* weights, const Made* made, int64_t layers, co
     char *normed = at(room, s.width), *rotated = at(room + rows * s.width * size, turning), *gated = at(room + rows * (s.width + turning) * size, s.inner);
     char* low = at(room + rows * (s.width + turning + s.inner) * size, s.rank);
     auto multiply = half ? multiply_packed_bf16 : multiply_packed;
+    auto multiply_coded = half ? multiply_codes_bf16 : multiply_codes;
     auto product = [=](const Weights& w, int which, void* out, const void* x, const void* base, int64_t n, int64_t k, int64_t base_row) {
-        multiply(out, x, w.panels[which], base, count, n, k, n, k, base_row, threads);
+        const Codes* codes = w.codes[which];
+        if (!codes) multiply(out, x, w.panels[which], base, count, n, k, n, k, base_row, threads);
+        for (int64_t j = 0; codes && j < n; j += codes->rows, codes++)
+            multiply_coded((char*)out + j * size, x, codes, base ? (const char*)base + j * size : nullptr, count, k, n, k, base_row, threads);
         int64_t rank = w.rank[which];
         if (!rank) return;
         multiply(low, x, w.down[which], nullptr, count, rank, k, rank, k, 0, threads);

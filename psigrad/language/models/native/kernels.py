@@ -34,6 +34,9 @@ _SIGNATURES = {
     "pack_matrix": "ppiit",
     "multiply_packed": "ppppiiiiiit",
     "multiply_packed_bf16": "ppppiiiiiit",
+    "unpack_codes": "tppit",
+    "multiply_codes": "ppppiiiiit",
+    "multiply_codes_bf16": "ppppiiiiit",
     "product": "ppppiiiiiiiiitt",
     "product_bf16": "ppppiiiiiiiiitt",
     "draw": "tppppiift",
@@ -43,6 +46,7 @@ _SIGNATURES = {
     "copies": "pppit",
     "squared_norm": "pppit",
     "adamw_bf16": "ppi" + "f" * 5 + "t",
+    "adamw_frugal": "ppip" + "f" * 5 + "t",
     "relu_towers": "ppppiiit",
     "relu_towers_gradient": "ppppppiiiit",
     "adam": "ppppi" + "f" * 8,
@@ -339,6 +343,31 @@ class MasterWeight:
     weight_decay: float
 
 
+@dataclass(frozen=True)
+class FrugalWeight:
+    """One weight's tensors in a step that takes little memory: float32 `master`, bfloat16 `stored`, or both; its `gradient` in
+    either type; moments in float32, or in codes of 8 bits with the `scales` of their blocks.
+    """
+
+    master: Tensor | None
+    stored: Tensor | None
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    scales: tuple[Tensor, Tensor] | None
+    step: int
+    """The number of this step, from 1."""
+    seed: int
+    """Of the draws that round a weight without a master."""
+
+    @property
+    def weight(self) -> Tensor:
+        """What is stepped."""
+        held = self.stored if self.master is None else self.master
+        assert held is not None
+        return held
+
+
 class HalfPrecision:
     """The kernels of mixed-precision training. They pass over memory twice, where PyTorch does five times: gradients are read in
     bfloat16 without a float32 copy, and weight and master are written together.
@@ -368,3 +397,28 @@ class HalfPrecision:
         tables = ((ctypes.c_int64 * len(table))(*table), (ctypes.c_float * len(factors))(*factors))
         rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
         self._call.adamw_bf16(*tables, len(weights), *rates, torch.get_num_threads())
+
+    def step_frugally(
+        self,
+        weights: Sequence[FrugalWeight],
+        decays: Sequence[float],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        scale: float,
+        codes: Sequence[Tensor],
+    ) -> None:
+        """As `step`, of weights each with its decay; `codes` has of each moment's codes the levels, the middles between them, and
+        the first level of each cell (see adamw.cpp).
+        """
+        table, factors = [], []
+        for w, decay in zip(weights, decays, strict=True):
+            tensors = (w.master, w.stored, w.gradient, w.first, w.second, *(w.scales or (None, None)))
+            table += [0 if x is None else x.data_ptr() for x in tensors]
+            table += [w.weight.numel(), w.gradient.dtype == torch.bfloat16, w.seed]
+            corrections = (1 - betas[0] ** w.step, (1 - betas[1] ** w.step) ** 0.5)
+            factors += [1 - lr * decay, lr / corrections[0], 1 / corrections[1]]
+        tables = ((ctypes.c_int64 * len(table))(*table), (ctypes.c_float * len(factors))(*factors))
+        known = (ctypes.c_int64 * len(codes))(*(x.data_ptr() for x in codes))
+        rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
+        self._call.adamw_frugal(*tables, len(weights), known, *rates, torch.get_num_threads())

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common.h"
+#include "codes.h"
 
 namespace {
 
@@ -175,6 +175,49 @@ void multiply_packed(float* out, const float* x, const float* panels, const floa
                 whole_panel(out + i * out_row + j, x + i * x_row, panels + j * k, from, rows, k, out_row, x_row, base_row);
             else
                 part_of_panel(out + i * out_row + j, x + i * x_row, panels + j * k, from, rows, n - j, k, out_row, x_row, base_row);
+        }
+}
+
+// to[rows, k] = the numbers of a matrix in codes, in rows.
+void unpack_codes(int half, void* to, const Codes* codes, int64_t k, int threads) {
+    const Codes& m = *codes;
+#pragma omp parallel for num_threads(threads) schedule(static) if (m.rows * k > WORTH_SHARING)
+    for (int64_t row = 0; row < m.rows; row += WIDE) {
+        float room[WIDE * WIDE];
+        int64_t wide = half ? k / 2 : k, rows = std::min(WIDE, m.rows - row);
+        for (int64_t p = 0; p < k; p += WIDE) {
+            int64_t span = std::min(WIDE, k - p), depth = half ? span / 2 : span;  // k is a multiple of 32
+            half ? unpacked<true, WIDE>(room, m, k, row, p, span) : unpacked<false, WIDE>(room, m, k, row, p, span);
+            for (int64_t c = 0; c < rows; c += WIDTH)
+                for (int64_t q = 0; q < depth; q += WIDTH) {
+                    vec square[WIDTH];
+                    for (int i = 0; i < WIDTH; i++) square[i] = *(const vec*)(room + (q + i) * WIDE + c);
+                    turn(square);
+                    for (int64_t i = 0; i < std::min<int64_t>(WIDTH, rows - c); i++) *(vec*)((float*)to + (row + c + i) * wide + (half ? p / 2 : p) + q) = square[i];
+                }
+        }
+    }
+}
+
+// As `multiply_packed`, with a matrix in codes.
+void multiply_codes(float* out, const float* x, const Codes* codes, const float* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
+    int64_t n = codes->rows, wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t shares = std::max<int64_t>(1, std::min(tall, threads / std::max<int64_t>(1, wide))), share = (tall + shares - 1) / shares * TILE_ROWS;
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
+    for (int64_t i = 0; i < m; i += share)
+        for (int64_t j = 0; j < n; j += PANEL) {
+            static thread_local std::vector<float> room;
+            int64_t rows = std::min(share, m - i), count = std::min(PANEL, n - j);
+            room.resize(std::max<int64_t>(room.size(), (DEPTH + rows) * PANEL));
+            float *panel = room.data(), *sums = panel + DEPTH * PANEL;
+            if (base)
+                for (int64_t r = 0; r < rows; r++) std::copy_n(base + (i + r) * base_row + j, count, sums + r * PANEL);
+            for (int64_t p = 0; p < k; p += DEPTH) {
+                int64_t depth = std::min(DEPTH, k - p);
+                unpacked<false, PANEL>(panel, *codes, k, j, p, depth);
+                column_tiles<TILE_COLUMNS>(rows, depth, x + i * x_row + p, x_row, 1, panel, PANEL, sums, PANEL, base || p > 0);
+            }
+            for (int64_t r = 0; r < rows; r++) std::copy_n(sums + r * PANEL, count, out + (i + r) * out_row + j);
         }
 }
 

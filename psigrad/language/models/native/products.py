@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from psigrad.language.models.native.codes import CodedMatrix
 from psigrad.language.models.native.processor import plain_bfloat16, slow_mkl
 
 # Up to so many rows `few_rows` takes half the time of MKL, which for 4 to 15 rows reads the matrix once per two rows. With fewer
@@ -91,6 +92,27 @@ class Products:
             )
         call = self._call.multiply_packed if kind == torch.float32 else self._call.multiply_packed_bf16
         call(*_product(x, weight.panels, weight.shape, out, base))
+        return out
+
+    def multiply_codes(self, x: Tensor, matrices: Sequence[CodedMatrix], out: Tensor, base: Tensor | None = None) -> Tensor:
+        """As `multiply_packed`, with matrices in codes whose products lie side by side in `out`."""
+        call = self._call.multiply_codes if x.dtype == torch.float32 else self._call.multiply_codes_bf16
+        height, width = sum(m.shape[0] for m in matrices), matrices[0].shape[1]
+        if not _fits(x, (height, width), out, base, x.dtype):
+            raise ValueError(f"Matrices in codes [{height}, {width}] can't be multiplied with {tuple(x.shape)}, {x.dtype}.")
+        at, size = 0, x.element_size()
+        for m in matrices:
+            onto = None if base is None else base.data_ptr() + at * size
+            pointers = (out.data_ptr() + at * size, x.data_ptr(), m.table.data_ptr(), onto)
+            call(*pointers, len(x), width, out.stride(0), x.stride(0), _distance(base), torch.get_num_threads())
+            at += m.shape[0]
+        return out
+
+    def unpack(self, matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
+        """The numbers [N, K] of a matrix in codes."""
+        out = torch.empty(matrix.shape, dtype=dtype)
+        half = int(dtype == torch.bfloat16)
+        self._call.unpack_codes(half, out.data_ptr(), matrix.table.data_ptr(), matrix.shape[1], torch.get_num_threads())
         return out
 
 

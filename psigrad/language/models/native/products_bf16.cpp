@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common.h"
+#include "codes.h"
 
 namespace {
 
@@ -134,6 +134,27 @@ void multiply_packed_bf16(bfloat16* out, const bfloat16* x, const uint32_t* pane
                 tile_of(rows, sums, x + top * x_row, x_row, 2, panels + j * (k / 2), k / 2, false);
                 for (int64_t r = 0; r < rows; r++) rounded(out + (top + r) * out_row + j, sums + r * PANEL, base ? base + (top + r) * base_row + j : nullptr, count);
             }
+        }
+}
+
+// As `multiply_packed_bf16`, with a matrix in codes.
+void multiply_codes_bf16(bfloat16* out, const bfloat16* x, const Codes* codes, const bfloat16* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
+    int64_t n = codes->rows, wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t shares = std::max<int64_t>(1, std::min(tall, threads / std::max<int64_t>(1, wide))), share = (tall + shares - 1) / shares * TILE_ROWS;
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
+    for (int64_t i = 0; i < m; i += share)
+        for (int64_t j = 0; j < n; j += PANEL) {
+            static thread_local std::vector<float> sums;
+            static thread_local std::vector<uint32_t> panel(DEPTH / 2 * PANEL);
+            int64_t rows = std::min(share, m - i);
+            sums.resize(std::max<int64_t>(sums.size(), share * PANEL));
+            for (int64_t p = 0; p < k; p += DEPTH) {
+                int64_t depth = std::min(DEPTH, k - p);
+                unpacked<true, PANEL>(panel.data(), *codes, k, j, p, depth);
+                for (int64_t top = 0; top < rows; top += TILE_ROWS)
+                    tile_of(std::min<int64_t>(TILE_ROWS, rows - top), sums.data() + top * PANEL, x + (i + top) * x_row + p, x_row, 2, panel.data(), depth / 2, p > 0);
+            }
+            for (int64_t r = 0; r < rows; r++) rounded(out + (i + r) * out_row + j, sums.data() + r * PANEL, base ? base + (i + r) * base_row + j : nullptr, std::min(PANEL, n - j));
         }
 }
 

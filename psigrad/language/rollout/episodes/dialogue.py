@@ -98,7 +98,8 @@ class _Turn:
             hidden = model.forward(on_device(last, model.device)[:, None], step.positions[:, None], step, None)
             drawing = np.flatnonzero(~np.array(reading))
             if len(drawing):
-                self.write(model.head(hidden[torch.from_numpy(drawing).to(model.device), 0]), drawing)
+                logits = model.head(hidden[torch.from_numpy(drawing).to(model.device), 0], cache.exact)
+                self.write(logits, drawing)
                 yield from self._pop_ended()
 
     def write(self, logits: torch.Tensor, places: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psigrad.language.models.attention import SDPA, Attending, PackedLayout
 from psigrad.language.models.fused.activation_cache import ActivationCache
-from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
+from psigrad.language.models.fused.packed_weights import PackedWeights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
 from psigrad.language.models.packing import Groups, Ids, pack
@@ -224,8 +224,7 @@ class SharedCache:
         self.slots = np.concatenate([self.slots, taken])
         self._met += len(new)
         self._arranged = None
-        packed_weights = self.packed_weights if self.active >= MIN_ROWS_TO_PACK else None  # decoding will turn them anyhow
-        return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, packed_weights)
+        return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, self.packed_weights)
 
     def decode(self) -> SharedDecode:
         """The layout of one decoding step: a new token for every active slot."""

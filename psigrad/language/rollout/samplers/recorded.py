@@ -105,7 +105,7 @@ class RecordedDecoding:
         tokens, places, counts, seeds = self.state[:, :size]
         step = Decode(self.cache, places.clone(), columns, self.cache.longest)
         hidden = self.model.forward(tokens[:, None], places[:, None], step)
-        drawn = draw_at(self.model.head(hidden[:, 0]), params, uniform_on_device(seeds, counts)[:, None])
+        drawn = draw_at(self.model.head(hidden[:, 0], False), params, uniform_on_device(seeds, counts)[:, None])
         self.ids[:, :size].index_copy_(0, self.at, drawn.ids[None])
         logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs]).to(self.logprobs.dtype)
         self.logprobs[:, :, :size].index_copy_(0, self.at, logprobs[None])

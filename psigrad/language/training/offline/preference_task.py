@@ -253,7 +253,7 @@ def learn_preferences(
     picked, tally = pick(groups), Tally(world=world)
     logps_ref = None
     if loss.needs_reference and picked.pairs:
-        if run.reference is None:
+        if not isinstance(run.reference, LanguageModel):
             raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
         answers = [[p.chosen, p.rejected] for p in picked.pairs]
         logps_ref = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)

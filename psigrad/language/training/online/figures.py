@@ -111,6 +111,10 @@ class Tally:
         return figures
 
 
+WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
+"""Figures of how rewards differ within the groups."""
+
+
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
     """Rewards, lengths and an entropy estimate over all completions of a step, those that are not trained on included.
 

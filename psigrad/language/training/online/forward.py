@@ -16,6 +16,7 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.errors import UserError
+from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import Divergence, LanguageModel
@@ -225,19 +226,47 @@ def values(
     return fill(batch, budget, of, world=world)
 
 
-def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
+def reference_log_probs(
+    model: LanguageModel | Teacher, batch: Batch, budget: int, temperature: float, world: World = ALONE
+) -> Tensor:
     """[N, T] log-probs under the reference, behind its own prompts where it has them, in passes of `budget` tokens; a LoRA model
     is its own reference, without its adapter.
     """
+    if isinstance(model, Teacher):
+        return fill(batch, budget, lambda x: model.log_probs(x, temperature), world=world, inputs=read_by_reference)
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
-        read = lambda batch, micro: teacher_inputs_of(batch, micro) or inputs_of(batch, micro)  # noqa: E731
-        return fill(batch, budget, lambda x: model.evaluate(x, temperature=temperature).logp, world=world, inputs=read)
+        of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
+        return fill(batch, budget, of, world=world, inputs=read_by_reference)
 
 
-def divergence(algorithm: PolicyGradient, reference: LanguageModel | None, teacher: Groups | None = None) -> Divergence | None:
+def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
+    """What the reference reads for these rows."""
+    return teacher_inputs_of(batch, micro) or inputs_of(batch, micro)
+
+
+def settle_pieces(teacher: Teacher, batch: Batch, budget: int, temperature: float, world: World) -> None:
+    """Ask a teacher with another tokenizer what it says of the pieces of text of a batch."""
+
+    def ask(part: int) -> Tensor:
+        def of(inputs: Groups) -> Tensor:
+            return teacher.pieces(inputs, temperature)[part].float()
+
+        return fill(batch, budget, of, world=world, inputs=read_by_reference)
+
+    ends, theirs = ask(0), ask(1)
+    teacher.settle(ends > 0, theirs, batch.logp_old)
+
+
+def divergence(
+    algorithm: PolicyGradient, reference: LanguageModel | Teacher | None, teacher: Groups | None = None, temperature: float = 1.0
+) -> Divergence | None:
     """What the algorithm's KL term sums over the vocabulary; None where it does not. The reference may have inputs of its own."""
     if not algorithm.needs_exact_kl or reference is None or algorithm.kl is None:
         return None
+    if isinstance(reference, Teacher):
+        if algorithm.kl.estimator == "span" or teacher is None:  # then it is no sum over the vocabulary, or nobody asks yet
+            return None
+        return Divergence(reference.top(teacher, temperature), algorithm.kl.estimator, algorithm.kl.mixture)
     return Divergence(reference, algorithm.kl.estimator, algorithm.kl.mixture, teacher)
 
 
@@ -264,6 +293,11 @@ def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -
     return PolicyOutputs(**{name: by_row(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
+def add_teacher_kl(evaluation: PolicyOutputs, reference: LanguageModel | Teacher | None, rows: Tensor) -> PolicyOutputs:
+    """The evaluation of these rows with the KL by pieces of text, where a teacher of another tokenizer is the reference."""
+    return reference.add_kl(evaluation, rows) if isinstance(reference, Teacher) else evaluation
+
+
 def add_old_values(
     run: Online, algorithm: PolicyGradient, batch: Batch, step: int, tally: Tally, cache: ActivationCache | None
 ) -> Batch:
@@ -271,6 +305,10 @@ def add_old_values(
     not do, of the policy; values of the critic.
     """
     model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
+    if isinstance(run.reference, Teacher):
+        run.reference.forget()
+        if algorithm.kl is not None and algorithm.kl.estimator == "span":
+            settle_pieces(run.reference, batch, budget, temperature, world)
     if algorithm.needs_reference and not algorithm.needs_exact_kl:
         if run.reference is None:
             raise UserError("This algorithm's KL term needs a reference model; none was loaded.")

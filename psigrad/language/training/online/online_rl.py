@@ -14,14 +14,24 @@ import torch
 from torch import Tensor
 
 from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
 from psigrad.language.training.offline.preference_task import learn_preferences
 from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
-from psigrad.language.training.online.figures import Outcome, Tally, TokenFigures, collection_metrics, rollout_rows, staleness
+from psigrad.language.training.online.figures import (
+    WITHIN_GROUPS,
+    Outcome,
+    Tally,
+    TokenFigures,
+    collection_metrics,
+    rollout_rows,
+    staleness,
+)
 from psigrad.language.training.online.forward import (
     MicroBatch,
     add_old_values,
+    add_teacher_kl,
     by_row,
     divergence,
     follow,
@@ -67,7 +77,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
     if collected.groups:
         with clock("time/update"):
             outcome = learn(run, collected.groups, state, lr, cache)
-    if run.reference is not None and config.ref_model_sync_steps and number % config.ref_model_sync_steps == 0:
+    if isinstance(run.reference, LanguageModel) and config.ref_model_sync_steps and number % config.ref_model_sync_steps == 0:
         follow(run.reference, run.model, config.ref_model_mixup_alpha)
     trajectories = collected.trajectories
     tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in trajectories)
@@ -80,6 +90,9 @@ def step(run: Online, state: State) -> tuple[State, str]:
         **staleness(trajectories, state.step, config.lag),
         "prompts": collected.entries[ISSUED],
     }
+    if config.num_generations == 1 or (isinstance(run.algorithm, PolicyGradient) and not run.algorithm.needs_reward):
+        for name in WITHIN_GROUPS:  # nothing is compared within a group, so that equal rewards are no fault
+            metrics.pop(name, None)
     if run.world.rank == 0:
         run.journal.rollouts(rollout_rows(run.prompts, collected, outcome, number, config.record_tokens, config.record_prompts))
     run.journal.metrics(number, metrics)
@@ -166,16 +179,17 @@ def losses(
     device = prepared.batch.mask.device
 
     def policy(micro: MicroBatch, weight: float) -> Tensor:
-        rows = rows_of(micro).to(device)
+        rows, own = rows_of(micro).to(device), teacher_inputs_of(prepared.batch, micro)
         evaluation = run.model.evaluate(
             inputs_of(prepared.batch, micro),
             temperature=run.params.temperature,
             entropy=algorithm.needs_entropy,
-            kl_to=divergence(algorithm, run.reference, teacher_inputs_of(prepared.batch, micro)),
+            kl_to=divergence(algorithm, run.reference, own, run.params.temperature),
             value=algorithm.needs_critic and run.critic is None,
             cache=cache,
         )
         part, evaluation = prepared.select(rows), outputs_by_row(evaluation, prepared.batch, micro)
+        evaluation = add_teacher_kl(evaluation, run.reference, rows)
         if not weight:
             return idle(evaluation)
         seen.see(rows, evaluation)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from psigrad.config import OnlineConfig
+from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Scorer
@@ -44,7 +45,7 @@ class Online:
     config: OnlineConfig
     algorithm: PolicyGradient | OnlinePreference
     model: LanguageModel
-    reference: LanguageModel | None
+    reference: LanguageModel | Teacher | None
     sampler: Sampler
     scorer: Scorer | None
     optimizer: Optimizer

@@ -1,0 +1,309 @@
+# %% [markdown]
+# # 9 · The closing project: a task of your own
+#
+# You have met every part. Now use them all on a task that *you* choose, from rows to a model that does better than what it was shown,
+# and say how sure you are. The project has six milestones. Each ends with checks that run: they print ✓, or what is missing.
+# Below is a worked example, sorting letters. Make it run, then replace the first milestone by your own task.
+
+# %%
+import itertools
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import psigrad
+from psigrad.intervals import mean_interval
+from psigrad.language.models import tiny
+
+# %% tags=["parameters"]
+sft_steps = 300
+rl_steps = 40
+held_out_rows = 200
+
+# %% [markdown]
+# ## What makes a good task
+#
+# - A program can tell whether an answer is right. Without that, take chapter 5's way: people compare, and a reward model learns.
+# - The small model can sometimes do it after imitation. A reward that is never paid teaches nothing:
+#
+#     P(a group of G has signal) = 1 − p^G − (1 − p)^G.
+#
+# - You can make rows that are not in the training data.
+#
+# Ideas: the next day of a date, a Caesar cipher, whether brackets match, the plural of a word, the smaller of two fractions, a
+# chess move that is legal, a line of JSON with given keys. For a pretrained model: one of `psigrad tasks`, at a level where it is
+# right in 5 to 50 % of the cases.
+
+# %%
+checks = {}
+
+
+def check(milestone, **found):
+    for name, holds in found.items():
+        checks[milestone, name] = bool(holds)
+        words = name.replace("_", " ")
+        print(f"{milestone}  {'✓' if holds else '✗ not yet:'} {words}")
+
+
+# %% [markdown]
+# ## Milestone 1: rows
+#
+# A row has a prompt and what the reward needs. Demonstrations have completions too, and may be bad: these people swap the last two
+# letters in 60 % of the cases.
+
+
+# %%
+def answer_to(prompt):
+    return "".join(sorted(prompt.removesuffix(">")))
+
+
+def careless(answer):
+    return answer[:-2] + answer[-1] + answer[-2]
+
+
+texts = ["".join(t) for t in itertools.permutations("abcdefgh", 4)]
+random.Random(0).shuffle(texts)
+rows = [{"prompt": f"{text}>", "answer": answer_to(f"{text}>")} for text in texts]
+held_out, prompts = rows[:held_out_rows], rows[held_out_rows:]
+coin = random.Random(1)
+shown = [
+    {
+        **row,
+        "completion": careless(row["answer"]) if coin.random() < 0.6 else row["answer"],
+    }
+    for row in prompts
+]
+seen = {row["prompt"] for row in prompts}
+check(
+    1,
+    no_held_out_prompt_is_trained_on=not seen & {row["prompt"] for row in held_out},
+    every_prompt_is_there_once=len({row["prompt"] for row in rows}) == len(rows),
+    at_least_100_rows_are_held_out=len(held_out) >= 100,
+)
+
+# %% [markdown]
+# ## Milestone 2: a reward, and an attack on it
+#
+# Write the reward, and then be its enemy: what else would it pay for? An empty answer, the prompt again, the answer twice, every answer
+# at once. `psigrad score --attack` does this for a reward on your rows.
+
+
+# %%
+def sorted_right(completions, answer, **columns):
+    return [
+        float(text == right) for text, right in zip(completions, answer, strict=True)
+    ]
+
+
+def pays_for(reward, text_of):
+    texts = [text_of(row) for row in held_out]
+    return float(np.mean(reward(texts, answer=[row["answer"] for row in held_out])))
+
+
+attacks = {
+    "the answer": lambda row: row["answer"],
+    "nothing": lambda row: "",
+    "the prompt": lambda row: row["prompt"],
+    "twice": lambda row: row["answer"] * 2,
+    "careless": lambda row: careless(row["answer"]),
+}
+paid = {name: pays_for(sorted_right, text_of) for name, text_of in attacks.items()}
+print(paid)
+check(
+    2,
+    the_right_answer_is_paid=paid["the answer"] == 1,
+    nothing_else_is=max(paid[name] for name in attacks if name != "the answer") < 0.1,
+)
+
+# %% [markdown]
+# ## Now on a language model
+#
+# ### Milestone 3: imitation
+#
+# A small Qwen3 that reads characters, and chapter 4's loss. Say before you run it where the loss will end. The teachers' coin has an
+# entropy, and no student gets below it:
+#
+#     loss ≥ −(0.6·log 0.6 + 0.4·log 0.4) / 5 = 0.135 per token.
+
+# %%
+work = Path(tempfile.mkdtemp())
+tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(work / "base")
+tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(work / "base")
+settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
+sft = psigrad.train(
+    "sft",
+    model=work / "base",
+    dataset=shown,
+    max_steps=sft_steps,
+    batch_size=64,
+    learning_rate=5e-3,
+    output_dir=str(work / "sft"),
+    **settings,
+)
+
+
+def curve(run, key):
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
+    return np.array(points).T
+
+
+steps, loss = curve(sft, "loss")
+floor = -(0.6 * np.log(0.6) + 0.4 * np.log(0.4)) / 5
+fig, ax = plt.subplots()
+ax.plot(steps, loss, label="loss per token")
+ax.axhline(floor, color="black", lw=1, label="the teachers' entropy")
+ax.set(xlabel="step", ylim=(0, 1))
+ax.legend()
+plt.show()
+check(3, the_loss_comes_near_its_floor=loss[-20:].mean() < 2 * floor)
+
+# %% [markdown]
+# ## Milestone 4: reinforcement learning
+#
+# GRPO from there, with your reward. Before the long run make a short one, and look at the share of groups without signal: chapter 7 says
+# what too many mean.
+
+# %%
+grpo = psigrad.train(
+    "grpo",
+    model=sft.model,
+    dataset=prompts,
+    eval_dataset=held_out,
+    reward=sorted_right,
+    max_steps=rl_steps,
+    eval_steps=5,
+    eval_prompts=len(held_out),
+    prompts_per_step=16,
+    num_generations=8,
+    learning_rate=5e-4,
+    warmup_steps=5,
+    max_completion_length=6,
+    beta=0.0,
+    output_dir=str(work / "grpo"),
+    **settings,
+)
+fig, axes = plt.subplots(1, 2)
+axes[0].plot(*curve(grpo, "eval/sorted_right/mean"))
+axes[0].set(title="held-out accuracy", xlabel="update", ylim=(0, 1))
+axes[1].plot(*curve(grpo, "frac_reward_zero_std"))
+axes[1].set(title="groups without signal", xlabel="update", ylim=(0, 1))
+plt.show()
+silent = curve(grpo, "frac_reward_zero_std")[1]
+check(4, most_groups_have_signal_at_the_start=silent[:5].mean() < 0.5)
+
+# %% [markdown]
+# ## Milestone 5: is it better, and how sure are you?
+#
+# Both models answer the same held-out prompts. What counts is the difference, prompt by prompt, with an interval: two accuracies alone
+# say little.
+
+
+# %%
+def answers(run):
+    """The greedy answer to each held-out prompt, by plain transformers."""
+    model, tokenizer = run.load(), run.tokenizer()
+    asked = tokenizer([row["prompt"] for row in held_out], return_tensors="pt")
+    made = model.generate(**asked, max_new_tokens=6, do_sample=False)
+    written = made[:, asked["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(written, skip_special_tokens=True)
+
+
+right = [row["answer"] for row in held_out]
+before, after = answers(sft), answers(grpo)
+scores = {
+    name: np.array(sorted_right(texts, answer=right))
+    for name, texts in {"SFT": before, "GRPO": after}.items()
+}
+difference = scores["GRPO"] - scores["SFT"]
+low, high = mean_interval(difference.tolist())
+print({name: float(found.mean()) for name, found in scores.items()})
+print(f"GRPO − SFT: {difference.mean():+.2f} [{low:+.2f}, {high:+.2f}]")
+for row, one, other in list(zip(held_out, before, after, strict=True))[:6]:
+    print(row["prompt"], "SFT", one, " GRPO", other, " right", row["answer"])
+check(
+    5,
+    the_interval_of_the_difference_is_above_0=low > 0,
+    it_is_better_than_what_it_was_shown=scores["GRPO"].mean() > 0.4,
+)
+
+# %% [markdown]
+# ## Milestone 6: say what you found
+#
+# Write one page, as you would want to read it from somebody else: the task and its reward in two sentences; the figures before and after
+# with their interval, on how many prompts and seeds; three answers that are wrong, and why; what you tried that did not work; and one claim
+# that somebody could check. `run.report` has the curves; `psigrad export` writes a model card beside the model, if you share it.
+#
+# ## Where it fails
+#
+# - The model learned to sort four letters of eight. It has no idea of sorting: give it five letters.
+# - One seed. The interval is over prompts, not over runs; another seed may end elsewhere (`psigrad compare` runs several).
+# - A right answer was a program's word. Where it is people's, chapter 5's trap waits.
+#
+# ## In pseudocode
+#
+# ```text
+# until you are sure, or have learned why not
+#     look at rows, at answers and at what is paid; write down what you expect
+#     change one thing; run two seeds, short
+#     compare on held-out prompts, pair by pair, with an interval
+# ```
+#
+# ## Read on
+#
+# - Henderson and others 2018, *Deep reinforcement learning that matters*, arXiv:1709.06560: what seeds do to claims.
+# - Agarwal and others 2021, *Deep RL at the edge of the statistical precipice*, arXiv:2108.13264: intervals for few runs.
+# - Skalse and others 2022, *Defining and characterizing reward hacking*, arXiv:2209.13085.
+#
+# ## Exercises
+#
+# 1. How many held-out prompts does it take to tell 0.90 from 0.95, if both models answer the same prompts and disagree on 7 % of them?
+# 2. Pay half for an answer with the right letters in any order. What does the model learn first, and is the held-out accuracy the better
+#    for it? Say what you expect before you run it.
+# 3. Your own task: milestones 1 and 2 alone take an hour, and decide most. When is p too small for milestone 4?
+
+# %% [markdown]
+# ### Answer 1
+
+# %% tags=["hide-cell"]
+# Of 7 % that differ, 6 % are won and 1 % lost: mean 0.05, and the deviation of one
+# prompt's difference is √(0.07 − 0.05²) = 0.26. An interval of ± 0.05 needs
+# n = (1.96 · 0.26 / 0.05)² prompts; unpaired it would be about three times as many.
+paired = (1.96 / 0.05) ** 2 * (0.07 - 0.05**2)
+unpaired = (1.96 / 0.05) ** 2 * (0.9 * 0.1 + 0.95 * 0.05)
+print(round(paired), round(unpaired))
+assert round(paired) == 104 and round(unpaired) == 211
+
+# %% [markdown]
+# ### Answer 2
+
+
+# %% tags=["hide-cell"]
+# It pays the teachers' mistake, so everything the model says earns at least ½: the
+# signal that is left is the order, half as large. Nothing is gained here. Shaping helps
+# where the right answer is too rare to be found, and is one more thing to be hacked.
+def half(completions, answer, **columns):
+    letters = [
+        sorted(text) == sorted(right)
+        for text, right in zip(completions, answer, strict=True)
+    ]
+    whole = sorted_right(completions, answer)
+    return [max(one, 0.5 * other) for one, other in zip(whole, letters, strict=True)]
+
+
+assert half(["abdc", "abcd", "abc"], ["abcd"] * 3) == [0.5, 1.0, 0.0]
+print(pays_for(half, attacks["careless"]))
+
+# %% [markdown]
+# ### Answer 3
+
+# %% tags=["hide-cell"]
+# A step of 16 groups of 8 should see a few with signal: 16·(1 − (1 − p)⁸) ≥ 3 at
+# p ≈ 0.026. Below about 1 % imitate more, ask for less, or pay for parts.
+groups = [16 * (1 - (1 - p) ** 8) for p in (0.005, 0.01, 0.026)]
+print([round(count, 1) for count in groups])
+assert groups[2] > 3 > 1.5 > groups[1]

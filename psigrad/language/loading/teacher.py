@@ -1,0 +1,172 @@
+"""A reference that is more than a model of the policy's tokens in this process: behind a server, or with another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.data.templates import encode_after, words_of
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.logprobs import Top
+from psigrad.language.models.packing import Groups
+from psigrad.objective import PolicyGradient, PolicyOutputs
+from psigrad.objective.parts.kl import span_kl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_HALF = "\ufffd"
+_CONTEXT = 8  # tokens of a prompt behind which a text is cut into tokens
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a teacher says of one completion: the log-prob [T] of each token and, where asked, the most probable ones [T, k]."""
+
+    logp: Tensor
+    top: Top | None = None
+
+
+Ask = Callable[[Groups, float, int], Sequence[Said]]
+"""(prompts with their completions in the teacher's tokens, temperature, k) -> what is said of each completion, in order."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Answers for the reference. With `spans` its tokens are others than the policy's, and it is compared by pieces of text."""
+
+    ask: Ask
+    policy: LanguageModel
+    tokenizer: PreTrainedTokenizerBase
+    spans: bool
+    max_length: int
+    top_k: int = 0
+    where: str = ""
+    """For people: its folder or address."""
+    _heard: dict[Any, Said] = field(default_factory=dict, repr=False)
+    _pieces: list[Tensor] = field(default_factory=list, repr=False)
+    """Of the last batch: where pieces of text end [N, T], what is said of each, there, and the baseline [N]."""
+
+    @property
+    def is_own_reference(self) -> bool:
+        """It never is the policy."""
+        return False
+
+    def forget(self) -> None:
+        """What was said of the last batch."""
+        self._heard.clear()
+        self._pieces.clear()
+
+    def check(self, algorithm: PolicyGradient) -> None:
+        """Raises `UserError` where the KL term can't be had of it."""
+        kind = "" if algorithm.kl is None else algorithm.kl.estimator
+        if self.spans and kind != "span":
+            raise UserError(
+                f"The teacher {self.where} has another tokenizer than the model, so {algorithm.name or 'the method'} cannot "
+                f"compare them token by token (estimator={kind!r}). Compare them by the pieces of text at whose ends both have a "
+                "token's end: algorithm.kl.estimator=span."
+            )
+
+    def log_probs(self, groups: Groups, temperature: float) -> Tensor:
+        """[n, T] of the completions' tokens, padded with zeros."""
+        said = self._said(groups, temperature, 0)
+        return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
+
+    def top(self, groups: Groups, temperature: float) -> Top:
+        """[n, T, k] the most probable tokens at each place of the completions."""
+        tops = [one.top for one in self._said(groups, temperature, self.top_k) if one.top is not None]
+        ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
+        return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
+
+    def settle(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
+        """Keep the pieces [N, T] of a whole batch, of which `logp` are the policy's log-probs."""
+        d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
+        count = ends.sum(1)
+        others = (count.sum() - count).clamp(min=1)
+        self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
+
+    def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
+        """The evaluation [n, T] of these rows of the batch with the KL by pieces of text, where that was settled."""
+        if not self._pieces:
+            return evaluation
+        ends, theirs, baseline = (x[rows] for x in self._pieces)
+        return replace(evaluation, kl=span_kl(evaluation.logp, ends, theirs, baseline))
+
+    def _said(self, groups: Groups, temperature: float, top: int) -> list[Said]:
+        rows = [(tuple(p), tuple(c), top) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
+        new = list(dict.fromkeys(row for row in rows if row not in self._heard))
+        if new:
+            asked = Groups([p for p, _, _ in new], [[c] for _, c, _ in new])
+            self._heard.update(zip(new, self.ask(asked, temperature, top), strict=True))
+        return [self._heard[row] for row in rows]
+
+    def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
+        """[n, T] where a piece of text ends, and there the teacher's log-prob of the piece."""
+        rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
+        read = [self._translate(prompt, ids) for prompt, ids in rows]
+        said = self._said(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
+        width = max(len(ids) for _, ids in rows)
+        ends, theirs = torch.zeros(len(rows), width, dtype=torch.bool), torch.zeros(len(rows), width)
+        for n, ((_, cuts), one) in enumerate(zip(read, said, strict=True)):
+            before = 0
+            for stop, other in cuts:
+                ends[n, stop - 1], theirs[n, stop - 1] = True, one.logp[before:other].sum()
+                before = other
+        return ends, theirs
+
+    def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """A completion in the teacher's tokens, and for each piece of text how many tokens of each lie before its end."""
+        eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
+        body = ids[:-1] if finished else ids
+        text, own = text_ends(self.policy.tokenizer, body)
+        theirs = encode_after(self.tokenizer, str(self.tokenizer.decode(list(prompt[-_CONTEXT:]))), text) if text else []
+        read, ends = text_ends(self.tokenizer, theirs)
+        if read != text:  # it cannot say it to the letter: one piece
+            ends = [*[-1] * (len(theirs) - 1), len(text)] if theirs else []
+        room = self.max_length - len(prompt)
+        cuts = align(own, ends) + ([(len(ids), len(theirs) + 1)] if finished else [])
+        read_ids = (*theirs, eos) if finished or not theirs else tuple(theirs)
+        return read_ids[: max(room, 1)], [cut for cut in cuts if cut[1] <= room]
+
+
+def is_address(reference: str) -> bool:
+    """Whether it names a server."""
+    return reference.startswith(("http://", "https://"))
+
+
+def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
+    """The text of tokens up to the last whole character, and how many characters end with each token; −1 inside of one."""
+    text, ends, new = "", [], []
+    before = ids[0] if ids else 0
+    for token in ids:
+        new.append(token)
+        piece = words_of(tokenizer, before, new)
+        if piece.endswith(_HALF):
+            ends.append(-1)
+            continue
+        text += piece
+        ends.append(len(text))
+        before, new = token, []
+    return text, ends
+
+
+def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
+    """For each place of the text where tokens of both end: how many tokens of each lie before it."""
+    mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
+    return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
+
+
+def of_model(model: LanguageModel, policy: LanguageModel, where: str) -> Teacher:
+    """A model in this process, whose tokenizer is another than the policy's."""
+
+    def ask(groups: Groups, temperature: float, top: int) -> list[Said]:
+        with torch.no_grad():
+            logp = model.evaluate(groups, temperature=temperature).logp.cpu()
+        return [Said(row[: len(own[0])]) for row, own in zip(logp, groups.completions, strict=True)]
+
+    return Teacher(ask, policy, model.tokenizer, True, model.max_length, where=where)

@@ -1,0 +1,67 @@
+"""Linear layers whose matrices are kept in codes of 4 or 8 bits, and never learn: the base of an adapter (QLoRA)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from psigrad.language.models.native.codes import CodedMatrix, Kind, can_code, code
+from psigrad.language.models.native.kernels import kernels
+
+_PARTS = ("scales", "offsets", "levels")
+
+
+class CodedLinear(nn.Linear):
+    """x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` are the codes."""
+
+    def __init__(self, matrix: CodedMatrix, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = matrix.shape
+        self.block = matrix.block
+        self.weight = nn.Parameter(matrix.codes, requires_grad=False)
+        self.register_parameter("bias", bias)
+        for name in _PARTS:
+            self.register_buffer(name, getattr(matrix, name), persistent=False)
+
+    @property
+    def matrix(self) -> CodedMatrix:
+        """The matrix as it stands now, on whatever device."""
+        scales, offsets, levels = (getattr(self, name) for name in _PARTS)
+        return CodedMatrix(self.weight.data, scales, offsets, levels, (self.out_features, self.in_features), self.block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x in float32 or bfloat16; its gradient is that of the numbers which the codes stand for."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        native = kernels()
+        plain = x.device.type == "cpu" and x.is_contiguous() and not torch.is_grad_enabled()
+        if plain and not isinstance(native, str) and x.dtype in native.dtypes:
+            rows = x.reshape(-1, self.in_features)
+            out = native.products.multiply_codes(rows, [self.matrix], x.new_empty(len(rows), self.out_features), bias)
+            return out.view(*x.shape[:-1], -1)
+        return nn.functional.linear(x, unpack(self.matrix, x.dtype), bias)
+
+
+def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
+    """The numbers [N, K] of a matrix in codes."""
+    native = kernels()
+    if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
+        return native.products.unpack(matrix, dtype)
+    return matrix.by_torch(dtype)
+
+
+def code_linears(network: nn.Module, kind: Kind) -> None:
+    """Put the linear layers inside lists of layers in codes, but for those whose rows are not whole blocks."""
+    for name, child in list(network.named_modules()):
+        inside = any(part.isdigit() for part in name.split("."))
+        if inside and type(child) is nn.Linear and can_code(child.weight, kind):
+            network.set_submodule(name, CodedLinear(code(child.weight, kind), child.bias))
+
+
+def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:
+    """The inverse, with the numbers that the codes stand for: to add an adapter to them."""
+    for name, child in list(network.named_modules()):
+        if isinstance(child, CodedLinear):
+            plain = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
+            plain.weight, plain.bias = nn.Parameter(unpack(child.matrix, dtype), requires_grad=False), child.bias
+            owner, _, last = name.rpartition(".")
+            setattr(network.get_submodule(owner), last, plain)

@@ -1,0 +1,109 @@
+"""The weights of a GGUF file as they stand there: matrices in codes, the rest as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad.language.models.native.codes import CodedMatrix, lay_out
+
+WEIGHTS = "weights.gguf"
+"""The link to the file, in a folder with its configuration and tokenizer."""
+_PERMUTED = ("attn_q.", "attn_k.")
+
+
+def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
+    """The tensors of these names of transformers' model. Raises `ValueError` where one is missing."""
+    import gguf
+
+    reader = gguf.GGUFReader(Path(folder) / WEIGHTS)
+    kind = str(reader.fields["general.architecture"].contents())
+    arch = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    held = {tensor.name: tensor for tensor in reader.tensors}
+    for name in wanted:
+        stem, _, last = name.rpartition(".")
+        own = f"{names.get_name(stem)}.{last}"
+        if own not in held:
+            raise ValueError(f"the GGUF file has no {own}")
+        tensor = held[own]
+        heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
+        permuted = [heads[part] for part in _PERMUTED if kind == "llama" and part in own]
+        coded = _coded(tensor.tensor_type.name, tensor.data, permuted) if ".layers." in name else None
+        if coded is not None:
+            yield name, coded
+        else:
+            numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+            yield name, torch.from_numpy(np.array(_rows(numbers, permuted)))
+
+
+def has_head(file: Path) -> bool:
+    """Whether a file has an output matrix of its own; else it is the embedding."""
+    import gguf
+
+    return any(tensor.name == "output.weight" for tensor in gguf.GGUFReader(file).tensors)
+
+
+def _rows(x: Any, permuted: list[int]) -> Any:
+    """llama.cpp has the halves of each head of a Llama interleaved; in transformers' order."""
+    for heads in permuted:
+        x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    return x
+
+
+def _coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
+    """A matrix of a form that has one of our own, number for number; None of others."""
+    if kind not in _FORMS:
+        return None
+    size, form, bits, levels = _FORMS[kind]
+    blocks = data.reshape(-1, size)
+    codes, scales, offsets = form(blocks)
+    parts = [None if x is None else _rows(x.reshape(len(data), -1), permuted) for x in (codes, scales, offsets)]
+    made = [None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in parts]
+    assert made[0] is not None and made[1] is not None
+    return lay_out(made[0], made[1], made[2], levels, bits)
+
+
+# The forms of ggml (ggml-common.h): bytes of a block, what takes blocks apart, bits, levels.
+def _q4_0(blocks: Any) -> tuple[Any, Any, None]:
+    codes = blocks[:, 2:]
+    return np.concatenate([codes & 15, codes >> 4], 1), _halves(blocks[:, :2]), None
+
+
+def _q8_0(blocks: Any) -> tuple[Any, Any, None]:
+    return blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]), None
+
+
+def _q4_k(blocks: Any) -> tuple[Any, Any, Any]:
+    packed = blocks[:, 4:16]
+    low, high = packed[:, :4], packed[:, 4:8]
+    scales = np.concatenate([low & 63, (packed[:, 8:] & 15) | (low >> 6) << 4], 1)
+    least = np.concatenate([high & 63, (packed[:, 8:] >> 4) | (high >> 6) << 4], 1)
+    quarters = blocks[:, 16:].reshape(-1, 4, 32)
+    codes = np.stack([quarters & 15, quarters >> 4], 2).reshape(len(blocks), -1)
+    return codes, _halves(blocks[:, :2]) * scales, -_halves(blocks[:, 2:4]) * least
+
+
+def _q6_k(blocks: Any) -> tuple[Any, Any, None]:
+    low, high = blocks[:, :128].reshape(-1, 2, 1, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    nibbles = np.concatenate([low & 15, low >> 4], 2).reshape(len(blocks), 2, 4, 32)
+    tops = (high >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)) & 3
+    codes = (nibbles | tops << 4).reshape(len(blocks), -1).astype(np.int8) - 32
+    return codes.astype(np.int8), _halves(blocks[:, 208:210]) * blocks[:, 192:208].view(np.int8), None
+
+
+def _halves(x: Any) -> Any:
+    return np.ascontiguousarray(x).view(np.float16).astype(np.float32)
+
+
+_FORMS: dict[str, tuple[int, Any, int, tuple[float, ...]]] = {
+    "Q4_0": (18, _q4_0, 4, tuple(map(float, range(-8, 8)))),
+    "Q8_0": (34, _q8_0, 8, ()),
+    "Q4_K": (144, _q4_k, 4, tuple(map(float, range(16)))),
+    "Q6_K": (210, _q6_k, 8, ()),
+}

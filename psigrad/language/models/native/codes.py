@@ -1,0 +1,110 @@
+"""Matrices in codes of 4 or 8 bits, laid out as the kernels read them: their makers, and the way back."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+WIDE = 64
+"""Rows whose codes stand side by side."""
+Kind = Literal["nf4", "int8", "gguf"]
+# The quantiles of a normal distribution between -1 and 1, with 0 among them (Dettmers et al. 2023, QLoRA, arXiv:2305.14314,
+# appendix E).
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+BLOCKS = {"nf4": 64, "int8": 32}
+"""Numbers of a row that share a scale."""
+
+
+@dataclass(frozen=True)
+class CodedMatrix:
+    """A matrix [N, K] of numbers level · scale + offset, N filled up to a multiple of 64.
+
+    - `codes`, uint8 [N / 64, K / 2, 64] for 4 bits, two neighbours of a row in a byte, the first below; for 8 bits
+      [N / 64, K / 2, 64, 2].
+    - `scales` and `offsets` (or None), float32 [N / 64, K / block, 64], for each `block` of a row.
+    - `levels`, float32 [16], what the codes of 4 bits mean; those of 8 are signed integers.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    levels: Tensor
+    shape: tuple[int, int]
+    block: int
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.codes.dim() == 3 else 8
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """The addresses and sizes that the kernels take."""
+        tensors = (self.codes, self.scales, self.offsets, self.levels)
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
+        return torch.tensor([*pointers, self.shape[0], self.block, self.bits])
+
+    def by_torch(self, dtype: torch.dtype) -> Tensor:
+        """The numbers [N, K], without the kernels."""
+        rows, width = self.shape
+        if self.bits == 4:
+            levels = self.levels[torch.stack([self.codes & 15, self.codes >> 4], dim=-1).int()]
+        else:
+            levels = self.codes.view(torch.int8).float()
+
+        def by_block(x: Tensor) -> Tensor:
+            return x.permute(0, 2, 1).reshape(-1, width // self.block, 1)
+
+        x = levels.permute(0, 2, 1, 3).reshape(-1, width // self.block, self.block) * by_block(self.scales)
+        if self.offsets is not None:
+            x += by_block(self.offsets)
+        return x.view(-1, width)[:rows].to(dtype)
+
+
+def lay_out(codes: Tensor, scales: Tensor, offsets: Tensor | None, levels: Sequence[float], bits: int) -> CodedMatrix:
+    """A matrix of codes [N, K] (uint8 below 16, or int8) with scales and offsets [N, K / block]."""
+    rows, width = codes.shape
+    short = -rows % WIDE
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 0, short)).view(-1, WIDE, x.shape[1])
+
+    pairs = padded(codes.view(torch.uint8)).unflatten(2, (-1, 2)).permute(0, 2, 1, 3)
+    made = pairs[..., 0] | pairs[..., 1] << 4 if bits == 4 else pairs
+    beside = [None if x is None else padded(x.float()).permute(0, 2, 1).contiguous() for x in (scales, offsets)]
+    assert beside[0] is not None
+    block, table = width // scales.shape[1], torch.tensor(levels or [0.0] * 16, dtype=torch.float32)
+    return CodedMatrix(made.contiguous(), beside[0], beside[1], table, (rows, width), block)
+
+
+def can_code(weight: Tensor, kind: Kind) -> bool:
+    """Whether a matrix [N, K] has whole blocks."""
+    return weight.dim() == 2 and kind in BLOCKS and weight.shape[1] % BLOCKS[kind] == 0
+
+
+@torch.no_grad()
+def code(weight: Tensor, kind: Kind) -> CodedMatrix:
+    """A matrix in codes: each number the nearest level times the largest of its block (nf4: bitsandbytes' blocks of 64), or the
+    nearest of 255 even steps up to it (int8: those of GGUF's Q8_0).
+    """
+    block, pieces = BLOCKS[kind], []
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(NF4)], device=weight.device)
+    for rows in weight.detach().split(max(1, (1 << 20) // weight.shape[1])):
+        x = rows.float().view(len(rows), -1, block)
+        scales = x.abs().amax(2) / (1 if kind == "nf4" else 127)
+        shares = (x / scales[..., None]).nan_to_num_(0.0)
+        found = torch.bucketize(shares, middles).to(torch.uint8) if kind == "nf4" else shares.round().to(torch.int8)
+        pieces.append((found.view(len(rows), -1), scales))
+    codes, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    made = lay_out(codes, scales, None, NF4 if kind == "nf4" else (), 4 if kind == "nf4" else 8)
+    return made

@@ -1,0 +1,109 @@
+"""A teacher behind a server with OpenAI's API, vLLM's or `psigrad serve`'s: it tells the log-probs of tokens that it is given.
+
+Asked is /v1/completions, for one token more, with `echo` and `logprobs`: the log-prob of every token of the prompt, and the most
+probable ones in its place. `return_tokens_as_token_ids` names them by their ids, since several may have one text.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from psigrad.config import OnlineConfig
+from psigrad.errors import UserError, reason_of
+from psigrad.language.loading.teacher import Said, Teacher
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.logprobs import Top
+from psigrad.language.models.packing import Groups
+from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
+from psigrad_extras.connect.openai_server import ServedModel
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_SECONDS, _ATTEMPTS, _AT_ONCE = 600.0, 5, 16
+_NAMED = "token_id:"
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """Asks `model` at `url`."""
+
+    url: str
+    model: str
+    key_variable: str = KEY_VARIABLE
+
+    def __call__(self, groups: Groups, temperature: float, top: int) -> Sequence[Said]:
+        """What it says of each completion. Raises `UserError` where it gives no answer, or another than was asked for."""
+        rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda row: self._say(row[0], row[1], top), rows))
+
+    def _say(self, prompt: tuple[int, ...], ids: tuple[int, ...], top: int) -> Said:
+        # at least one: without any, some servers leave the log-probs out
+        body = {"model": self.model, "prompt": [*prompt, *ids], "max_tokens": 1, "temperature": 1.0, "echo": True}
+        found = self._ask({**body, "logprobs": max(top, 1), "return_tokens_as_token_ids": True})
+        place = slice(len(prompt), len(prompt) + len(ids))
+        try:
+            told = found["choices"][0]["logprobs"]
+            if [_id(name) for name in told["tokens"][place]] != list(ids):
+                raise ValueError("the tokens told of are not those that were sent")
+            logp = torch.tensor([float(value) for value in told["token_logprobs"][place]])
+            best = [_best(one, top) for one in told["top_logprobs"][place]] if top else []
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.url} does not tell the log-probs of a prompt's tokens as a teacher must ({error}); "
+                "it needs a server that takes echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
+                "psigrad serve do."
+            ) from error
+        if not top:
+            return Said(logp)
+        return Said(logp, Top(torch.tensor([i for i, _ in best]), torch.tensor([p for _, p in best])))
+
+    def _ask(self, body: dict[str, Any]) -> Any:
+        for attempt in range(_ATTEMPTS):
+            try:
+                return ask(f"{self.url}/completions", body, key=os.environ.get(self.key_variable, ""), seconds=_SECONDS)
+            except NoAnswerError as error:
+                if not error.again or attempt + 1 == _ATTEMPTS:
+                    tried = f" in {attempt + 1} attempts" if attempt else ""
+                    raise UserError(f"The teacher at {self.url} gave no log-probs{tried} ({error}).") from error
+                time.sleep(pause(attempt, error))
+        raise AssertionError
+
+
+def _id(name: str) -> int:
+    if not name.startswith(_NAMED):
+        raise ValueError(f"a token is named {name!r} and not by its id")
+    return int(name.removeprefix(_NAMED))
+
+
+def _best(told: dict[str, float], top: int) -> tuple[list[int], list[float]]:
+    """The ids and log-probs of the `top` most probable tokens; a server may add the one that stands there."""
+    best = sorted(told.items(), key=lambda one: -one[1])[:top]
+    return [_id(name) for name, _ in best], [value for _, value in best]
+
+
+def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
+    """The teacher of these settings. Raises `UserError` where the server, or the tokenizer, can't be had."""
+    served = ServedModel(config.reference)
+    name = config.reference_model or served.only_model()
+    tokenizer: Any = model.tokenizer
+    if config.reference_tokenizer:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.reference_tokenizer)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"No tokenizer could be loaded from {config.reference_tokenizer!r} ({reason_of(error)}); give a folder or a hub "
+                "name."
+            ) from error
+    spans = tokenizer.get_vocab() != model.tokenizer.get_vocab()
+    asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)
+    return Teacher(
+        asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, where=served.url
+    )  # the server says what is too long

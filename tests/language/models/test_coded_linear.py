@@ -1,0 +1,197 @@
+"""A base in codes of 4 or 8 bits below a LoRA adapter, against the same numbers as plain matrices."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from cached import sample
+from fused_models import made, some_groups
+from safetensors.torch import load_file
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+import psigrad
+from psigrad.language.models import language_model
+from psigrad.language.models.coded_linear import CodedLinear, code_linears, uncode_linears, unpack
+from psigrad.language.models.fused.gguf_weights import _coded
+from psigrad.language.models.language_model import Lora, prepare
+from psigrad.language.models.native.codes import NF4, code
+from psigrad.language.models.native.kernels import kernels
+from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams
+
+pytestmark = pytest.mark.needs("compiler")
+KINDS = ("nf4", "int8")
+COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Rows of whole blocks; the down matrix of the first has none of nf4, and stays as it is.
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON, hidden_size=64, intermediate_size=96),
+    "qwen2": Qwen2Config(**COMMON, hidden_size=64, intermediate_size=192),
+    "qwen3": Qwen3Config(**COMMON, hidden_size=128, head_dim=16, intermediate_size=128),
+}
+
+
+def matrix_of(rows: int = 100, width: int = 320, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 1, rows)[:, None]
+
+
+def test_codes_by_hand():
+    """A block of 4 bits: -2 is the largest, so 1 is 0.5 of it, between 0.4407 and 0.5626; of 8: 127 steps of 2 / 127."""
+    row = torch.zeros(1, 64)
+    row[0, 3], row[0, 40] = -2.0, 1.0
+    four, eight = code(row, "nf4"), code(row, "int8")
+    assert (four.bits, four.block, eight.bits, eight.block) == (4, 64, 8, 32)
+    x = four.by_torch(torch.float32)[0]
+    assert x[3] == -2.0 and float(x[40]) == pytest.approx(2 * 0.44070982933) and x[0] == 0
+    x = eight.by_torch(torch.float32)[0]
+    assert float(x[3]) == pytest.approx(-2.0) and float(x[40]) == pytest.approx(1.0), "a block of its own"
+    assert list(NF4) == sorted(NF4) and len(NF4) == 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_number_gets_the_nearest_level(kind):
+    x = matrix_of()
+    coded = code(x, kind)
+    near = coded.by_torch(torch.float32)
+    scale = x.view(100, -1, coded.block).abs().amax(2, keepdim=True)
+    levels = torch.tensor(NF4) if kind == "nf4" else torch.arange(-127, 128) / 127
+    best = (x.view(100, -1, coded.block)[..., None] - levels * scale[..., None]).abs().amin(-1)
+    torch.testing.assert_close((near - x).abs().view_as(best), best, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_products_have_the_bits_of_the_same_numbers_packed(kind, dtype, rows, monkeypatch):
+    native = kernels().products
+    monkeypatch.setattr(native, "bfloat16", True)
+    coded = [code(matrix_of(n, 640, seed=n), kind) for n in (100, 36)]
+    plain = torch.cat([unpack(one, dtype) for one in coded])
+    assert torch.equal(plain, torch.cat([one.by_torch(dtype) for one in coded]))
+    x = torch.randn(rows, 640, generator=torch.Generator().manual_seed(9)).to(dtype)
+    for base in (None, torch.randn(136).to(dtype), torch.randn(rows, 136).to(dtype)):
+        ours = native.multiply_codes(x, coded, torch.empty(rows, 136, dtype=dtype), base)
+        theirs = native.multiply_packed(x, native.pack(plain), torch.empty(rows, 136, dtype=dtype), base)
+        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours.float(), x.float() @ plain.float().T + base.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("form", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_forms_of_gguf_keep_their_numbers(form):
+    """gguf's own reader is the oracle. It writes no K-quants, so that those are random bytes with small scales."""
+    kind = gguf.GGMLQuantizationType[form]
+    if form[-1] == "K":
+        size = {"Q4_K": 144, "Q6_K": 210}[form]
+        data = np.random.default_rng(0).integers(0, 256, (70, 2, size), dtype=np.uint8)
+        scales = np.random.default_rng(1).random((70, 2, 2)).astype(np.float16).view(np.uint8)
+        at = 0 if form == "Q4_K" else 208
+        data[:, :, at : at + scales.shape[2]] = scales[:, :, : min(4, size - at)]
+        data = data.reshape(70, -1)
+    else:
+        data = gguf.quantize(matrix_of(70, 512).numpy(), kind)
+    right = torch.from_numpy(gguf.dequantize(data, kind))
+    coded = _coded(form, data, [])
+    assert coded is not None and coded.shape == (70, 512)
+    torch.testing.assert_close(coded.by_torch(torch.float32), right, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(unpack(coded, torch.float32), right, rtol=1e-6, atol=1e-6)
+    turned = _coded(form, data, [7]).by_torch(torch.float32)  # rows of a Llama's heads
+    assert torch.equal(turned.view(7, 2, 5, 512).swapaxes(1, 2).reshape(70, 512), coded.by_torch(torch.float32))
+
+
+def with_codes(name, tokenizer, kind, dtype=torch.float32):
+    """A LoRA model on codes, and one on the same numbers as plain matrices, with the same adapter."""
+    models = []
+    for plain in (False, True):
+        hf = made(CONFIGS[name], tokenizer, dtype).as_transformers()
+        code_linears(hf, kind)
+        if plain:
+            uncode_linears(hf, dtype)
+        torch.manual_seed(0)
+        model = prepare(hf, tokenizer, lora=Lora(4))
+        for parameter in model.trainable().values():
+            torch.nn.init.normal_(parameter, std=0.05)
+        models.append(model)
+    return models
+
+
+def gradient_of(model) -> torch.Tensor:
+    logp = model.evaluate(some_groups()).logp
+    weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
+    return torch.cat([g.flatten() for g in torch.autograd.grad((logp * weights).sum(), list(model.trainable().values()))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapters_gradient_is_that_over_the_unpacked_base(name, kind, dtype, tokenizer):
+    ours, theirs = with_codes(name, tokenizer, kind, dtype)
+    assert ours.decoder is not None, ours.why_unfused
+    assert sum(isinstance(m, CodedLinear) for m in ours.network.modules()) == (12 if (name, kind) == ("llama", "nf4") else 14)
+    one, other = gradient_of(ours), gradient_of(theirs)
+    assert float(torch.cosine_similarity(one, other, dim=0)) > 0.999999
+    # the control: a base whose codes are another's
+    for layer in (m for m in ours.network.modules() if isinstance(m, CodedLinear)):
+        layer.weight.data.copy_(layer.weight.data.flip(0, 1))
+    assert float(torch.cosine_similarity(gradient_of(ours), other, dim=0)) < 0.999
+
+
+def test_fused_is_peft_over_the_same_codes(tokenizer):
+    model, _ = with_codes("qwen3", tokenizer, "nf4")
+    fused, decoder = gradient_of(model), model.decoder
+    model.decoder = None
+    assert float(torch.cosine_similarity(fused, gradient_of(model), dim=0)) > 0.99999
+    model.decoder = decoder
+
+
+@pytest.mark.parametrize("members", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampler_and_trainer_agree_to_the_last_bit(dtype, members, tokenizer, monkeypatch):
+    """With few sequences too: codes need no packing."""
+    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
+    monkeypatch.setattr(kernels().products, "bfloat16", True)
+    monkeypatch.setattr(kernels().products, "float32", True)
+    model, _ = with_codes("qwen3", tokenizer, "nf4", dtype)
+    prompts = some_groups().prompts
+    requests = [Request(tuple(p), tuple(range(members * i, members * (i + 1)))) for i, p in enumerate(prompts)]
+    drawn = sample(EmbeddedSampler(model), requests, SamplingParams(max_tokens=20), None)
+    trained = model.evaluate(Groups(prompts, [[c.ids for c in group] for group in drawn])).logp.detach()
+    rows = zip(trained, (c for group in drawn for c in group), strict=True)
+    gaps = torch.cat([(row[: len(c.ids)] - torch.tensor(c.logprobs)).abs() for row, c in rows])
+    assert len(gaps) > 20 * members and int((gaps != 0).sum()) == 0
+
+
+def test_loaded_from_a_folder_layer_by_layer_it_is_the_same(tokenizer, tmp_path):
+    hf = made(CONFIGS["qwen2"], tokenizer).as_transformers()
+    hf.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code_linears(hf, "nf4")
+    torch.manual_seed(0)
+    ours = prepare(hf, tokenizer, lora=Lora(4))
+    torch.manual_seed(0)
+    loaded = language_model.load(str(tmp_path), lora=Lora(4), base="nf4")
+    assert torch.equal(ours.evaluate(some_groups()).logp, loaded.evaluate(some_groups()).logp)
+    plain = language_model.load(str(tmp_path), lora=Lora(4))
+    gap = (plain.evaluate(some_groups()).logp - loaded.evaluate(some_groups()).logp).detach().abs().mean()
+    assert 1e-4 < float(gap) < 1.0, "4 bits are not nothing"
+    loaded.save_merged(tmp_path / "merged")
+    merged = language_model.load(str(tmp_path / "merged"))
+    torch.testing.assert_close(merged.evaluate(some_groups()).logp, loaded.evaluate(some_groups()).logp, rtol=0, atol=1e-4)
+
+
+def test_a_run_trains_an_adapter_over_codes_and_leaves_it(tokenizer, tmp_path):
+    hf = made(CONFIGS["qwen3"], tokenizer).as_transformers()
+    hf.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "completion": " world"}\n' * 8)
+    settings = {"model": str(tmp_path / "base"), "dataset": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "run")}
+    settings |= {"lora_rank": 4, "learning_rate": 1e-2, "batch_size": 4, "eval_prompts": 0, "progress": False, "report": False}
+    whole = psigrad.train("sft", **settings, quantize_base="nf4", max_steps=4)
+    rows = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+    assert (whole.model / "adapter_config.json").exists() and not (whole.model / "model.safetensors").exists()
+    assert sum(x.numel() for x in load_file(whole.model / "adapter_model.safetensors").values()) > 0

@@ -1,0 +1,200 @@
+"""AdamW with moments of 8 bits, and bfloat16 weights without float32 masters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from psigrad.config import Optim
+from psigrad.language.training import frugal_adamw
+from psigrad.language.training.frugal_adamw import decode, encode, levels, middles, round_by_chance
+from psigrad.language.training.learners import load_tensors, tensors_of
+from psigrad.language.training.optimizers import steps_natively
+from psigrad.language.training.update import Optimizer
+
+SHAPES = {"layer.weight": (80, 67), "embed_tokens.weight": (64, 65), "norm.weight": (80,)}
+
+
+def parameters_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def take_steps(optimizer: Optimizer, count: int, first: int = 0, lr: float = 1e-2) -> None:
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(100 + step)
+        for name, p in optimizer.parameters.items():
+            # of very different sizes, as those of a network's rows are
+            sizes = torch.logspace(-4, 0, SHAPES[name][0]).view(-1, *[1] * (p.dim() - 1))
+            p.grad = (torch.randn(p.shape, generator=generator) * sizes).to(p.dtype)
+        optimizer.settle()
+        optimizer.apply(optimizer.norm(), lr)
+        optimizer.clear()
+
+
+def test_the_levels_by_hand():
+    signed, unsigned = levels(True), levels(False)
+    for own in (signed, unsigned):
+        assert len(own) == 256 and torch.equal(own, own.unique()) and own[-1] == 1.0 and (own == 0).sum() == 1
+    # of [0.1, 1] 64 parts, or 128 without a sign; of [1e-7, 1e-6] one, or two
+    assert float(signed[-2]) == pytest.approx(0.1 + 0.9 * 63.5 / 64) and float(signed[0]) == pytest.approx(-0.1 - 0.9 * 63.5 / 64)
+    assert float(unsigned[-2]) == pytest.approx(0.1 + 0.9 * 127.5 / 128)
+    assert float(signed[signed > 0][0]) == pytest.approx(0.55e-6)
+    assert unsigned[1:3].tolist() == pytest.approx([0.325e-6, 0.775e-6])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_moment_becomes_the_nearest_level_times_the_largest_of_its_block(signed):
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 3, 256)
+    x = x if signed else x**2
+    x[3] = 0.0
+    codes, scales = encode(x, signed)
+    assert torch.equal(scales, x.abs().amax(1)) and scales[3] == 0
+    shares = x / scales.clamp(min=1e-38)[:, None]
+    nearest = (shares[..., None] - levels(signed)).abs().argmin(-1)
+    if not signed:  # what is above 0 stays above 0
+        nearest[(shares > 0) & (nearest == 0)] = 1
+    assert torch.equal(codes.long()[scales > 0], nearest[scales > 0])
+    assert torch.equal(decode(codes, scales, signed)[3], torch.zeros(256))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_no_cell_of_the_kernels_table_has_two_middles(signed):
+    tables = frugal_adamw._tables()[0 if signed else 3 :]
+    edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)
+    own = middles(signed)[:-1]
+    inside = (own[:, None] >= edges[:-1]) & (own[:, None] < edges[1:])
+    below = (own[:, None] > -edges[1:]) & (own[:, None] <= -edges[:-1])
+    assert int(inside.sum(0).max()) == 1 and int(below.sum(0).max()) <= 1
+    assert len(tables[2]) == 2 * (len(edges) - 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optim"),
+    [(torch.float32, Optim(optimizer="adamw_8bit")), (torch.bfloat16, Optim(optimizer="adamw_8bit")),
+     (torch.bfloat16, Optim(bf16_stochastic_round=True)),
+     (torch.bfloat16, Optim(optimizer="adamw_8bit", bf16_stochastic_round=True))],
+)  # fmt: skip
+def test_the_kernel_steps_as_torch_does(dtype, optim, monkeypatch):
+    if not steps_natively(torch.bfloat16, "cpu"):
+        pytest.skip("there are no kernels")
+    made = []
+    for native in (True, False):
+        if not native:
+            monkeypatch.setattr(frugal_adamw, "_is_native", lambda job: False)
+        optimizer = Optimizer(parameters_of(dtype), optim, seed=3)
+        take_steps(optimizer, 4)
+        made.append(({name: p.detach().clone() for name, p in optimizer.parameters.items()}, optimizer.rule.tensors()))
+    (fast, state), (slow, oracle) = made
+    for key, held in state.items():
+        if held.dtype == torch.uint8:  # where the sum before it is rounded otherwise, a neighbour
+            assert (held == oracle[key]).float().mean() > 0.999
+            own = levels(key.startswith("exp_avg."))
+            assert (own[held.int()] - own[oracle[key].int()]).abs().max() <= 0.015
+        else:
+            torch.testing.assert_close(held, oracle[key], rtol=1e-4, atol=1e-9)
+    for name, p in fast.items():
+        close = torch.isclose(p.float(), slow[name].float(), rtol=1e-5 if dtype == torch.float32 else 0, atol=1e-6)
+        assert close.float().mean() > 0.998, name
+        torch.testing.assert_close(p, slow[name], rtol=1e-2, atol=1e-2)  # no more than the rate
+
+
+def test_a_step_of_8_bits_is_nearly_adamws_and_takes_a_quarter_of_its_memory():
+    full, small = (Optimizer(parameters_of(), Optim(optimizer=name)) for name in ("adamw", "adamw_8bit"))
+    for optimizer in (full, small):
+        take_steps(optimizer, 20)
+    # what both have moved, in one direction: the largest error of a moment in 8 bits is 0.9 / 128 of its block's largest
+    start = parameters_of()
+    for name in SHAPES:
+        one, other = ((o.parameters[name] - start[name]).detach().flatten() for o in (full, small))
+        assert float(torch.cosine_similarity(one, other, dim=0)) > (0.99 if name == "layer.weight" else 0.99999)
+    state = small.rule.tensors()
+    assert state["exp_avg.embed_tokens.weight"].dtype == torch.float32 == state["exp_avg.norm.weight"].dtype
+    held = sum(x.numel() * x.element_size() for key, x in state.items() if key.endswith("layer.weight") and key[:3] == "exp")
+    assert held == 2 * 80 * 67 + 2 * 4 * math.ceil(80 * 67 / 256)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_weight_whose_gradient_has_gone_takes_no_leap(native, monkeypatch):
+    """Beside one 10⁴ times as large a second moment would be rounded to 0; the next step, without a gradient, is 0.9 of the first
+    moment over its root. AdamW itself never moves by more than a few rates.
+    """
+    if not native:
+        monkeypatch.setattr(frugal_adamw, "_is_native", lambda job: False)
+    p = {"weight": nn.Parameter(torch.zeros(64, 64))}
+    optimizer = Optimizer(p, Optim(optimizer="adamw_8bit", max_grad_norm=0.0))
+    for size in (1e-4, 1e-9):
+        p["weight"].grad = torch.full((64, 64), size)
+        p["weight"].grad[0, 0] = 1.0
+        optimizer.apply(1.0, 1e-3)
+    assert float(p["weight"].detach().abs().max()) < 3e-3
+
+
+def test_rounding_by_chance_has_the_right_mean_and_only_neighbours():
+    x = torch.full((200_000,), 1 + 1 / 1024)  # bfloat16 has 1 and 1 + 1 / 128
+    made = round_by_chance(x, 7).float()
+    assert set(made.tolist()) == {1.0, 1 + 1 / 128}
+    share, sigma = float((made > 1).float().mean()), math.sqrt(1 / 8 * 7 / 8 / 200_000)
+    assert abs(share - 1 / 8) < 5 * sigma
+    assert torch.equal(made, round_by_chance(x, 7).float()) and not torch.equal(made, round_by_chance(x, 8).float())
+    assert float(x.bfloat16().float().mean()) == 1.0  # to the nearest: the control
+    exact = torch.tensor([0.0, -0.0, 1.5, -2.0, math.inf, -math.inf])
+    assert torch.equal(round_by_chance(exact, 1).float(), exact)
+
+
+@pytest.mark.parametrize(("rounds", "moved"), [(True, True), (False, False)])
+def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved):
+    """100 of AdamW's steps of 1e-4 from 1: 0.99. Rounded to the nearest, where half a unit is 0.002, none happens."""
+    p = {"weight": nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))}
+    optimizer = Optimizer(p, Optim(bf16_stochastic_round=True, max_grad_norm=0.0))
+    if not rounds:
+        optimizer.rule.bare["weight"] = p["weight"]
+        nearest = lambda x, seed: x.bfloat16()  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frugal_adamw, "_is_native", lambda job: False)
+            patch.setattr(frugal_adamw, "round_by_chance", nearest)
+            _push(optimizer, 100)
+    else:
+        _push(optimizer, 100)
+    mean = float(p["weight"].detach().float().mean())
+    assert abs(mean - 0.99) < 5e-4 if moved else mean == 1.0
+    assert "master.weight" not in tensors_of(optimizer)
+
+
+def _push(optimizer: Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.parameters["weight"].grad = torch.ones(64, 64, dtype=torch.bfloat16)
+        optimizer.settle()
+        optimizer.apply(optimizer.norm(), 1e-4)
+        optimizer.clear()
+
+
+@pytest.mark.parametrize("optim", [Optim(optimizer="adamw_8bit"), Optim(optimizer="adamw_8bit", bf16_stochastic_round=True)])
+def test_it_goes_on_bitwise_from_what_was_saved(optim):
+    whole, part = (Optimizer(parameters_of(torch.bfloat16), optim, seed=5) for _ in range(2))
+    take_steps(whole, 4)
+    take_steps(part, 2)
+    saved = {key: x.clone() for key, x in tensors_of(part).items()}
+    resumed = Optimizer({name: nn.Parameter(p.detach().clone()) for name, p in part.parameters.items()}, optim, seed=5)
+    load_tensors(resumed, saved)
+    take_steps(resumed, 2, first=2)
+    for name, p in whole.parameters.items():
+        assert torch.equal(p, resumed.parameters[name]), name
+    for key, x in tensors_of(whole).items():
+        assert torch.equal(x, tensors_of(resumed)[key]), key
+
+
+@pytest.mark.parametrize("optim", [Optim(optimizer="adamw_8bit"), Optim(bf16_stochastic_round=True)])
+def test_gradients_of_several_passes_are_summed_in_float32(optim):
+    """Half of a unit in the last place, 256 times: bfloat16 would lose all of it."""
+    p = {"weight": nn.Parameter(torch.ones(64, 80, dtype=torch.bfloat16))}
+    optimizer = Optimizer(p, optim)
+    scales = [1.0, *([1 / 512] * 256)]
+    losses = [lambda s=s: s * p["weight"].float().sum() for s in scales]
+    norm = optimizer.step(losses, 1e-3)
+    assert norm == pytest.approx(1.5 * math.sqrt(64 * 80), rel=1e-3)
+    stepped = p["weight"] if optimizer.bare else optimizer.masters["weight"]
+    assert float(stepped.detach().float().mean()) == pytest.approx(0.999, abs=2e-4)
