@@ -33,6 +33,7 @@ BESIDE = {
     "mcp": Beside("psigrad_extras.connect.mcp_tools", "An MCP server", "mcp"),
     "mcp environment": Beside("psigrad_extras.connect.mcp_environment", "An environment of MCP", "mcp"),
     "openenv": Beside("psigrad_extras.connect.openenv_environment", "An environment of OpenEnv", "openenv"),
+    "mesh": Beside("psigrad_extras.mesh.mesh", "tp_size, cp_size or dp_replicate_size above 1"),
     "plan": Beside("psigrad_extras.preflight.plan.plan", "A plan"),
     "sandbox": Beside("psigrad_extras.connect.remote_sandbox", "A sandbox service"),
     "server": Beside("psigrad_extras.connect.openai_server", "--server"),

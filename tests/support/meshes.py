@@ -15,8 +15,9 @@ from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.packing import Groups
-from psigrad.processes.parallel import mesh, sharded
+from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import ALONE, Division, World, shard
+from psigrad_extras.mesh import mesh
 
 GROUPS = Groups([(5, 6, 7, 8, 9), (11, 12)], [[(20, 21, 22, 23), (24,)], [(30, 31, 32, 33, 34, 35, 36)]])
 SMALL = {
@@ -86,6 +87,7 @@ def overlooked(world: World) -> None:
     """Norms of single heads see the gradient of their own heads alone: a plan that leaves them out trains something else."""
     model = family("qwen3")
     model.network.tp_plan = {name: style for name, style in model.network.tp_plan.items() if "norm" not in name}
+    model.as_transformers()
     try:
         mesh.divide_layers(model, mesh.make(world, "cpu")[1])
     except UserError as error:

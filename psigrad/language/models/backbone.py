@@ -24,7 +24,6 @@ from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
-from psigrad.language.models.ulysses import Context
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +50,7 @@ class Pretrained(ABC):
     - `attends`: how packed sequences attend in transformers' modules; `why_sdpa` says why a GPU pads them all the same.
     - `texts`: those that ways to compute were compared on.
     - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`processes/parallel/sharded.py`).
-    - `context`: the processes that divide the tokens of a row, where there are several.
+    - `context`: the processes that divide the tokens of a row, where there are several (`psigrad_extras/mesh/ulysses.py`).
     """
 
     network: PreTrainedModel | WeightsOnly
@@ -65,7 +64,7 @@ class Pretrained(ABC):
     attends: Literal["sdpa", "varlen", "flex"] = "sdpa"
     why_sdpa: str = ""
     root: nn.Module | None = None
-    context: Context | None = None
+    context: Any = None
     texts: Groups | None = None
 
     @property

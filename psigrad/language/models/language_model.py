@@ -208,7 +208,7 @@ class LanguageModel(Pretrained):
 
         stats = with_whole_weights(self, compute)
         if self.context is not None and forward.mine is not None:
-            stats = TokenStats(*(self.context.gather(x, forward.mine, len(whole.targets.ids)) for x in stats.columns))  # type: ignore[arg-type]
+            stats = TokenStats(*(self.context.gather(x, forward.mine, len(whole.targets.ids)) for x in stats.columns))
         return stats, whole.targets
 
     def _reference_hidden(

@@ -185,7 +185,7 @@ class ForwardInputs:
     cached: CacheHit | None = None
     """Activations of these tokens from sampling, if they were kept: the layers need not run."""
     mine: Tensor | None = None
-    """Which of the targets of the whole row these are, where several processes divide it (`ulysses.py`)."""
+    """Which of the targets of the whole row these are, where several processes divide it (`Pretrained.context`)."""
 
 
 @dataclass

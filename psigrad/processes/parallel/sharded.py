@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from psigrad import extras
 from psigrad.language.models.backbone import Pretrained, reshard, write
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.processes.parallel import mesh as meshes
 from psigrad.processes.parallel import shards
-from psigrad.processes.parallel.world import World
+from psigrad.processes.parallel.world import Division, World
 
 
 class Root(nn.Module):
@@ -52,16 +52,13 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     """Leave this process with its share of the model's weights, moved to its device block by block. From now on all processes
     must call `model.evaluate` and the like alike, and `model.trainable()` has tensors in shards.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # a second, and forty megabytes
 
-    meshes.check(model, world)
-    mesh, tensor, model.context = meshes.make(world, torch.device(device).type)
-    if tensor is not None:
-        meshes.divide_layers(model, tensor)
-    elif model.context is not None:
-        model.as_transformers()
-        model.decoder, model.why_unfused = None, "rows are divided"
-    elif model.decoder is not None and not isinstance(model.network, WeightsOnly):
+    kind = torch.device(device).type
+    alone = world.division == Division()
+    mesh: Any = init_device_mesh(kind, (world.size,)) if alone else extras.load("mesh").divide(model, world, kind)
+    if model.decoder is not None and not isinstance(model.network, WeightsOnly):
         model.decoder, model.why_unfused = None, "it is in shards and has adapters"
     wide = torch.float32 if model.network.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(reduce_dtype=wide)

@@ -16,9 +16,23 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError
 from psigrad.language.models.backbone import Pretrained
-from psigrad.language.models.ulysses import Context
 from psigrad.processes.parallel.shards import in_shards
 from psigrad.processes.parallel.world import World
+from psigrad_extras.mesh.ulysses import Context
+
+
+def divide(model: Pretrained, world: World, kind: str) -> Any:
+    """Leave each process with its part of every layer, and with its place among those that divide rows; the mesh that the parts
+    are to be in shards over. Raises `UserError` where the model, or its family, cannot be divided so.
+    """
+    check(model, world)
+    over, tensor, model.context = make(world, kind)
+    if world.division.team > 1:
+        model.as_transformers()
+        model.decoder, model.why_unfused = None, "several processes compute it together"
+    if tensor is not None:
+        divide_layers(model, tensor)
+    return over
 
 
 @functools.lru_cache(1)
@@ -64,8 +78,7 @@ def divide_layers(model: Pretrained, over: Any) -> None:
     """Leave each process of the mesh with its part of every layer's matrices, by the plan that transformers has for the family.
     Raises `UserError` where it has none, or has other numbers or gradients than the whole model.
     """
-    network: Any = model.as_transformers()
-    model.decoder, model.why_unfused = None, "its layers are divided"
+    network: Any = model.network
     family = type(network).__name__
     plan = {name: style for name, style in (network.tp_plan or {}).items() if ".*." in name}
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):

@@ -11,10 +11,13 @@ import pytest
 import ranks
 from rank_gradients import distance, make_models
 from safetensors.torch import load_file
+from tiny_jobs import make_job
+from transformers import AutoTokenizer
 
 from psigrad.errors import UserError
-from psigrad.processes.parallel import mesh
+from psigrad.language.models import tiny
 from psigrad.processes.parallel.world import Division, join_world
+from psigrad_extras.mesh import mesh
 
 ALL = "dapo,dapo recomputed,dapo bfloat16,ppo shared,sft,dpo,kto,reward"
 MODULES = {"PSIGRAD_NATIVE": "0"}
@@ -95,7 +98,10 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
 
 @SLOW
 @pytest.mark.parametrize("sizes", ["1 2 2", pytest.param("2 1 2", marks=pytest.mark.long)])
-def test_a_run_is_that_of_one_process_also_after_a_kill(job, tmp_path, sizes):
+def test_a_run_is_that_of_one_process_also_after_a_kill(tmp_path, sizes):
+    job = make_job(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(job / "base")  # of more heads than the job's own model
+    tiny.model("qwen3", len(tokenizer), hidden=64, layers=1, heads=4, max_length=64).save_pretrained(job / "base")
     strategy = f"fsdp {sizes}"
     ranks.run(1, "rank_runs", "main", job, tmp_path / "one", "grpo", "ddp")
     given = (job, tmp_path / "run", "grpo", strategy, "save 1 2")
