@@ -6,6 +6,7 @@ Those that divide the tokens of a row (`Division.context`) hold a part each as w
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,8 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
         model.as_transformers()
         model.decoder, model.why_unfused = None, "several processes compute it together"
     if tensor is not None:
+        # it warns that a matrix in two ways of division is put together in two steps, which is so
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         divide_layers(model, tensor)
     return over
 
