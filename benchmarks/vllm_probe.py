@@ -6,6 +6,12 @@ Before each update every weight takes a step of `rate` times its size in a rando
 updates all of it is sent. A sabotaged one leaves out one weight, or sends it with the wrong sign; does not pack a tied head
 again; or keeps the prefix cache. --weights says how many weights, drawn at random, are sabotaged in both ways; 0: all of them.
 One line of JSON for each update goes to the file, which is gone on with; the summary is printed. It needs vLLM.
+
+python benchmarks/vllm_probe.py --stand-in 20 [--layers 8]
+
+How often the comparison at the start takes an honest engine in bfloat16 for a wrong one, and one with a layer that is 1 % off for
+honest. Without vLLM: the fused kernels stand for the engine, which round elsewhere than transformers' modules. Each trial has
+another model of random weights, and another layer off: by noise of 1 % of each matrix, and with all its weights 1 % larger.
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ from typing import Any
 
 import torch
 
-from psigrad.language.models import language_model
+from psigrad.language.models import language_model, tiny
+from psigrad.language.models.packing import Rows
+from psigrad_extras.vllm import vllm_backend
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -32,13 +40,20 @@ from vllm_sabotage import switch
 def main() -> None:
     """Honest and sabotaged updates in turn, from one engine."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--honest", type=int, default=20)
     parser.add_argument("--weights", type=int, default=0)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--output", default="")
+    parser.add_argument("--stand-in", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=8)
     given = parser.parse_args()
+    if given.stand_in:
+        for kind, found in stand_in(given.stand_in, given.layers).items():
+            refused = sum(share > 1 for share in found)
+            print(f"{kind}: {refused} of {len(found)} refused; {min(found):.2f} to {max(found):.2f} of the bound")
+        return
     done = [json.loads(line) for line in Path(given.output).read_text().splitlines()] if Path(given.output).is_file() else []
     model = language_model.load(given.model, dtype=given.dtype)
     wanted = [case for case in cases(model, given) if case not in [one["case"] for one in done]]
@@ -56,6 +71,34 @@ def main() -> None:
                 with Path(given.output).open("a") as file:
                     file.write(json.dumps(row) + "\n")
     print(json.dumps({"model": given.model, "dtype": given.dtype, "rate": given.rate, **summary(done)}, indent=1))
+
+
+def stand_in(trials: int, layers: int, hidden: int = 128) -> dict[str, list[float]]:
+    """Of each trial the distance from float32 as a share of the bound, of an honest engine and of two wrong ones."""
+    found: dict[str, list[float]] = {"honest": [], "noise of 1 %": [], "1 % larger": []}
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    for trial in range(trials):
+        network = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, max_length=512, seed=trial)
+        with torch.no_grad():
+            for weight in network.parameters():  # at its first weights a model attends to everything alike
+                weight.mul_(2.5 if weight.ndim == 2 else 1.0)
+        model = language_model.prepare(network.bfloat16(), tokenizer)
+        probe = vllm_backend.written(model, vllm_backend.TEXTS, vllm_backend.LENGTH)
+        exact, allowed = vllm_backend.exactly(model, probe)
+        rows = Rows(probe, [[False] + [True] * (len(text) - 1) for text in probe])
+        layer = model.as_transformers().base_model.layers[trial % layers]
+        kept = [p.detach().clone() for p in layer.parameters()]
+        generator = torch.Generator().manual_seed(trial)
+        for kind, shares in found.items():
+            with torch.no_grad():
+                for p, before in zip(layer.parameters(), kept, strict=True):
+                    whole = before.float()
+                    noise = whole.pow(2).mean().sqrt() * torch.randn(whole.shape, generator=generator)
+                    p.copy_({"honest": whole, "noise of 1 %": whole + 0.01 * noise, "1 % larger": 1.01 * whole}[kind])
+                logp = model.stats(rows)[0].logp
+            shares.append(vllm_backend.distance(logp, exact) / (vllm_backend.SPREAD * allowed))
+        assert model.decoder is not None, "the stand-in is another way to compute"
+    return found
 
 
 def cases(model: language_model.LanguageModel, given: Any) -> Iterator[list[Any]]:

@@ -172,6 +172,13 @@ def identify_data(path: str) -> str | None:
 
 
 def _file_hash(file: Path) -> str:
+    found = file.stat()
+    return _hash_as_it_is(file.absolute(), found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@functools.lru_cache(maxsize=64)
+def _hash_as_it_is(file: Path, *stat: int) -> str:
+    """A run asks for the sum of its data several times, which takes seconds for a million rows."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -153,15 +153,18 @@ class Engine:
             self.asleep = True
         yield ["done"]
 
-    def prompt_logprobs(self, probe: list[int]) -> Iterator[Answer]:
-        """["logprobs", those of the tokens of `probe` behind its first, at temperature 1, as base64 of float32]."""
+    def prompt_logprobs(self, probe: list[list[int]]) -> Iterator[Answer]:
+        """["logprobs", those of the tokens of each text behind its first, at temperature 1, as base64 of float32]."""
         from vllm import SamplingParams
 
         self._wake()
-        [out] = self.llm.generate(
-            [{"prompt_token_ids": probe}], SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False
-        )
-        found = [step[token].logprob for step, token in zip(out.prompt_logprobs[1:], probe[1:], strict=True)]
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outs = self.llm.generate([{"prompt_token_ids": text} for text in probe], asked, use_tqdm=False)
+        found = [
+            step[token].logprob
+            for out, text in zip(outs, probe, strict=True)
+            for step, token in zip(out.prompt_logprobs[1:], text[1:], strict=True)
+        ]
         yield ["logprobs", _text(np.asarray(found, np.float32))]
 
     def _cached(self, probe: list[int]) -> int:

@@ -40,7 +40,7 @@ def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[A
         wrong = sorted(changed) if fault == "misses" else []
         yield ["updated", version, wrong, [], 130 if fault == "keeps" and version > 1 else 0]
     elif name == "prompt_logprobs":
-        yield ["logprobs", text(np.zeros(len(arguments[0]) - 1, np.float32))]
+        yield ["logprobs", text(np.zeros(sum(map(len, arguments[0])) - len(arguments[0]), np.float32))]
     else:
         yield from sampled(state, fault, *arguments)
 

@@ -30,7 +30,7 @@ PARAMS = SamplingParams(max_tokens=6)
 def engine(monkeypatch, tmp_path):
     """A function that makes a sampler whose engine is the stand-in, with a fault."""
     find = vllm_backend.importlib.util.find_spec
-    monkeypatch.setattr(vllm_backend, "log_probs", lambda model, probe: torch.zeros(len(probe) - 1))
+    monkeypatch.setattr(vllm_backend, "log_probs", lambda model, probe: torch.zeros(sum(map(len, probe)) - len(probe)))
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: True if name == "vllm" else find(name, *more))
     made: list[VLLMSampler] = []
 
