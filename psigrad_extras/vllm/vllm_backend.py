@@ -176,7 +176,7 @@ class VLLMSampler(Sampler):
         gap, bound = distance(self.log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
         if not gap <= bound:
             raise UserError(
-                f"vLLM's log-probs are {gap:.2g} in the mean from the model's own in float32, above the bound {bound:.2g}, though "
+                f"vLLM's log-probs are {gap:.2g} in the mean from the trainer's in float32, above the bound {bound:.2g}, though "
                 "it has the trainer's weights: it computes this model otherwise. Sample with sampler=embedded."
             )
         return gap
@@ -402,8 +402,8 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """The log-probs in float32, and how far from them those of the model's precision are in the mean: the trainer's own, or by plain
-    attention where those are farther. 0 in float32.
+    """The log-probs in float32, and how far from them those of the model's precision are in the mean: the trainer's own, or those
+    by plain attention where they are farther. 0 in float32.
 
     Of two right ways to compute in bfloat16 one may be a few percent farther from the truth than the other. Over two thousand
     tokens a layer that is 1 % off shows beside that; over a hundred it does not.

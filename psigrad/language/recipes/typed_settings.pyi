@@ -147,6 +147,9 @@ class SFTSettings(Given, total=False):
     report: bool
     processes: int
     strategy: Literal["ddp", "fsdp"]
+    dp_replicate_size: int
+    tp_size: int
+    cp_size: int
     timeout_minutes: float
     cluster: str
     scorers: int
@@ -310,6 +313,9 @@ class OnlineSettings(Given, total=False):
     report: bool
     processes: int
     strategy: Literal["ddp", "fsdp"]
+    dp_replicate_size: int
+    tp_size: int
+    cp_size: int
     timeout_minutes: float
     cluster: str
     samplers: int
@@ -513,6 +519,9 @@ class PreferenceSettings(Given, total=False):
     report: bool
     processes: int
     strategy: Literal["ddp", "fsdp"]
+    dp_replicate_size: int
+    tp_size: int
+    cp_size: int
     timeout_minutes: float
     cluster: str
     scorers: int
@@ -637,6 +646,9 @@ class RewardSettings(Given, total=False):
     report: bool
     processes: int
     strategy: Literal["ddp", "fsdp"]
+    dp_replicate_size: int
+    tp_size: int
+    cp_size: int
     timeout_minutes: float
     push_to_hub: bool
     hub_model_id: str

@@ -34,7 +34,8 @@ def copies_of(x: Tensor, size: int) -> int:
     if not in_shards(x):
         return 1
     held: Any = x
-    return size // math.prod(n for n, of in zip(held.device_mesh.shape, held.placements, strict=True) if not of.is_replicate())
+    parts = math.prod(n for n, of in zip(held.device_mesh.shape, held.placements, strict=True) if not of.is_replicate())
+    return size // int(parts)
 
 
 @torch.no_grad()
