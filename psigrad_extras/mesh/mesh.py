@@ -39,7 +39,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
 
 
 @functools.lru_cache(1)
-def make(world: World, kind: str) -> tuple[Any, Any, Context | None]:
+def make(world: Any, kind: str) -> tuple[Any, Any, Context | None]:
     """(the mesh that weights are in shards over, that of tensor parallelism or None, who divides rows or None)."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -153,7 +153,8 @@ def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool,
             module._parameters.update(held)
         if whole_output:
             x = _Through.apply(x, *((joined, own) if dim == 0 else (summed, same)))
-        return x if after is None else x + after
+        made: Tensor = x if after is None else x + after
+        return made
 
     module.forward = compute
 

@@ -37,11 +37,12 @@ class Context:
         places = inputs.targets.rows
         mine = ((places >= first) & (places < first + length)).nonzero()[:, 0]
         targets = inputs.targets.some(mine if len(mine) or not len(places) else mine.new_zeros(1))
-        own = (
+        ids, positions = (
             F.pad(x, (0, length * self.size - rows))[:, first : first + length] for x in (inputs.input_ids, inputs.position_ids)
         )
         return ForwardInputs(
-            *own,
+            ids,
+            positions,
             replace(targets, rows=(targets.rows - first).clamp(0, length - 1)),
             layout=DividedLayout(layout, rows, self),
             mine=mine,

@@ -173,7 +173,7 @@ class VLLMSampler(Sampler):
         """
         probe = written(self.model, TEXTS, LENGTH)
         exact, allowed = exactly(self.model, probe)
-        gap, bound = distance(self.log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
+        gap, bound = distance(self.engine_log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
         if not gap <= bound:
             raise UserError(
                 f"vLLM's log-probs are {gap:.2g} in the mean from the trainer's in float32, above the bound {bound:.2g}, though "
@@ -181,14 +181,14 @@ class VLLMSampler(Sampler):
             )
         return gap
 
-    def log_probs(self, probe: list[list[int]]) -> Tensor:
+    def engine_log_probs(self, probe: list[list[int]]) -> Tensor:
         """The engine's, as `log_probs` has the trainer's."""
         ((_, found),) = self._answers("prompt_logprobs", probe)
         return torch.tensor(_numbers(found, np.float32))
 
     def gap(self, probe: list[list[int]]) -> float:
         """The mean absolute difference between the engine's and the trainer's log-probs, whatever it is."""
-        return distance(self.log_probs(probe), log_probs(self.model, probe))
+        return distance(self.engine_log_probs(probe), log_probs(self.model, probe))
 
     def _completions(
         self, rest: list[tuple[int, tuple[int, ...], int]], params: SamplingParams

@@ -171,17 +171,6 @@ class Pretrained(ABC):
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
-    def own_share(self, inputs: ForwardInputs) -> ForwardInputs:
-        """What this process computes of them: all, or its tokens of a row that several divide."""
-        packed = inputs.layout
-        if self.context is None or not isinstance(packed, attention.PackedLayout):
-            return inputs
-        if self.attends == "sdpa":
-            return self.context.share(inputs, packed)
-        from psigrad.language.models.hf_attention import unpadded
-
-        return self.context.share(inputs, unpadded(packed, self.attends))
-
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
@@ -293,6 +282,19 @@ def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
     found: list[R] = []
     model.root(compute, found)
     return found[0]
+
+
+def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
+    """What this process computes of them: all, or its tokens of a row that several divide."""
+    packed = inputs.layout
+    if model.context is None or not isinstance(packed, attention.PackedLayout):
+        return inputs
+    if model.attends != "sdpa":
+        from psigrad.language.models.hf_attention import unpadded
+
+        packed = unpadded(packed, model.attends)
+    divided: ForwardInputs = model.context.share(inputs, packed)
+    return divided
 
 
 def reshard(model: Pretrained) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, own_share, with_whole_weights
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.activation_cache import ActivationCache
@@ -181,7 +181,7 @@ class LanguageModel(Pretrained):
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
-        forward, cache = self.own_share(whole), self.usable(cache)
+        forward, cache = own_share(self, whole), self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
 
@@ -218,7 +218,7 @@ class LanguageModel(Pretrained):
         theirs = replace(forward, cached=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
             whole = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
-            theirs = other.own_share(whole)
+            theirs = own_share(other, whole)
         with torch.no_grad():
             if other is not self:
                 hidden, head = with_whole_weights(other, lambda: other._target_hidden(theirs))
@@ -228,7 +228,7 @@ class LanguageModel(Pretrained):
                 head = base_of(head)  # it is asked later, when the adapter is on again
             if self.context is not None and theirs.mine is not forward.mine:  # behind other prompts, others have the same targets
                 every: Any = self.context.gather(hidden, theirs.mine, len(whole.targets.ids))
-                hidden = every[forward.mine] if len(forward.mine) else every[:1]
+                hidden = every[forward.mine] if forward.mine is not None and len(forward.mine) else every[:1]
             return hidden, head
 
     @torch.no_grad()

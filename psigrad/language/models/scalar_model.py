@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, own_share, with_whole_weights
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
@@ -68,11 +68,12 @@ class ScalarModel(Pretrained):
         """V [M] of the state before each target."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         head: Any = self.network.score
-        own = self.own_share(forward)
+        own = own_share(self, forward)
         values: Any = with_whole_weights(self, lambda: head(self.target_hidden(own))[:, 0])
         if self.context is not None and own.mine is not None:
             values = self.context.gather(values, own.mine, len(forward.targets.ids))
-        return values.to(torch.promote_types(values.dtype, torch.float32))
+        wide: Tensor = values.to(torch.promote_types(values.dtype, torch.float32))
+        return wide
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
         """[N] score of every prompt with its completion, read behind the last token; a group's prompt is computed once."""

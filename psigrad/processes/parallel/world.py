@@ -192,8 +192,8 @@ def join_world(
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
         raise UserError(
-            f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, and there are {size} processes; give "
-            "strategy=fsdp, and a number of processes that the product of the three divides."
+            f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, and the number of processes is {size}; "
+            "give strategy=fsdp, and a number that the product of the three divides."
         )
     if size == 1 and not lockstep:
         yield ALONE

@@ -92,7 +92,7 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
         mesh.check(model, meshes.alone(context=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for division, lockstep in ((Division(tensor=3), True), (Division(context=2), False)):
-        with pytest.raises(UserError, match="and there are 4 processes; give strategy=fsdp"):
+        with pytest.raises(UserError, match="and the number of processes is 4; give strategy=fsdp"):
             join_world(lockstep=lockstep, division=division).__enter__()
 
 
