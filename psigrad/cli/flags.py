@@ -117,20 +117,12 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
     return names, found, rest
 
 
-def number(flag: str, text: str) -> float:
-    """The number in one value of a flag."""
+def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
+    """The number in one value of a flag: an int or a float, as `kind` says."""
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise UserError(f"{flag} has {text!r}; expected numbers.") from None
-
-
-def whole_number(flag: str, text: str) -> int:
-    """The number in one value of a flag."""
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{flag} has {text!r}; expected whole numbers.") from None
+        raise UserError(f"{flag} has {text!r}; expected {'whole ' if kind is int else ''}numbers.") from None
 
 
 def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:

@@ -56,7 +56,7 @@ def score(arguments: list[str]) -> int:
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     rewards, dataset = listed["--reward"], given.pop("dataset")
-    how = {"weights": [flags.number("--reward-weights", text) for text in listed["--reward-weights"]],
+    how = {"weights": [flags.number("--reward-weights", text, float) for text in listed["--reward-weights"]],
            "timeout": given["reward_timeout"], "split": given["split"], "columns": given["columns"]}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:

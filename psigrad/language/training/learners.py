@@ -203,21 +203,46 @@ def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> N
     optimizer.rule.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
 
 
-class SaveThread:
-    """One thread, with one job at a time. All ranks of a world make theirs together, and it has a `world` of its own."""
+class Keeper:
+    """What loops save through: writes a checkpoint of a state at once, or, with `async_save`, in a thread beside the steps.
 
-    def __init__(self, world: World) -> None:
-        make: Callable[[], World] | None = getattr(world, "beside", None)
-        self.world: World = make() if make is not None and world.lockstep else world
-        self._thread = ThreadPoolExecutor(1, "save")
+    All ranks of a world have theirs together; a thread's has a `world` of its own.
+    """
+
+    def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
+        self._config, self._journal, self._learners, self._pinned = config, journal, learners, pinned
+        # a callback is shown a checkpoint that is there
+        beside = config.run.async_save and not journal.callbacks
+        make: Callable[[], World] | None = getattr(journal.world, "beside", None) if beside else None
+        self._world: World = make() if make is not None and journal.world.lockstep else journal.world
+        self._thread = ThreadPoolExecutor(1, "save") if beside else None
         self._job: Future[None] | None = None
 
-    def start(self, job: Callable[[], None]) -> None:
-        """Begin a job. The one before has been waited for."""
-        self._job = self._thread.submit(job)
+    def __call__(self, now: State) -> None:
+        """A checkpoint of the state; the one before is there then."""
+        world, journal = self._journal.world, self._journal
+        if world.rank and not world.lockstep:
+            return
+        self.wait()
+        # the rows are on the disk before the checkpoint that vouches for them
+        journal.folder.flush(now.step, getattr(self._config, "record_rows", 0))
+        meta = {**machine.versions(), **self._pinned, **session.vouched(journal)}
+        write = staged(now, self._learners, world, copies=self._thread is not None)
+        if self._thread is None:
+            self._finish(now, write, meta)
+        else:
+            self._job = self._thread.submit(self._finish, now, write, meta)
+
+    def _finish(self, now: State, write: Write, meta: Mapping[str, Any]) -> None:
+        folder = self._journal.folder
+        path = commit(folder.checkpoints, now.step, write, self._world, meta)
+        if path is not None:
+            checkpoint.prune(folder.checkpoints, self._config.run.save_total_limit, _best(now))
+            folder.checkpoint_bytes = checkpoint.size_of(path)
+        folder.event("saved", step=now.step)
 
     def wait(self) -> None:
-        """Until the job is done. Raises what it raised, once."""
+        """Until the checkpoint is there. Raises what its writing raised, once."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
@@ -225,10 +250,10 @@ class SaveThread:
 
 @dataclass(frozen=True)
 class Begun:
-    """Where a run begins or goes on: its state, and the function that loops save through."""
+    """Where a run begins or goes on: its state, and what loops save through."""
 
     state: State
-    save: Callable[[State], None]
+    save: Keeper
 
 
 def begin(
@@ -262,35 +287,7 @@ def begin(
     if slower:
         journal.tell("slower", slower, why=slower)
 
-    # a callback is shown a checkpoint that is there
-    beside = SaveThread(world) if config.run.async_save and not journal.callbacks else None
-
-    def keep(now: State) -> None:
-        if world.rank and not world.lockstep:
-            return
-        if beside is not None:
-            beside.wait()
-        # the rows are on the disk before the checkpoint that vouches for them
-        journal.folder.flush(now.step, getattr(config, "record_rows", 0))
-        meta = {**pinned, **session.vouched(journal)}
-        write = staged(now, learners, world, copies=beside is not None)
-
-        def finish() -> None:
-            own = world if beside is None else beside.world
-            path = commit(journal.folder.checkpoints, now.step, write, own, {**machine.versions(), **meta})
-            if path is not None:
-                checkpoint.prune(journal.folder.checkpoints, config.run.save_total_limit, _best(now))
-                journal.folder.checkpoint_bytes = checkpoint.size_of(path)
-            journal.folder.event("saved", step=now.step)
-
-        if beside is None:
-            finish()
-        else:
-            beside.start(finish)
-
-    if beside is not None:
-        keep.wait = beside.wait  # type: ignore[attr-defined]  # for cycles, where a save must be whole
-    return Begun(first, keep)
+    return Begun(first, Keeper(config, journal, learners, pinned))
 
 
 def _best(state: State) -> int:
