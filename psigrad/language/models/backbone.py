@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models import attention
-from psigrad.language.models.fused.activation_cache import ActivationCache, CacheHit
+from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora

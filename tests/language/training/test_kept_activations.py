@@ -12,7 +12,7 @@ from tiny_jobs import episodes_config, online_config
 
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.training.online import forward

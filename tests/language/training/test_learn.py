@@ -23,8 +23,7 @@ from psigrad.language.rollout.types import Completion, SamplingParams, Trajector
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collect import collect, metric_of, pick_prompts, scored_groups
-from psigrad.language.training.online.forward import minibatches, rows_of, to_batch
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Online, minibatches, rows_of, to_batch
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.runs.journal import Clock
 

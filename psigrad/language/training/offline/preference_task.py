@@ -13,7 +13,7 @@ from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
 from psigrad.language.data.pairs import Answer, Judged, Pair, pair_of
 from psigrad.language.data.templates import Example
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.rollout.types import Trajectory
@@ -21,8 +21,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share
 from psigrad.language.training.offline.sft_task import sum_terms, terms_of
 from psigrad.language.training.online.figures import Outcome, Tally
-from psigrad.language.training.online.forward import minibatches
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Online, minibatches
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
