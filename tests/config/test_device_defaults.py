@@ -80,4 +80,4 @@ def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():
             with machine.prepared_torch(torch_has, tf32=True):
                 seen[where] = exact_products(torch.device("cuda"))
     assert seen == {"cpu": True, "cuda": False}
-    assert exact_products(torch.device("cuda")) and machine.exact_products(torch.device("cpu"))
+    assert exact_products(torch.device("cuda")) and exact_products(torch.device("cpu"))
