@@ -29,6 +29,7 @@ from psigrad.language.training.offline.preference_task import PreferenceTask, re
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl as online
+from psigrad.language.training.online import online_run
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
