@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from psigrad.config import shortcuts
-from psigrad.config.fields import MAIN, SEVERAL, flag_of, help_of, marked, settings_of, unread_by, unread_of
+from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_of
 from psigrad.config.load import load, split_flags
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import read_value
@@ -186,7 +186,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
-    every = every or not marked(cls, MAIN)
+    every = every or not find_marked(cls, MAIN)
     _add_shortcuts(parser, cls, defaults.get("loss") or defaults.get("algorithm", "grpo"), every)
     _add_flags(parser, cls, command, defaults, every)
     if not every:

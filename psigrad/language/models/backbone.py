@@ -146,9 +146,9 @@ class Pretrained(ABC):
             fused: Any = layout
             return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
         if self.attends != "sdpa" and isinstance(layout, attention.PackedLayout):
-            from psigrad.language.models.hf_attention import unpadded
+            from psigrad.language.models.hf_attention import unpad
 
-            layout = unpadded(layout, self.attends)
+            layout = unpad(layout, self.attends)
         hidden: Tensor = (
             self.as_transformers()
             .base_model(

@@ -33,7 +33,7 @@ from psigrad.language.recipes.row_limits import prepare_answers, token_limit
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Task
-from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
+from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatch, reference_logps
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World
@@ -95,7 +95,7 @@ def _task(
 ) -> Task:
     """The encoded rows, with the reference's log-probs where the loss reads them."""
     if isinstance(loss, KahnemanTversky):
-        answers = [[row.answer, other] for row, other in zip(made, mismatched(made), strict=True)]
+        answers = [[row.answer, other] for row, other in zip(made, mismatch(made), strict=True)]
         return KTOTask(model, loss, made, _logps(config, reference, [row.prompt for row in made], answers, journal.world))
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)

@@ -230,7 +230,7 @@ NAMES: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def named(name: str) -> Callable[..., Any]:
+def find_reward(name: str) -> Callable[..., Any]:
     """The reward of one of `NAMES`."""
     found: Callable[..., Any] = NAMES[name] or extras.load("judges").NAMES[name]
     return found

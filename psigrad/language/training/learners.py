@@ -93,7 +93,7 @@ def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str,
     )
 
 
-def staged(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
+def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
     """What writes a checkpoint of now: with `copies` of everything that training changes in the host's memory, so that it may be
     called while steps go on. Raises `NonFiniteError` where there is something in the weights that no run should go on from.
     """
@@ -117,7 +117,7 @@ def staged(state: State, learners: Learners, world: World, *, copies: bool) -> W
         if not world.lockstep:
             return None
         own = [path for path in folder.rglob(f"shard-{world.rank + 1:05d}-*") if path.is_file()]
-        each = world.all_gather({str(path.relative_to(folder)): checkpoint.sealed(path) for path in own})  # all have written
+        each = world.all_gather({str(path.relative_to(folder)): checkpoint.seal_file(path) for path in own})  # all have written
         return {name: entry for sums in each for name, entry in sums.items()}
 
     return write
@@ -138,7 +138,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
             weights = shards.copied(weights)
         return lambda folder, world: sharded.save(model, folder, weights, world)
     if copies:
-        model, moments = copied(model), shards.copied(moments)
+        model, moments = copy_weights(model), shards.copied(moments)
 
     def write(folder: Path, world: World) -> None:
         model.save(folder)
@@ -148,7 +148,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
     return write
 
 
-def copied(model: Any) -> Any:
+def copy_weights(model: Any) -> Any:
     """A model with weights of its own in the host's memory, which can be saved and does nothing else."""
     modules = {
         name: module for name in ("network", "adapter", "value_head") if (module := getattr(model, name, None)) is not None
@@ -226,8 +226,8 @@ class Keeper:
         self.wait()
         # the rows are on the disk before the checkpoint that vouches for them
         journal.folder.flush(now.step, getattr(self._config, "record_rows", 0))
-        meta = {**machine.versions(), **self._pinned, **session.vouched(journal)}
-        write = staged(now, self._learners, world, copies=self._thread is not None)
+        meta = {**machine.versions(), **self._pinned, **session.vouch_for(journal)}
+        write = stage(now, self._learners, world, copies=self._thread is not None)
         if self._thread is None:
             self._finish(now, write, meta)
         else:

@@ -144,7 +144,7 @@ class KTOTask:
 
     @cached_property
     def _mismatched(self) -> list[Answer]:
-        return mismatched(self.rows)
+        return mismatch(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -165,7 +165,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """z of the step from every row's prompt with the answer of `mismatched`."""
+        """z of the step from every row's prompt with the answer of `mismatch`."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, world.size)
@@ -190,7 +190,7 @@ class KTOTask:
         return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
-def mismatched(rows: Sequence[Judged]) -> list[Answer]:
+def mismatch(rows: Sequence[Judged]) -> list[Answer]:
     """The answer that each row is mismatched with: that of the last row before it with another prompt, as in TRL. Before the
     first row stands the last. A row without another prompt keeps its own.
     """

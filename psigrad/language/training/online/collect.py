@@ -55,7 +55,7 @@ def next_collection(
         elif run.collector is None:
             pending.append(_collect_after(sampled, last, state, phase, cache, ALONE if central else run.world))
         else:
-            made = run.collector.submit(_collect_after, sampled, last, state, _untimed, None, ALONE)
+            made = run.collector.submit(_collect_after, sampled, last, state, _no_phase, None, ALONE)
             pending.append(InFlight(made, None if _refills(run) else _start_after(last, state) + run.config.prompts_per_step))
     if not central:
         return pending[0].result(), tuple(pending[1:])
@@ -90,7 +90,7 @@ def _refills(run: Online) -> bool:
     return isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
 
 
-def _untimed(name: str) -> AbstractContextManager[Any]:
+def _no_phase(name: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
@@ -133,7 +133,7 @@ def collect(
         cursor += len(wanted)
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
-        found = list(scored_groups(fresh, config.num_generations, run.algorithm.min_group_size))
+        found = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
         useful = [g for g in found if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
         entries += Counter(
@@ -154,7 +154,7 @@ def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
     return seeds.derive(seed, "sample", cursor + i, k)
 
 
-def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
+def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
     """Groups of consecutive completions without their unscored members; a group left with fewer than `smallest` is dropped."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
