@@ -19,7 +19,7 @@ from psigrad.errors import UserError
 from psigrad.language.models.backbone import Pretrained
 from psigrad.processes.parallel.shards import in_shards
 from psigrad.processes.parallel.world import World
-from psigrad_extras.mesh.ulysses import Context
+from psigrad_extras.mesh.ulysses import Ulysses
 
 
 def divide(model: Pretrained, world: World, kind: str) -> Any:
@@ -27,7 +27,8 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
     are to be in shards over. Raises `UserError` where the model, or its family, cannot be divided so.
     """
     check(model, world)
-    over, tensor, model.context = make(world, kind)
+    ranks: Any = world
+    over, tensor, model.context = make(ranks, kind)
     if world.division.team > 1:
         model.as_transformers()
         model.decoder, model.why_unfused = None, "several processes compute it together"
@@ -39,7 +40,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
 
 
 @functools.lru_cache(1)
-def make(world: Any, kind: str) -> tuple[Any, Any, Context | None]:
+def make(world: Any, kind: str) -> tuple[Any, Any, Ulysses | None]:
     """(the mesh that weights are in shards over, that of tensor parallelism or None, who divides rows or None)."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -53,7 +54,7 @@ def make(world: Any, kind: str) -> tuple[Any, Any, Context | None]:
     teams = range(0, world.size, context * tensor)
     groups = [[team + place * tensor + t for place in range(context)] for team in teams for t in range(tensor)]
     own, _ = dist.new_subgroups_by_enumeration(groups)
-    return over, whole["tensor"] if tensor > 1 else None, Context(own, world.rank % world.division.team // tensor, context)
+    return over, whole["tensor"] if tensor > 1 else None, Ulysses(own, world.rank % world.division.team // tensor, context)
 
 
 def check(model: Pretrained, world: World) -> None:
@@ -132,7 +133,8 @@ def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool,
         return total
 
     def own(x: Tensor) -> Tensor:
-        return x.chunk(size, -1)[rank]
+        part: Tensor = x.chunk(size, -1)[rank]
+        return part
 
     def joined(x: Tensor) -> Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]

@@ -19,7 +19,7 @@ from psigrad.language.models.packing import ForwardInputs
 
 
 @dataclass(frozen=True)
-class Context:
+class Ulysses:
     """The `rank`-th of `size` processes that divide the tokens of every packed row, and their process group."""
 
     group: Any
@@ -61,7 +61,7 @@ class DividedLayout:
 
     inner: Layout
     rows: int
-    context: Context
+    context: Ulysses
     packed_weights = slots = None
 
     def attend(
@@ -84,7 +84,7 @@ class _Swap(torch.autograd.Function):
     """[1, H, S / n, D] of this process' tokens to [1, H / n, S, D] of its heads, or back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: Context, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, context: Ulysses, to_heads: bool) -> Tensor:
         ctx.context, ctx.to_heads = context, to_heads
         parts = x[0].unflatten(0 if to_heads else 1, (context.size, -1))
         given = (parts if to_heads else parts.transpose(0, 1)).contiguous()
@@ -100,7 +100,7 @@ class _Swap(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, found: Tensor, context: Context, mine: Tensor, whole: int) -> Tensor:
+    def forward(ctx: Any, found: Tensor, context: Ulysses, mine: Tensor, whole: int) -> Tensor:
         ctx.mine, ctx.own = mine, len(found)
         out = found.new_zeros(whole, *found.shape[1:])
         out[mine] = found[: len(mine)]

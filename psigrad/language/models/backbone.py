@@ -290,9 +290,9 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     if model.context is None or not isinstance(packed, attention.PackedLayout):
         return inputs
     if model.attends != "sdpa":
-        from psigrad.language.models.hf_attention import unpadded
+        from psigrad.language.models.hf_attention import unpad
 
-        packed = unpadded(packed, model.attends)
+        packed = unpad(packed, model.attends)
     divided: ForwardInputs = model.context.share(inputs, packed)
     return divided
 
