@@ -120,6 +120,7 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
     kind = FORMS[_choose_for_sft(check, raw) if form == "sft" else form]
     columns = {name: value for name, value in raw.items() if name not in kind.columns}
     check.columns(columns, for_rewards=kind.for_rewards)
+    check.several_there(raw, kind.needs)
     return Row(source, columns=columns, **kind.fields(check, raw))
 
 
@@ -242,6 +243,7 @@ class Form:
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
+    needs: tuple[str, ...] = ()
     for_rewards: bool = False
     """Its other columns go to reward functions, so that none may have the name of one of their arguments."""
 
@@ -249,10 +251,10 @@ class Form:
 # A row that fits several is called by the first of them. TRL hands no `completion` to reward functions either: that name is the
 # sampled one's.
 FORMS = {
-    "preference": Form(("prompt", "chosen", "rejected"), _pair),
-    "unpaired-preference": Form(("prompt", "completion", "label"), _label),
-    "stepwise": Form(("prompt", "completions", "labels"), _steps),
-    "prompt-completion": Form(("prompt", "completion"), _completion),
+    "preference": Form(("prompt", "chosen", "rejected"), _pair, ("chosen", "rejected")),
+    "unpaired-preference": Form(("prompt", "completion", "label"), _label, ("prompt", "completion", "label")),
+    "stepwise": Form(("prompt", "completions", "labels"), _steps, ("prompt", "completions", "labels")),
+    "prompt-completion": Form(("prompt", "completion"), _completion, ("prompt", "completion")),
     "messages": Form(("messages", "text"), _messages),
     "prompt-only": Form(("prompt", "completion"), _prompt, for_rewards=True),
 }
@@ -273,6 +275,14 @@ class _Check:
 
     def fail(self, column: str, reason: str) -> NoReturn:
         raise RowError(BadRow(self.source, column, reason))
+
+    def several_there(self, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
+        """Name all columns at once where more than one is missing."""
+        first, *others = [name for name in needs if name not in raw] or [""]
+        if others:
+            self.fail(
+                first, f"is missing, and so {'are' if others[1:] else 'is'} {' and '.join(others)} (found: {name_columns(raw)})"
+            )
 
     def present(self, raw: Mapping[str, Any], column: str) -> Any:
         if column not in raw:
