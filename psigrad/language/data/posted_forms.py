@@ -57,7 +57,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
     if both := next((name for name, new in renamed.items() if _is_template(columns.get(new, ""))), ""):
         new = columns[both]
         raise UserError(f"columns makes {new!r} twice, of {both!r} and by the template {columns[new]!r}; leave one of them out.")
-    asked = {name: new for new, text in columns.items() if _is_template(text) for name in _FIELD.findall(text) if name} | renamed
+    asked = [*renamed, *(name for text in columns.values() if _is_template(text) for name in _FIELD.findall(text) if name)]
     if absent := [name for name in asked if at(name) is _MISSING]:
         name, wanted = absent[0], renamed.get(absent[0], "")
         turned = f"; to rename {wanted!r} write {wanted}={name}" if wanted in raw else nearest(name, raw)
