@@ -22,7 +22,8 @@ from psigrad.config import Data
 from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import tiny
-from psigrad.language.recipes import sft, sums
+from psigrad.language.recipes import sft
+from psigrad_extras import sums
 from psigrad_extras.connect import exporting
 
 pytestmark = [pytest.mark.llama_cpp, pytest.mark.timeout(3600)]
