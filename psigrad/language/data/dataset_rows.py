@@ -120,7 +120,7 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
     kind = FORMS[_choose_for_sft(check, raw) if form == "sft" else form]
     columns = {name: value for name, value in raw.items() if name not in kind.columns}
     check.columns(columns, for_rewards=kind.for_rewards)
-    check.several_there(raw, kind.needs)
+    _refuse_several_missing(check, raw, kind.needs)
     return Row(source, columns=columns, **kind.fields(check, raw))
 
 
@@ -163,6 +163,14 @@ def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
 def name_columns(raw: Mapping[str, Any]) -> str:
     """The columns of a row, for a message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
+
+
+def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
+    """Name all columns at once where more than one is missing."""
+    first, *others = [name for name in needs if name not in raw] or [""]
+    if others:
+        are = "are" if others[1:] else "is"
+        check.fail(first, f"is missing, and so {are} {' and '.join(others)} (found: {name_columns(raw)})")
 
 
 def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
@@ -275,14 +283,6 @@ class _Check:
 
     def fail(self, column: str, reason: str) -> NoReturn:
         raise RowError(BadRow(self.source, column, reason))
-
-    def several_there(self, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
-        """Name all columns at once where more than one is missing."""
-        first, *others = [name for name in needs if name not in raw] or [""]
-        if others:
-            self.fail(
-                first, f"is missing, and so {'are' if others[1:] else 'is'} {' and '.join(others)} (found: {name_columns(raw)})"
-            )
 
     def present(self, raw: Mapping[str, Any], column: str) -> Any:
         if column not in raw:

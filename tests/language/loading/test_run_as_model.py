@@ -1,4 +1,4 @@
-"""The folder of a run where a model is expected: the model in it is meant, by every command."""
+"""The folder of a run where a model is expected: the model in it is meant. Commands: tests/extras/test_run_folders.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 from tiny_jobs import sft_config
 
-from psigrad import cli
 from psigrad.config import Model
 from psigrad.errors import UserError
 from psigrad.language.loading.model_source import find_adapter, locate, meant
 from psigrad.language.recipes import api, sft
-from psigrad_serve.engine.served_model import opened_engine
 
 
 @pytest.fixture
@@ -60,27 +58,6 @@ def test_a_run_of_transformers_is_one_too(tmp_path):
     assert meant(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # save_model puts the model beside them
     assert meant(str(tmp_path)) == str(tmp_path)
-
-
-def test_every_command_takes_a_run(job, tmp_path, monkeypatch, capsys):
-    """And one whose model is an adapter."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = sft_config(job, tmp_path / "run", max_steps=2)
-    assert (sft.run(replace(made, model=replace(made.model, lora_rank=2))).model / "adapter_config.json").exists()
-    rows = ["--dataset", str(job / "held_out.jsonl")]
-    for command in (
-        ["eval", "--model", "run", *rows, "--reward", "exact", "--max-completion-length", "2"],
-        ["sample", "--model", "run", *rows, "--output", "drawn.jsonl", "--max-completion-length", "2"],
-        ["plan", "sft", "--model", "run", *rows],
-        ["score", "--reward", "length", "--tokenizer", "run", *rows],
-        ["export", "run", "--to", "merged"],
-        ["sft", "--model", "run", *rows, "--max-steps", "1", "--eval-prompts", "0", "--output-dir", "second", "--no-report"],
-    ):
-        assert cli.main(command) == 0, (command, capsys.readouterr().err)
-    assert "model: run/model " in capsys.readouterr().out
-    with opened_engine("run") as engine:
-        assert engine.model.tokenizer("a").input_ids
 
 
 def test_a_model_that_is_nowhere_is_named_before_the_settings_of_another_run(job, tmp_path):
