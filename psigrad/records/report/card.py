@@ -173,7 +173,7 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
     known = "" if not base.pin else f" (commit {base.pin})" if len(base.pin) == _COMMIT else f" (SHA-256 of its files {base.pin})"
     around = dict(facts(run))
     licence = f"{base.license}, that of the base model" if base.license else ""
-    found = [
+    lines = [
         ("base model", f"`{base.name}`{known}" if base.name else ""),
         ("licence", licence),
         ("adapter", f"LoRA of rank {rank}" if (rank := run.settings.get("model.lora_rank")) else ""),
@@ -185,7 +185,7 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
         ("on", around.get("On", "")),
         ("with", around.get("With", "")),
     ]
-    return [(name, text) for name, text in found if text]
+    return [(name, text) for name, text in lines if text]
 
 
 def _name_reward(reward: Any) -> str:
@@ -213,7 +213,8 @@ def _base(run: RunData) -> ModelOrigin:
         cached = try_to_load_from_cache(name, "README.md", revision=pin or None)
         held = _metadata(Path(cached)) if isinstance(cached, str) else {}
         return ModelOrigin(name, name, str(held.get("license") or ""), pin)
-    held = _metadata(local / "README.md") if name else {}
+    of_run = local / "model" / "README.md"
+    held = _metadata(of_run if of_run.is_file() else local / "README.md") if name else {}
     above = held.get("base_model")
     above = above[0] if isinstance(above, list) and above else above
     return ModelOrigin(name, str(above or ""), str(held.get("license") or ""), pin)
