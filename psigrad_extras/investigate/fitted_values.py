@@ -31,8 +31,8 @@ class FittedValues:
 
     Formula: V(s) = c + (h(s) − m)·w, w = (Σ_i 1/T_i Σ_t x_t·x_tᵀ + E·I)⁻¹ Σ_i 1/T_i Σ_t x_t·(R_t − c), x = h − m
 
-    with h the last hidden state before a token [E], scaled to a mean variance of 1, R its return-to-go, and sums over completions i
-    of other prompts alone: so V says nothing of a prompt's own rewards, and subtracting it leaves the expected gradient as it is.
+    with h the last hidden state before a token [E], scaled to a mean variance of 1, R its return-to-go, and sums over completions
+    i of other prompts alone: V knows nothing of a prompt's own rewards, and subtracting it leaves the expected gradient as it is.
     The ridge E·I takes each direction to explain as little as the others. Beyond 256 directions, 256 random ones are read.
     """
 

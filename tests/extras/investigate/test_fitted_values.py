@@ -46,6 +46,7 @@ def model(job):
 
 def batch_of(model, prompts: int, changed: dict[tuple[int, int], float] | None = None):
     """Four completions of two to five tokens for each prompt; the reward is how often a token is even, or `changed`."""
+
     def one(g: int, k: int) -> Trajectory:  # fmt: skip
         rng = np.random.default_rng([g, k])
         ids = tuple(map(int, rng.integers(5, 60, 2 + (g + k) % 4)))
@@ -68,8 +69,8 @@ def test_no_prompts_own_rewards_are_in_its_values(prompts, model):
     before, _ = values_in(batch_of(model, prompts), model)
     after, _ = values_in(batch_of(model, prompts, {(0, 1): 30.0}), model)
     own = slice(0, 4) if prompts > 1 else slice(1, 2)
-    assert torch.equal(after[own], before[own])
-    assert not torch.allclose(after, before), "and those of others follow it"
+    assert torch.allclose(after[own], before[own], atol=1e-5)  # 30 - (30 - V) rounds
+    assert not torch.allclose(after, before, atol=1e-2), "and those of others follow it"
 
 
 def test_passes_of_any_size_give_the_same_values(model):
@@ -80,18 +81,15 @@ def test_passes_of_any_size_give_the_same_values(model):
 
 
 def test_what_the_hidden_states_tell_is_foreseen(model):
-    """A reward that is a linear reading of the first hidden state is foreseen by half or more; one that is drawn is not."""
+    """A reward that can be read off the state before the first token, for one token's sake, and one that is drawn."""
     batch = batch_of(model, 60)
+    first = torch.zeros_like(batch.mask)
+    first[:, 0] = True
     hidden = FittedValues(MONTE_CARLO, model, 512)._hidden(batch)[:, 0]
     told = (hidden - hidden.mean(0)) @ torch.linalg.svd(hidden - hidden.mean(0)).Vh[0]
     drawn = torch.randn(len(told), generator=torch.Generator().manual_seed(1))
-
-    def explained(reward):
-        last = torch.zeros_like(batch.reward)
-        last[torch.arange(len(reward)), batch.mask.sum(1) - 1] = reward
-        return values_in(replace(batch, reward=last), model, 512)[1]
-
-    assert explained(told) > 0.5 and explained(drawn) < 0.1
+    explained = [values_in(replace(batch, mask=first, reward=first * reward[:, None]), model, 512)[1] for reward in (told, drawn)]
+    assert explained[0] > 0.5 and explained[1] < 0.1
 
 
 def test_advantages_are_whitened_behind_the_values(model):
