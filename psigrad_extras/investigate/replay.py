@@ -267,7 +267,9 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     """The settings that the step was made under: those of the first checkpoint from it on, or else of the end."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
-        says = f"its config.json says {kind_of(found)}" if found else "it has no config.json" if path.is_dir() else "it is not there"
+        says = (
+            f"its config.json says {kind_of(found)}" if found else "it has no config.json" if path.is_dir() else "it is not there"
+        )
         raise UserError(f"{path} is no run of online RL: {says}; a replay draws completions again.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
