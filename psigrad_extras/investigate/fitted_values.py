@@ -20,8 +20,8 @@ from psigrad.objective.stats import discounted_sum, explained_variance
 _PARTS, _MOST_DIRECTIONS = 8, 256
 
 ASSUMED = (
-    "reads a critic and this run trained none: its values are fitted to this step's returns, those of each prompt on other "
-    "prompts', from the policy's hidden states. The loss of a critic is no part of its gradient."
+    "This run trained no critic. For {}, values are fitted to this step's returns, those of each prompt on other prompts', from "
+    "the policy's hidden states; the loss of a critic is no part of the gradient."
 )
 
 

@@ -240,7 +240,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         figures = {name: one.figures(watch) for name, one in watches.items()}
         groups = scored_groups(rewards.found[number], config.num_generations, 1)
         shown = _groups(watches, groups, rows, job.model.tokenizer)[:most_groups]
-        assumed = [f"{name} {ASSUMED}" for name in fits]
+        assumed = [ASSUMED.format(", ".join(fits))] if fits else []
     return Replay(str(path), number, newest.step, differences, own.notes, assumed, figures, shown, seconds)
 
 
@@ -267,9 +267,8 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     """The settings that the step was made under: those of the first checkpoint from it on, or else of the end."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
-        says = (
-            f"its config.json says {kind_of(found)}" if found else "it has no config.json" if path.is_dir() else "it is not there"
-        )
+        lacks = "it has no config.json" if path.is_dir() else "it is not there"
+        says = f"its config.json says {kind_of(found)}" if found else lacks
         raise UserError(f"{path} is no run of online RL: {says}; a replay draws completions again.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
