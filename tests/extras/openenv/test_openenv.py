@@ -17,7 +17,7 @@ from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import resolve
 from psigrad_extras.connect.openenv_environment import adapt
 
-pytestmark = [pytest.mark.openenv, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.openenv, pytest.mark.timeout(1800)]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "environments"
 
 

@@ -9,7 +9,7 @@ from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Step
 from psigrad_extras.connect.verifiers_environment import adapt
 
-pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(1800)]
 LOCAL = {"type": "subprocess"}
 
 
