@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +24,7 @@ ASSUMED = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class FittedValues:
     """A psi that reads values, with V fitted to the batch it is shown.
 
@@ -40,8 +39,8 @@ class FittedValues:
     model: LanguageModel
     budget: int
     """Tokens of a forward pass."""
-    explained: float = field(default=math.nan, init=False)
-    """How much of the returns' variance the last values foresaw."""
+    figures: dict[str, float] = field(default_factory=dict, init=False)
+    """`explained_variance`: how much of the returns' variance the last values foresaw."""
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages of `psi`."""
@@ -52,7 +51,7 @@ class FittedValues:
         weight, part = (x.expand(mask.shape).cpu()[mask] for x in (1 / length, (of_row % _PARTS)[:, None]))
         found = fit_on_others(self._hidden(batch)[mask], returns.cpu()[mask], weight, part)
         value = torch.zeros_like(batch.reward).masked_scatter(batch.mask, found.to(batch.reward))
-        self.explained = explained_variance(value, returns, batch.mask)
+        self.figures["explained_variance"] = explained_variance(value, returns, batch.mask)
         return self.psi(replace(batch, value=value))
 
     @torch.no_grad()

@@ -259,7 +259,7 @@ def _try(job: Online, algorithm: Method, config: OnlineConfig, state: State, fou
     job = replace(job, algorithm=made, optimizer=watch.optimizer, token_figures=watch.watch_tokens, critic=critic)  # type: ignore[arg-type]
     watch.metrics = learn(job, groups, before, learning_rate(job.config.optim, state.step, job.total_steps)).metrics
     if isinstance(made, PolicyGradient) and isinstance(made.psi, FittedValues):
-        watch.metrics = {**watch.metrics, "explained_variance": made.psi.explained}
+        watch.metrics = {**watch.metrics, **made.psi.figures}
     return watch
 
 

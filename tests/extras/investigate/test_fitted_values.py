@@ -60,7 +60,7 @@ def batch_of(model, prompts: int, changed: dict[tuple[int, int], float] | None =
 
 def values_in(batch, model, budget=64):
     psi = FittedValues(MONTE_CARLO, model, budget)
-    return torch.where(batch.mask, batch.sequence_reward[:, None] - psi(batch), 0.0), psi.explained
+    return torch.where(batch.mask, batch.sequence_reward[:, None] - psi(batch), 0.0), psi.figures["explained_variance"]
 
 
 @pytest.mark.parametrize("prompts", [9, 2, 1])
