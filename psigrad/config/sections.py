@@ -109,6 +109,9 @@ class Model:
     lora_save: Literal["both", "merged", "adapter"] = "both"
     """What the run's model/ holds at the end: the whole model with the adapter merged in, the adapter alone, or both, the
     adapter then in model/adapter."""
+    router_aux_loss_coef: PositiveOrZero | None = None
+    """Weight of the auxiliary loss that keeps the load of a model of experts even, in every method but reward models; empty: that
+    of the model's configuration, as TRL. 0: none."""
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
     """How packed sequences attend where the fused decoder does not compute. On a GPU "varlen" (torch's kernel, or flash-attn's)
     and "flex" (compiled FlexAttention) compute the scores that are needed, where "sdpa" pads; "auto" takes the first that runs
