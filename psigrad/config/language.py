@@ -260,8 +260,8 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
     sum of all but soft_overlong's."""
     router_replay: bool = False
-    """Train a model of experts with the experts that each token was sent to when it was sampled, whatever its routers would choose
-    now (R3, arXiv:2510.11370; verl's R3). For the embedded sampler and single completions."""
+    """Train a model of experts with the experts that each token was sent to when it was sampled, whatever its routers would
+    choose now (R3, arXiv:2510.11370, as verl calls it). For the embedded sampler and single completions."""
     keep_activations_gb: Annotated[PositiveOrZero, RECORDED] = 1.0
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
     checkpointing). With 0, or when they need more, training runs its own forward pass."""

@@ -77,8 +77,9 @@ def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
     last = None if balance is None else balance.take()
     if last is None:
         return loss
-    figures = {**loss.terms, "aux_loss": last.detach() / passes}
-    return Loss(loss.value + balance.coefficient * last / passes, figures)
+    share_of_it = balance.coefficient * last / passes
+    whole = {"loss": loss.terms["loss"] + share_of_it.detach()} if "loss" in loss.terms else {}
+    return Loss(loss.value + share_of_it, {**loss.terms, **whole, "aux_loss": last.detach() / passes})
 
 
 class Routing:
@@ -168,7 +169,7 @@ class Routes:
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-        """[S, layers, k]"""
+        """[S, layers, k]."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.routing.dtype)
         return found
 

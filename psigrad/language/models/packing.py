@@ -113,7 +113,7 @@ class Groups:
     masks: Sequence[Sequence[Sequence[bool]]] | None = None
     starts: Sequence[Sequence[int]] | None = None
     experts: Sequence[tuple[str, Sequence[str]]] | None = None
-    """Which experts the tokens of each prompt, and of its completions, were sent to when they were sampled (`experts.Routing`)."""
+    """Which experts the tokens of each prompt, and of its completions, were sent to when sampled (`experts.Routing`)."""
 
     def begin(self) -> list[int]:
         """[N] how many tokens of its prompt each completion continues."""

@@ -109,8 +109,10 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         raise UserError(f"router_replay trains with the experts that the embedded sampler recorded, and {why}; leave it out.")
 
 
-def replay(model: LanguageModel, sampler: Sampler) -> None:
-    """Have `sampler` record the experts of each token, and training follow them."""
+def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> None:
+    """Have `sampler` record the experts of each token, and training follow them, where that is asked for."""
+    if not config.router_replay:
+        return
     if not isinstance(sampler, EmbeddedSampler):
         raise UserError(f"router_replay needs the embedded sampler, and this model has {kind_of(sampler)}; leave it out.")
     replay_routers(model)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from cached import sample
 from fused_models import some_groups
+from tiny_rewards import early_letters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import psigrad
@@ -93,7 +95,7 @@ def test_two_experts_and_three_tokens_by_hand():
     balance = Balance(1.0, 1)
     logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0]]).log().requires_grad_()
     balance.see(type("Made", (), {"router_logits": (logits,)}))
-    assert float(balance.take()) == pytest.approx(19 / 18)
+    assert float(balance.take().detach()) == pytest.approx(19 / 18)
     assert balance.take() is None
     with torch.no_grad():
         balance.see(type("Made", (), {"router_logits": (logits,)}))
@@ -122,8 +124,8 @@ def test_of_a_packed_batch_it_is_that_of_transformers_padded_one(name, packed, t
     ids = torch.tensor([row + [7] * (max(map(len, read)) - len(row)) for row in read])
     mask = torch.arange(ids.shape[1])[None] < torch.tensor([len(row) for row in read])[:, None]
     theirs = own(ids, attention_mask=mask.long(), output_router_logits=True).aux_loss
-    assert float(found.value.detach()) == pytest.approx(0.5 * float(theirs) / 2, rel=1e-5)
-    assert float(found.terms["aux_loss"]) == pytest.approx(float(theirs) / 2, rel=1e-5)
+    assert float(found.value.detach()) == pytest.approx(0.5 * float(theirs.detach()) / 2, rel=1e-5)
+    assert float(found.terms["aux_loss"]) == pytest.approx(float(theirs.detach()) / 2, rel=1e-5)
     (0.5 * theirs / 2).backward()
     for (label, a), b in zip(model.network.named_parameters(), own.parameters(), strict=True):
         if b.grad is not None:
@@ -152,7 +154,9 @@ def test_a_recorded_choice_is_the_one_that_training_makes_where_nothing_is_tied(
     replay_routers(model)
     _, made = drawn(model)
     assert [[c.ids for c in group] for group in made] == [[c.ids for c in group] for group in before]
-    followed, own = (model.evaluate(groups) for groups in (groups_of(prompts, made), Groups(prompts, groups_of(prompts, made).completions)))
+    followed, own = (
+        model.evaluate(groups) for groups in (groups_of(prompts, made), Groups(prompts, groups_of(prompts, made).completions))
+    )
     assert torch.equal(followed.logp, own.logp)
     with model.routing.record() as seen:
         model.evaluate(Groups(prompts, groups_of(prompts, made).completions))
@@ -186,7 +190,8 @@ def test_at_a_tie_training_follows_what_was_recorded(checkpointing, tokenizer):
         if b.grad is not None and not name.endswith("mlp.gate.weight"):
             expected = b.grad.roll(1, 0) if ".experts." in name else b.grad
             assert torch.allclose(a.grad, expected, rtol=1e-3, atol=1e-4), name
-    control = model.evaluate(replace(groups, experts=None)).logp
+    routing.read = own_read
+    control = model.evaluate(groups).logp
     assert not torch.allclose(control, theirs, atol=1e-3), "left to itself it would take others"
 
 
@@ -228,12 +233,52 @@ def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
 
 # Whole runs
 
-ROWS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
-SHORT = {"max_steps": 2, "save_model": "no", "report_to": "none"}
+ROWS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(4) for b in range(4)]
+SHORT = {
+    "max_steps": 1,
+    "save_steps": 0,
+    "threads": 1,
+    "progress": False,
+    "report": False,
+    "eval_prompts": 0,
+    "learning_rate": 1e-3,
+}
 
 
 @pytest.fixture
 def folder(tmp_path, tokenizer):
-    some_network("mixtral", tokenizer).save_pretrained(tmp_path / "moe")
+    some_network("mixtral", tokenizer, router_aux_loss_coef=0.02).save_pretrained(tmp_path / "moe")
     tokenizer.save_pretrained(tmp_path / "moe")
     return tmp_path / "moe"
+
+
+def figures(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_adds_the_models_own_share_unless_it_is_told_another(folder, tmp_path):
+    runs = {}
+    for name, more in (("own", {}), ("none", {"output_router_logits": False})):
+        psigrad.train("sft", model=folder, dataset=ROWS, output_dir=tmp_path / name, micro_batch_tokens=40, **SHORT, **more)
+        runs[name] = figures(tmp_path / name)
+    own, none = runs["own"][0], runs["none"][0]
+    assert own["loss"] == pytest.approx(none["loss"] + 0.02 * own["aux_loss"], rel=1e-5)
+    assert 2 <= own["aux_loss"] < 4 and "aux_loss" not in none
+    assert own["grad_norm"] != none["grad_norm"]
+
+
+def test_grpo_follows_the_experts_of_sampling(folder, tmp_path):
+    online = {"reward": early_letters, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 4}
+    rows = [{"prompt": row["prompt"]} for row in ROWS]
+    runs = []
+    for replays in (True, False):
+        out = tmp_path / str(replays)
+        psigrad.train("grpo", model=folder, dataset=rows, output_dir=out, router_replay=replays, **SHORT, **online)
+        runs.append(figures(out))
+    assert runs[0] == runs[1], "no tie: what is recorded is what would be chosen"
+    assert "aux_loss" in runs[0][0]
+    with pytest.raises(UserError, match="router_replay trains with the experts that the embedded sampler recorded, and sampling"):
+        psigrad.train(
+            "grpo", model=folder, dataset=rows, output_dir=tmp_path / "x", router_replay=True, sampler="transformers",
+            **SHORT, **online,
+        )  # fmt: skip

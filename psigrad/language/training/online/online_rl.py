@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.experts import balanced
+from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
