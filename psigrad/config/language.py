@@ -62,7 +62,10 @@ _JudgedRows = Annotated[Data, NotRead("eval_dataset", "eval_split")]
 # Where completions are drawn by evaluations alone, they have one temperature.
 _Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperature"), DRAWS]
 _AsItIs = Annotated[
-    Model, NotRead("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
+    Model,
+    NotRead(
+        "adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_", "quantize_", "router_")))
+    ),
 ]
 _DURING_A_RUN = (
     "eval_steps", "eval_kl", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience",
@@ -280,7 +283,7 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
 class RewardConfig(PackingSettings):
     """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
 
-    model: Model = field(default_factory=Model)
+    model: Annotated[Model, NotRead("router_aux_loss_coef")] = field(default_factory=Model)
     data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
     evaluation: Annotated[Evaluation, NotRead("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(

@@ -85,7 +85,7 @@ class Model:
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, On(cuda="bfloat16")] = "float32"
     """Precision of the weights and of the forward pass, as TRL's on a GPU. The optimiser steps float32 masters of bfloat16
     weights. Products of float32 are made in TF32 on a GPU."""
-    quantize_base: Annotated[Literal["", "nf4", "int8", "gguf"], _ADAPTER] = ""
+    quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
     """Keep the layers below a LoRA adapter in codes: of 4 bits (nf4: QLoRA's, blocks of 64), of 8 (int8: blocks of 32), or as a
     GGUF file has them (gguf: Q4_0, Q4_K, Q6_K, Q8_0). lora_save=both then leaves the adapter alone. TRL: load_in_4bit,
     load_in_8bit."""

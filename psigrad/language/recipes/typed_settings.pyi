@@ -581,7 +581,6 @@ class RewardSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
-    router_aux_loss_coef: float | None
     attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]
