@@ -48,7 +48,8 @@ class Balance:
 
         logits = getattr(made, "router_logits", None)
         if logits and torch.is_grad_enabled():
-            self._last = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], self.chosen, mask)
+            found: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], self.chosen, mask)
+            self._last = found
 
     def take(self) -> Tensor | None:
         """The loss of the last forward pass, once."""
@@ -73,9 +74,8 @@ def balance_of(network: Any, coefficient: float | None) -> Balance | None:
 
 def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
     """The loss of one of `passes` forward passes, with the auxiliary loss where `model` has one: of a step it is their mean."""
-    loss, balance = share(), getattr(model, "balance", None)
-    last = None if balance is None else balance.take()
-    if last is None:
+    loss, balance = share(), model.balance
+    if balance is None or (last := balance.take()) is None:
         return loss
     share_of_it = balance.coefficient * last / passes
     whole = {"loss": loss.terms["loss"] + share_of_it.detach()} if "loss" in loss.terms else {}
@@ -156,7 +156,7 @@ class _Choosing(TorchFunctionMode):
         of = args[0] if args else (kwargs or {})["input"]
         if of.shape != (len(self.choices), self.count) or made[1].shape != self.choices.shape:
             return made  # the best groups of experts
-        return torch.return_types.topk((of.gather(-1, self.choices), self.choices))  # type: ignore[attr-defined]
+        return torch.return_types.topk((of.gather(-1, self.choices), self.choices))
 
 
 class Routes:
@@ -194,7 +194,7 @@ def _text(choices: np.ndarray) -> str:
 def routers_of(network: Any) -> list[nn.Module]:
     """The modules that transformers knows as routers and that give (logits, weights, experts), in the order of the layers."""
     known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
-    recorders = known if isinstance(known, list) else [known]
+    recorders: list[Any] = known if isinstance(known, list) else [known]
     kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)
     return [module for module in network.base_model.modules() if isinstance(module, kinds)]
 
