@@ -51,10 +51,14 @@ class Balance:
             found: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], self.chosen, mask)
             self._last = found
 
-    def take(self) -> Tensor | None:
-        """The loss of the last forward pass, once."""
+    def add_to(self, loss: Loss, passes: float) -> Loss:
+        """The loss of one of `passes` forward passes, the last one, with its auxiliary loss: of a step it is their mean."""
         last, self._last = self._last, None
-        return last
+        if last is None:
+            return loss
+        share = self.coefficient * last / passes
+        whole = {"loss": loss.terms["loss"] + share.detach()} if "loss" in loss.terms else {}
+        return Loss(loss.value + share, {**loss.terms, **whole, "aux_loss": last.detach() / passes})
 
 
 def balance_of(network: Any, coefficient: float | None) -> Balance | None:
@@ -73,13 +77,9 @@ def balance_of(network: Any, coefficient: float | None) -> Balance | None:
 
 
 def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """The loss of one of `passes` forward passes, with the auxiliary loss where `model` has one: of a step it is their mean."""
-    loss, balance = share(), model.balance
-    if balance is None or (last := balance.take()) is None:
-        return loss
-    share_of_it = balance.coefficient * last / passes
-    whole = {"loss": loss.terms["loss"] + share_of_it.detach()} if "loss" in loss.terms else {}
-    return Loss(loss.value + share_of_it, {**loss.terms, **whole, "aux_loss": last.detach() / passes})
+    """What `share` computes, with the auxiliary loss where `model` has one."""
+    loss = share()
+    return loss if model.balance is None else model.balance.add_to(loss, passes)
 
 
 class Routing:

@@ -91,8 +91,7 @@ def open_job(
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal, longest_of(config, prepared, evaluator)))
-        algorithm = correct(algorithm, config, sampler, model, journal)
-        replay(config, model, sampler)
+        algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]

@@ -109,13 +109,14 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         raise UserError(f"router_replay trains with the experts that the embedded sampler recorded, and {why}; leave it out.")
 
 
-def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> None:
-    """Have `sampler` record the experts of each token, and training follow them, where that is asked for."""
+def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
+    """The sampler; where that is asked for it records the experts of each token from now on, and training follows them."""
     if not config.router_replay:
-        return
+        return sampler
     if not isinstance(sampler, EmbeddedSampler):
         raise UserError(f"router_replay needs the embedded sampler, and this model has {kind_of(sampler)}; leave it out.")
     replay_routers(model)
+    return sampler
 
 
 def _tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:

@@ -92,14 +92,18 @@ def test_two_experts_and_three_tokens_by_hand():
     """Probabilities 3/4 and 1/4; two tokens take the first expert, one the second: f = (2/3, 1/3), P = (7/12, 5/12), and
     2 · (2/3 · 7/12 + 1/3 · 5/12) = 19/18.
     """
-    balance = Balance(1.0, 1)
+    balance = Balance(3.0, 1)
     logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0]]).log().requires_grad_()
-    balance.see(type("Made", (), {"router_logits": (logits,)}))
-    assert float(balance.take().detach()) == pytest.approx(19 / 18)
-    assert balance.take() is None
+    made, own = type("Made", (), {"router_logits": (logits,)}), Loss(torch.tensor(1.0), {"loss": torch.tensor(1.0)})
+    balance.see(made)
+    loss = balance.add_to(own, 2)
+    assert float(loss.value.detach()) == pytest.approx(1 + 3 * 19 / 18 / 2) == float(loss.terms["loss"])
+    assert float(loss.terms["aux_loss"]) == pytest.approx(19 / 18 / 2)
+    assert balance.add_to(own, 2) is own, "it is counted once"
     with torch.no_grad():
-        balance.see(type("Made", (), {"router_logits": (logits,)}))
-    assert balance.take() is None and balance.asked == {}
+        balance.see(made)
+        assert balance.asked == {}
+    assert balance.add_to(own, 2) is own and balance.asked == {"output_router_logits": True}
 
 
 @pytest.mark.parametrize("packed", [True, False])

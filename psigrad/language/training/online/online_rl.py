@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from psigrad.language.models.experts import balanced
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
@@ -202,8 +201,8 @@ def losses(
             # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
             part = replace(part, batch=replace(part.batch, logp_old=evaluation.logp.detach()))
         share = algorithm.loss if run.critic is None else algorithm.policy_loss
-        loss = partial(share, part, evaluation, totals, prepared.state)
-        return tally.add(balanced(run.model, loss, passes))
+        loss = share(part, evaluation, totals, prepared.state)
+        return tally.add(loss if run.model.balance is None else run.model.balance.add_to(loss, passes))
 
     def value(micro: MicroBatch, weight: float, critic: ValueModel) -> Tensor:
         part = prepared.select(rows_of(micro).to(device))
