@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import psigrad
 from psigrad.errors import UserError
-from psigrad.language.models.experts import Balance, balance_of, balanced, replay_routers
+from psigrad.language.models.experts import Balance, Routing, balance_of, balanced, replay_routers
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -271,15 +271,22 @@ def test_a_run_adds_the_models_own_share_unless_it_is_told_another(folder, tmp_p
     assert own["grad_norm"] != none["grad_norm"]
 
 
-def test_grpo_follows_the_experts_of_sampling(folder, tmp_path):
+def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
     online = {"reward": early_letters, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 4}
     rows = [{"prompt": row["prompt"]} for row in ROWS]
-    runs = []
+    runs, followed, own_read = [], [], Routing.read
+
+    def read(*given):
+        followed.append(own_read(*given))
+        return followed[-1]
+
+    monkeypatch.setattr(Routing, "read", read)
     for replays in (True, False):
         out = tmp_path / str(replays)
         psigrad.train("grpo", model=folder, dataset=rows, output_dir=out, router_replay=replays, **SHORT, **online)
         runs.append(figures(out))
     assert runs[0] == runs[1], "no tie: what is recorded is what would be chosen"
+    assert followed and all(choices is not None for choices in followed)
     assert "aux_loss" in runs[0][0]
     with pytest.raises(UserError, match="router_replay trains with the experts that the embedded sampler recorded, and sampling"):
         psigrad.train(
