@@ -106,9 +106,9 @@ class Model:
     """Learn the length of each row of the adapted matrices too (DoRA)."""
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
     """Modules that are trained whole beside the adapter and saved with it, such as lm_head."""
-    lora_save: Literal["both", "merged", "adapter"] = "both"
-    """What the run's model/ holds at the end: the whole model with the adapter merged in, the adapter alone, or both, the
-    adapter then in model/adapter."""
+    lora_save: Annotated[Literal["both", "merged", "adapter"], RECORDED] = "adapter"
+    """What the run's model/ holds at the end: the adapter alone, the whole model with it merged in, or both, the adapter then in
+    model/adapter. `psigrad export --to merged` makes the whole of the adapter. A reward model is left whole in any case."""
     router_aux_loss_coef: PositiveOrZero | None = None
     """Weight of the auxiliary loss that keeps the load of a model of experts even, in every method but reward models; empty: that
     of the model's configuration, as TRL. 0: none."""
