@@ -65,6 +65,8 @@ def check(model: Pretrained, world: World) -> None:
         return
     if model.why_padded:
         raise UserError(f"cp_size and tp_size are for models that are packed, and this one is not: {model.why_padded}.")
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise UserError("A mixture of experts is not computed by several processes together; give tp_size=1 and cp_size=1.")
     if config.num_attention_heads % world.division.team:
         raise UserError(
             f"{type(config).__name__} has {config.num_attention_heads} attention heads, which tp_size × cp_size = {tensor} × "
