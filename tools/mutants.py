@@ -60,6 +60,8 @@ LONGEST = 12.0
 FIRST = 12
 # Tests that fail in a fork with nothing changed, each with the reason.
 UNFIT: dict[str, str] = {}
+NO_EFFECT = "no effect"
+"""How the reason begins of a survivor that no test could notice."""
 BEGIN, END = "<!-- mutants -->", "<!-- end of mutants -->"
 # Tests of what a file says when it is imported: the constants of the methods.
 ABOUT = tuple(
@@ -249,6 +251,24 @@ def verdicts() -> dict[str, dict[str, Any]]:
     return {key: row for key, row in found.items() if not row["killed"] or row["how"] == "import" or is_there(row["by"])}
 
 
+def room_of(mutant: Mutant) -> str:
+    """The part of psigrad that it is planted in."""
+    return mutant.file.split("/")[1]
+
+
+def in_turn(mutants: list[Mutant]) -> list[Mutant]:
+    """The rooms in proportion, each in its own order: wherever the judging stops, as large a part of each is judged."""
+    people = [mutant for mutant in mutants if mutant.operator == "named"]
+    drawn = [mutant for mutant in mutants if mutant.operator != "named"]
+    sizes, met = Counter(map(room_of, drawn)), Counter[str]()
+    placed = []
+    for at, mutant in enumerate(drawn):
+        room = room_of(mutant)
+        met[room] += 1
+        placed.append((met[room] / sizes[room], at, mutant))
+    return people + [mutant for *_, mutant in sorted(placed, key=lambda row: row[:2])]
+
+
 def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold], tracer: Any, collected: Collected) -> None:
     """All that follows the collection of the tests."""
     on_import = forks.traced_lines(tracer)
@@ -281,7 +301,7 @@ def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold]
             return row is None
         return not set(coverage.of(mutant, asked.patience)) <= set(row["tried"])
 
-    open_ones = [mutant for mutant in mutants if untried(mutant)]
+    open_ones = [mutant for mutant in in_turn(mutants) if untried(mutant)]
     print(f"{len(open_ones):,} of {len(mutants):,} mutants to be judged", flush=True)
     end = time.time() + 60 * asked.minutes
     shares = [(judge, open_ones[i :: asked.jobs]) for i, judge in enumerate(judges)]
@@ -328,15 +348,15 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
     known = verdicts()
     judged = [mutant for mutant in drawn if mutant.key in known]
     killed = [mutant for mutant in judged if known[mutant.key]["killed"]]
+    idle = [m for m in judged if m not in killed and reasons.get(m.key, "").startswith(NO_EFFECT)]
     rooms = {}
-    for room in sorted({mutant.file.split("/")[1] for mutant in drawn}):
-        own = [mutant for mutant in drawn if mutant.file.split("/")[1] == room]
+    for room in sorted(set(map(room_of, drawn))):
+        own = [mutant for mutant in drawn if room_of(mutant) == room]
         first = list(itertools.takewhile(lambda mutant: mutant.key in known, own))
         rooms[room] = [
             len(own),
-            *(sum(m in some for m in own) for some in (judged, killed)),
-            len(first),
-            sum(m in killed for m in first),
+            *(sum(m in some for m in own) for some in (judged, killed, idle)),
+            *(sum(m in some for m in first) for some in (first, killed)),
         ]
     tests = Counter(row["kind"] for row in measured().values())
     lost = sorted((m for m in judged if not known[m.key]["killed"]), key=lambda mutant: (mutant.file, mutant.line))
@@ -357,22 +377,24 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
 def page(found: Mapping[str, Any]) -> str:
     """The results as Markdown."""
 
-    def row(name: str, drawn: int, judged: int, killed: int, first: int, of_first: int) -> str:
+    def row(name: str, drawn: int, judged: int, killed: int, idle: int, first: int, of_first: int) -> str:
         low, high = wilson(of_first, first)
         share = f"{of_first:,} of {first:,}: {of_first / first:.1%} ({low:.1%} to {high:.1%})" if first else ""
-        return f"| {name} | {drawn:,} | {judged:,} | {killed:,} | {share} |"
+        return f"| {name} | {drawn:,} | {judged:,} | {killed:,} | {idle:,} | {judged - killed - idle:,} | {share} |"
 
     lines = [
-        "| room | drawn | judged | noticed | of the first in the sample's order, and 95 % interval |",
-        "|---|---|---|---|---|",
+        "| room | drawn | judged | noticed | without effect | neither | noticed of the first in the sample's order (95 %) |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [row(room, *counts) for room, counts in found["rooms"].items()]
-    lines += [f"| **all** | {found['drawn']:,} | {found['judged']:,} | {found['killed']:,} | |", ""]
-    if found["judged"] < found["drawn"]:
+    whole = found["judged"] == found["drawn"]
+    sums = [sum(counts) for counts in zip(*found["rooms"].values(), strict=True)]
+    lines += [row("**all**", *sums[:4], *(sums[4:] if whole else (0, 0))), ""]
+    if not whole:
         lines += [
-            "Not all of the sample is judged yet: of each room, those before the first that is not are a random part. They were"
+            "Not all is judged yet. Of each room those before the first that is not are a random part of it.",
+            "",
         ]
-        lines += ["tried with that room's tests; the others' are tried on what is left when the whole sample is judged.", ""]
     words = {"failed": "a test failed", "time": "ten times its processor time"}
     words |= {"died": "its process died", "import": "on import"}
     lines += ["Noticed by: " + ", ".join(f"{words[how]} {count}" for how, count in sorted(found["how"].items())) + ".", ""]

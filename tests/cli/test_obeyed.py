@@ -189,6 +189,7 @@ BESIDES = {
     "server": "--server-attempts 1",
     **dict.fromkeys(("critic_shared", "critic_learning_rate", "critic_warmup_steps"), CRITIC),
     **{f"model.lora_{leaf}": LORA for leaf in ("alpha", "dropout", "target_modules", "modules_to_save", "save")},
+    "model.quantize_base": LORA, "optim.bf16_stochastic_round": "--dtype bfloat16",
     "model.use_rslora": f"{LORA} --lora-alpha 8", "model.use_dora": LORA, "ref_model_mixup_alpha": "--ref-model-sync-steps 1",
     "server_attempts": NO_SERVER, "optim.lr_scheduler_kwargs": "--lr-scheduler-type polynomial",
     "evaluation.metric_for_best_model": BEST, "evaluation.greater_is_better": BEST,
