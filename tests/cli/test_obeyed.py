@@ -169,6 +169,7 @@ OTHER = {
     "model.lora_modules_to_save": "lm_head", "record_tokens": 1, "run.save_steps": 1, "run.save_total_limit": 1,
     "server": "http://127.0.0.1:9", "prompts_per_step": 3, "optim.lr_scheduler_kwargs": '{"power":3}',
     "evaluation.metric_for_best_model": "loss", "evaluation.greater_is_better": "false",
+    "optim.optimizer": "muon",  # adamw_8bit keeps parts as small as these whole: language/training/test_frugal_adamw.py
 }  # fmt: skip
 OTHER_OF = {("grpo", "evaluation.metric_for_best_model"): "completions/mean_length",
             ("kto", "evaluation.eval_prompts"): 9,
