@@ -56,7 +56,7 @@ TESTS = (
 PATIENCE = 40.0
 # A test that takes longer than this is not used.
 LONGEST = 12.0
-# So many tests are tried first with what runs on import.
+# So many tests are tried first with what runs on import, and then four times as many: to collect their files takes long.
 FIRST = 12
 # Tests that fail in a fork with nothing changed, each with the reason.
 UNFIT: dict[str, str] = {}
@@ -202,8 +202,9 @@ class Judge:
         chosen = [test for test in self.coverage.of(mutant, patience) if test not in set(but)]
         tests = sorted(chosen, key=lambda test: (self.coverage.seconds[test] + 0.05) / (1 + self.kills[test]))
         cold = swaps is None or self.coverage.cold(mutant) or not any(forks.place(old) in self.functions for old, _ in swaps)
+        size = FIRST if cold else len(tests)
         while tests:
-            part = tests[:FIRST] if cold else tests  # to collect many files takes long
+            part = tests[:size]
             timed = [(test, self.coverage.seconds[test]) for test in part]
             if cold:
                 verdict = self.cold.noticed(Request(timed, mutant.file, after))
@@ -214,7 +215,7 @@ class Judge:
                 return verdict, chosen
             if verdict.how == "waits":
                 return verdict, chosen
-            tests = [test for test in tests if test != verdict.by] if verdict.killed else tests[len(part) :]
+            tests, size = ([t for t in tests if t != verdict.by], size) if verdict.killed else (tests[len(part) :], 4 * size)
         return Verdict(False), chosen
 
     def _passes(self, verdict: Verdict, cold: bool) -> bool:

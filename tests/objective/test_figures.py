@@ -1,0 +1,101 @@
+"""What a run writes down about its losses, worked by hand: numbers that no gradient depends on, and that nobody else checks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from psigrad.config.algorithms import resolve_loss
+from psigrad.objective.explain import _part_lines
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
+from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss, process_squared_loss
+
+
+def numbers(terms):
+    return {name: pytest.approx(float(term), abs=1e-6) for name, term in terms.items()}
+
+
+def test_figures_of_kto():
+    """Of 5 completions in the step 2 are good; 3 are here, 1 of them good. r = 0.5, −1, 0.75, β = 0.1, z = 0.4."""
+    rows = Labelled(
+        torch.tensor([-2.0, -3.0, -4.0]), torch.tensor([-2.5, -2.0, -4.75]), torch.tensor([True, False, False]), torch.tensor(0.4)
+    )
+    terms = KahnemanTversky(0.1).loss(rows, 5, 2).terms
+    good, bad = 0.05 / 2, (-0.1 + 0.075) / 3
+    assert numbers(terms) == {
+        "loss": (3 - sum(1 / (1 + math.exp(-x)) for x in (0.1 * 0.1, 0.1 * 1.4, -0.1 * 0.35))) / 5,
+        "rewards/chosen": good,
+        "rewards/rejected": bad,
+        "rewards/margins": good - bad,
+        "logps/chosen": -2.0 / 2,
+        "logps/rejected": -7.0 / 3,
+        "kl": 0.4 * 3 / 5,
+    }
+    alone = KahnemanTversky().loss(Labelled(*(x[1:2] for x in (rows.logp, rows.ref, rows.desirable)), rows.kl), 1, 0).terms
+    assert float(alone["rewards/chosen"]) == 0 and float(alone["logps/rejected"]) == -3
+
+
+def test_figures_of_pairs():
+    """Two pairs of three: h = 0.5·(0.5, −0.25) against 0.5·(−1, −0.25): one is right, one a tie."""
+    pairs = Pairs(
+        torch.tensor([-2.0, -3.0]),
+        torch.tensor([-5.0, -3.5]),
+        torch.tensor([2, 3]),
+        torch.tensor([4, 1]),
+        torch.tensor([-2.5, -2.75]),
+        torch.tensor([-4.0, -3.25]),
+    )
+    terms = resolve_loss({"preset": "dpo", "beta": 0.5}).loss(pairs, 3, 10).terms
+    assert numbers(terms) == {
+        "loss": (math.log(1 + math.exp(-0.75)) + math.log(2)) / 3,
+        "rewards/chosen": (0.25 - 0.125) / 3,
+        "rewards/rejected": (-0.5 - 0.125) / 3,
+        "rewards/margins": 0.75 / 3,
+        "rewards/accuracies": 1.5 / 3,
+        "logps/chosen": -5.0 / 3,
+        "logps/rejected": -8.5 / 3,
+        "nll_loss": 0.5,
+    }
+
+
+def test_figures_of_a_reward_model():
+    """Two pairs of three, a margin of ½ on the second, c = 0.1: leads 1 and 2.5 − 0.5."""
+    rewards = torch.tensor([2.0, 1.5]), torch.tensor([1.0, -1.0])
+    terms = BradleyTerry(0.1).loss(*rewards, torch.tensor([0.0, 0.5]), 3).terms
+    assert numbers(terms) == {
+        "loss": (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-2)) + 0.1 * (9 + 0.25)) / 3,
+        "accuracy": 2 / 3,
+        "margin": 3.5 / 3,
+        "mean_reward": 3.5 / 6,
+    }
+
+
+@pytest.mark.parametrize(("loss", "each"), [(process_loss, math.log(2)), (process_squared_loss, 0.25)])
+def test_figures_of_steps(loss, each):
+    """σ(0) = ½ is no yes and ½ no label of yes; the place without a step is never read."""
+    logits, labels = torch.tensor([0.0, 0.0, 9.0]), torch.tensor([0.5, 1.0, 0.0])
+    terms = loss(logits, labels, 4, torch.tensor([True, True, False])).terms
+    value = each if loss is process_loss else 0.25 / 2
+    assert numbers(terms) == {"loss": 2 * value / 4, "accuracy": 1 / 4}
+
+
+def test_calibration_in_two_bins():
+    """Leads 0, ln 2 and −ln 9: p = ½, ⅔ in the lower bin, half and wholly right; 0.9 in the upper, wrong."""
+    found = calibration(torch.tensor([0.0, math.log(2), -math.log(9)]), 2)
+    assert (found.lower, found.counts, found.accuracy) == ((0.5, 0.75), (2, 1), (0.75, 0.0))
+    assert found.confidence == (pytest.approx(7 / 12), pytest.approx(0.9))
+    assert found.error == pytest.approx((2 * abs(0.75 - 7 / 12) + 0.9) / 3)
+
+
+def test_what_a_part_is_for_is_said_once():
+    """The first paragraph is the purpose, whatever its first word."""
+
+    def of_a_user(batch):
+        """Formula: A = 1
+
+        Source: nobody.
+        """
+
+    assert _part_lines(of_a_user, "") == ["Formula: A = 1", "Source: nobody."]
