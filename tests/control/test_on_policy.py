@@ -288,3 +288,13 @@ def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):
     ((rollout, before),) = collected
     moved = log_probs(rollout) - before
     assert told == [pytest.approx(float((moved.exp() - 1 - moved).mean()), rel=1e-3)] and told[0] > 1e-7
+
+
+def test_steps_of_unlike_rows_are_learned_from_in_closed_form_where_each_counts_by_itself(monkeypatch):
+    """Episodes of 2 and 3 steps: one pass over steps takes the closed form, one over whole rows of unlike lengths cannot."""
+    by_steps = method("a2c", lambda: Counter((2, 3)), n_steps=5, n_envs=2)
+    by_rows = method(replace(control_catalog.A2C, aggregate=sequence_mean), lambda: Counter((2, 3)), n_steps=5, n_envs=2)
+    for made, unused in ((by_steps, "record"), (by_rows, "record_closed")):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(made.network), unused, None)
+            assert made.iterate()["grad_norm"] > 0

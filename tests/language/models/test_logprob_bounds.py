@@ -87,3 +87,14 @@ def test_closed_gradients_have_no_gradient_of_their_own(given, monkeypatch):
     (first,) = torch.autograd.grad(logprobs._Logits.apply(own, head.weight, None).square().sum(), own, create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|appears to not have been used"):
         torch.autograd.grad(first.sum(), own)
+
+
+def test_what_a_request_asks_for_says_how_it_can_be_computed():
+    """On a GPU in closed form, but for an entropy that is learned from, a divergence and a mean over the vocabulary."""
+    ask = logprobs.TokenStatsRequest
+    assert ask().closed and ask(accuracy=True).closed and ask(entropy="figure").closed
+    assert not (ask(entropy=True).closed or ask(mean_logp=True).closed or ask(reference_head=torch.nn.Identity()).closed)
+    with torch.no_grad():
+        assert ask(entropy=True).closed and not ask(mean_logp=True).closed
+    others = {"entropy": "figure", "accuracy": True, "mean_logp": True, "reference_head": torch.nn.Identity()}
+    assert ask(2.0).nothing_else and not any(ask(**{name: value}).nothing_else for name, value in others.items())

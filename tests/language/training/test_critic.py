@@ -111,6 +111,7 @@ def test_while_the_critic_warms_up_the_policy_stays(tokenizer, tmp_path):
     assert shown["learning_rate"] == 0.0 and shown["value_loss"] > 0 and not {"policy_loss", "grad_norm"} & shown.keys()
     training.step(run, state)
     assert any(not torch.equal(p, before[0][n]) for n, p in run.model.trainable().items()), "one step later it learns"
+    assert run.journal.rows[1]["grad_norm"] > 0
 
 
 def test_no_activations_of_policy_and_critic_lie_side_by_side(tokenizer, tmp_path, monkeypatch):

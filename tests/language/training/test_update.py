@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
+from psigrad.errors import UserError
 from psigrad.language.models.gradients import embedding, sums_for
+from psigrad.language.training import update
 from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
 
 
@@ -138,7 +140,7 @@ def test_bfloat16_weights_accumulate_updates_too_small_for_them():
 def _error_of_many_passes(passes: int, monkeypatch, wide: bool = True) -> float:
     """Of the gradient of Σ t·Wx over 1,024 rows in bfloat16, relative to its exact value: tᵀx, whatever the weights are."""
     if not wide:
-        monkeypatch.setattr(Optimizer, "summing_wide", lambda self: contextlib.nullcontext())
+        monkeypatch.setattr(Optimizer, "summing_wide", lambda self: contextlib.contextlib.nullcontext())
     generator = torch.Generator().manual_seed(0)
     x, t = (torch.randn(1024, n, generator=generator).bfloat16() for n in (64, 32))
     model = nn.Linear(64, 32, bias=False).bfloat16()
@@ -190,3 +192,17 @@ def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
             True,
         ]
     assert all(x.grad is not None for x in busy.whole_masters()) and all(x.grad is None for x in idle.whole_masters())
+
+
+def test_a_rule_of_whole_matrices_is_refused_where_they_lie_in_shards(monkeypatch):
+    """AdamW steps what a process holds of them; a shard is another tensor than the parameter."""
+    weights = {"w": torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))}
+    for held, optim, said in (
+        (lambda p: p, Optim(optimizer="muon"), ""),
+        (lambda p: p.detach()[:1], Optim(), ""),
+        (lambda p: p.detach()[:1], Optim(optimizer="muon"), "optimizer muon needs whole matrices"),
+        (lambda p: p.detach()[:1], Optim(bf16_stochastic_round=True), "bf16_stochastic_round needs whole matrices"),
+    ):
+        monkeypatch.setattr(update, "held_of", held)
+        with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+            Optimizer(weights, optim)
