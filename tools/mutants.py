@@ -41,14 +41,27 @@ from planting import ROOT, WORK, Mutant, digest, mutant_of, named, places_of, sa
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 TESTS = (
     *(f"tests/{room}" for room in ("objective", "tabular", "language/training", "extras/experiments")),
-    *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
+    *(
+        f"tests/control/test_{name}.py"
+        for name in (
+            "dqn",
+            "networks",
+            "on_policy",
+            "other_libraries",
+            "sb3_agreement",
+            "spaces",
+            "steps",
+            "trust_region",
+            "vector",
+        )
+    ),
     "tests/studies/test_groups.py",
     *(f"tests/surface/test_{name}.py" for name in ("docs", "immutable")),
     *(f"tests/language/recipes/test_{name}.py" for name in ("row_limits", "sampling_recipes")),
     "tests/language/data/test_mixing.py",
     *(
         f"tests/language/models/test_{name}.py"
-        for name in ("logprob_bounds", "logprobs", "packed_forward", "gradients", "recomputed_gradients")
+        for name in ("logprob_bounds", "logprobs", "packed_forward", "gradients", "recomputed_gradients", "row_logprobs")
     ),
     *(f"tests/language/rollout/test_{name}.py" for name in ("distribution", "samplers", "episodes")),
 )

@@ -156,3 +156,16 @@ def test_no_gradient_steps_learn_nothing():
     for _ in range(4):
         made.iterate()
     assert made.timesteps == 16 and torch.equal(made.network.flat.detach(), start)
+
+
+def test_an_iteration_is_counted_once():
+    """By the count the numbers of an iteration are drawn; a run that goes on begins from it."""
+    made = build(Chain, total_timesteps=100, learning_starts=50)
+    for _ in range(3):
+        made.iterate(False)
+    assert made.iterations == 3 and made.timesteps == 3 * made.config.dqn.train_freq
+
+
+def test_lines_are_printed_by_episodes_as_stable_baselines_does_for_dqn_alone():
+    ppo = builder.build(builder.settings("ppo", Chain, {"tuned": False}))
+    assert build(Chain, total_timesteps=5000).prints_by_episode and not ppo.prints_by_episode

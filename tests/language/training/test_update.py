@@ -206,3 +206,22 @@ def test_a_rule_of_whole_matrices_is_refused_where_they_lie_in_shards(monkeypatc
         monkeypatch.setattr(update, "held_of", held)
         with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
             Optimizer(weights, optim)
+
+
+def test_the_norm_of_shards_is_that_of_what_all_processes_hold(monkeypatch):
+    """Gradients 3 and 4 here and as much elsewhere: √(2·25). What is not in shards counts once: √(2·25 + 16)."""
+
+    class Two:
+        size, rank = 1, 0
+
+        def all_reduce(self, x):
+            return 2 * x
+
+    weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("sharded", "whole")}
+    monkeypatch.setattr(update, "held_of", lambda p: torch.nn.Parameter(p.detach()) if p is weights["sharded"] else p)
+    optimizer = Optimizer(weights, Optim(learning_rate=1.0, max_grad_norm=0.0), world=Two())
+    optimizer.clear()
+    (weights["sharded"] * torch.tensor([3.0, 4.0])).sum().backward()
+    assert optimizer.norm() == pytest.approx(50**0.5)
+    (weights["whole"] * torch.tensor([0.0, 4.0])).sum().backward()
+    assert optimizer.norm() == pytest.approx(66**0.5)
