@@ -298,3 +298,10 @@ def test_steps_of_unlike_rows_are_learned_from_in_closed_form_where_each_counts_
         with monkeypatch.context() as patch:
             patch.setattr(type(made.network), unused, None)
             assert made.iterate()["grad_norm"] > 0
+
+
+def test_entropies_are_there_unless_they_are_not_wanted():
+    made = method("a2c", n_steps=4, ent_coef=0.01)
+    _, seen, recorded, _, _ = prepared_of(made)
+    assert made._evaluate(recorded.output, seen.action).entropy.shape == seen.action.shape
+    assert made._evaluate(recorded.output, seen.action, entropies=False).entropy is None

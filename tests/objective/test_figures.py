@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from psigrad.config.algorithms import resolve_loss
+from psigrad.objective import Batch
+from psigrad.objective.catalog import DISTILL, GRPO, PPO_PENALTY
 from psigrad.objective.explain import _part_lines
+from psigrad.objective.parts.advantage import group_mean
+from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.surrogate import kl_penalty
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss, process_squared_loss
 
@@ -99,3 +105,23 @@ def test_what_a_part_is_for_is_said_once():
         """
 
     assert _part_lines(of_a_user, "") == ["Formula: A = 1", "Source: nobody."]
+
+
+def test_a_penalty_follows_the_steps_that_were_trained_on_alone():
+    """Two rows of two steps, the second row filtered out and the first with one step: it moved by ln 2 there, k3 = 1 − ln 2 =
+    0.307, above 1.5 · 0.1, so that the coefficient doubles; over all four steps it would be 0.077, below it.
+    """
+    method = replace(PPO_PENALTY, surrogate=kl_penalty(3.0, 0.1), critic=None, psi=group_mean(), kl=None)
+    mask = torch.tensor([[True, False], [True, True]])
+    batch = Batch(mask, torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.full((2, 2), -1.0), torch.zeros(2).long())
+    prepared = replace(method.prepare(batch, method.initial_state()), keep=torch.tensor([True, False]))
+    moved = torch.full((2, 2), -1.0)
+    moved[0, 0] += math.log(2)
+    assert method.adapt(prepared, moved) == {"penalty_coefficient": 6.0}
+
+
+def test_a_divergence_over_the_vocabulary_is_needed_where_its_weight_is_not_0():
+    assert (DISTILL.kl.coefficient, DISTILL.needs_exact_kl, GRPO.needs_exact_kl) == (1.0, True, False)
+    for coefficient in (0.5, 0.0):
+        method = replace(DISTILL, kl=KL("loss", "exact", coefficient))
+        assert method.needs_exact_kl is method.needs_reference is bool(coefficient)

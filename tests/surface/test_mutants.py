@@ -316,3 +316,10 @@ def test_rooms_take_turns_so_that_each_is_judged_as_far_as_the_others_wherever_i
     assert found[0] is first
     assert Counter(map(mutants.room_of, found[1:4])) == {"a": 1, "b": 2}
     assert [m.line for m in found[1:] if mutants.room_of(m) == "b"] == list(range(6))
+
+
+def test_a_decorator_that_goes_with_the_empty_lines_above_it_is_planted_in_its_own_line(monkeypatch):
+    source = "LIMIT = 3\n\n\n@frozen\nclass Held:\n    pass\n"
+    monkeypatch.setattr(planting, "source_of", lambda file: source)
+    mutant = planting.mutant_of("f.py", "op", source.replace("\n\n@frozen", ""))
+    assert (mutant.line, mutant.before) == (4, "@frozen") and mutant.sources()[1] == source.replace("\n\n@frozen", "")
