@@ -169,3 +169,12 @@ def test_an_iteration_is_counted_once():
 def test_lines_are_printed_by_episodes_as_stable_baselines_does_for_dqn_alone():
     ppo = builder.build(builder.settings("ppo", Chain, {"tuned": False}))
     assert build(Chain, total_timesteps=5000).prints_by_episode and not ppo.prints_by_episode
+
+
+def test_a_ring_goes_round_for_ever():
+    """Three places and eight transitions: the sixth to the eighth stay, the sixth where the third was."""
+    ring = ReplayBuffer(3, 1)
+    for i in range(8):
+        one = np.full((1, 1), i, np.float32)
+        ring.add(observation=one, next_observation=one, action=np.array([i]), reward=one[0], terminated=np.array([False]))
+    assert len(ring) == 3 and ring.tensors()["action"].tolist() == [6, 7, 5]

@@ -207,6 +207,7 @@ def test_a_continuous_policy_finds_its_target():
     [
         ("reinforce_reward_to_go", {"n_steps": 8}, "n_steps=0"),
         ("a2c", {"n_steps": 8, "n_epochs": 2}, "n_epochs=1"),
+        ("a2c", {"n_steps": 8, "batch_size": 12}, "batch_size=0"),
         ("ppo_penalty", {"n_steps": 8}, "n_epochs"),
         ("gspo", {"n_steps": 0, "batch_size": 4}, "batch_size=0"),
         ("grpo", {"n_steps": 0, "n_envs": 1}, "n_envs"),
