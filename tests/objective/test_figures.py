@@ -10,8 +10,8 @@ import torch
 
 from psigrad.config.algorithms import resolve_loss
 from psigrad.objective import Batch
-from psigrad.objective.catalog import DISTILL, GRPO, PPO_PENALTY
-from psigrad.objective.explain import _part_lines
+from psigrad.objective.catalog import DISTILL, DR_GRPO, GRPO, PPO_PENALTY
+from psigrad.objective.explain import _part_lines, explain
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.kl import KL
 from psigrad.objective.parts.surrogate import kl_penalty
@@ -125,3 +125,16 @@ def test_a_divergence_over_the_vocabulary_is_needed_where_its_weight_is_not_0():
     for coefficient in (0.5, 0.0):
         method = replace(DISTILL, kl=KL("loss", "exact", coefficient))
         assert method.needs_exact_kl is method.needs_reference is bool(coefficient)
+
+
+def test_two_methods_are_compared_slot_by_slot():
+    text = explain(resolve_loss("dpo"), resolve_loss("simpo"))
+    assert "\nbeta differs\n  dpo:\n    0.1\n  simpo:\n    2.0\n\nmargin differs\n  dpo:\n    0.0\n" in text
+    assert text.endswith("\nSame in both: link (logistic(label_smoothing=0.0)), sft (0.0), preference (1.0)\n")
+    text = explain(GRPO, DR_GRPO)
+    assert "KL to the reference differs\n  grpo:\n    KL(where='loss', estimator='k3', coefficient=0.04" in text
+    assert "\n  dr_grpo:\n    none: no reference policy is needed\n" in text
+    same = "ratio (token), surrogate (clip(low=0.2, high=0.2)), keep (none), critic (none), entropy (none), correction (none)"
+    assert " ".join(text.split("\n\n")[-1].split()) == f"Same in both: {same}"
+    assert "They learn from different data and have no parts in common." in explain(GRPO, resolve_loss("dpo"))
+    assert "dpo (1) minimises" in explain(resolve_loss("dpo"), replace(resolve_loss("dpo"), beta=0.5))
