@@ -3,7 +3,7 @@
     python tools/faults.py                    run all rows and print the table
     python tools/faults.py 6 12               these rows alone
     python tools/faults.py --long             with the tests that take longer
-    python tools/faults.py --reports A B      run nothing: what pytest's --junitxml wrote of tests that ran apart, the last one holds
+    python tools/faults.py --reports A B      run nothing: count what --junitxml wrote of tests that ran apart
     python tools/faults.py --page FILE        write the table into a page, between its markers
 
 Each row is a set of tests; a row holds if all of them pass. `count` is how many faults they inject: kills, damaged files, hostile
