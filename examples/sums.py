@@ -15,8 +15,8 @@ import psigrad
 from psigrad.intervals import mean_interval
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import language_model
-from psigrad.language.recipes import sums
 from psigrad.records.read import prompt_text
+from psigrad_extras import sums
 from psigrad_extras.connect import likelihood
 
 

@@ -38,7 +38,7 @@ def kind_of(value: object) -> str:
 def name_reason(error: BaseException) -> str:
     """The error's class and its first line: "KeyError: 'x'"."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def reason_of(error: BaseException) -> str:

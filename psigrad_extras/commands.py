@@ -59,7 +59,7 @@ def compare(arguments: list[str]) -> int:
     from psigrad_extras.investigate import compare as compare_page
     from psigrad_extras.investigate import comparison as compare
 
-    seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
+    seeds = tuple(flags.number("--seeds", value, int) for value in given["--seeds"]) or (0, 1, 2)
     page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
     terminal.print_table(*compare_page.rows(compare_page.read(page.parent)))
     print(f"report  {page}")
@@ -113,7 +113,7 @@ def replay(arguments: list[str]) -> int:
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import replay, replay_page
 
-    number, methods = flags.whole_number("--step", listed["--step"][0]), [read_value(text) for text in listed["--method"]]
+    number, methods = flags.number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
     found = replay.replay(names[0], number, methods)
     print("\n".join(replay.lines_of(found)))
     terminal.print_columns(found.methods)
@@ -183,8 +183,8 @@ def sweep(arguments: list[str]) -> int:
             command=(*names, *rest),
             spaces=tuple(map(recipe.space_of, listed["--search"])),
             folder=Path(given["--output-dir"] or "runs/sweep"),
-            trials=flags.whole_number("--trials", given["--trials"] or "20"),
-            seeds=tuple(flags.whole_number("--seeds", text) for text in listed["--seeds"]) or (0,),
+            trials=flags.number("--trials", given["--trials"] or "20", int),
+            seeds=tuple(flags.number("--seeds", text, int) for text in listed["--seeds"]) or (0,),
             **asked,
         )
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from psigrad.cli.flags import Command, asks_for_help
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 from psigrad.errors import UserError, nearest
 
 
@@ -67,7 +67,7 @@ def offer(name: str, command: Command) -> Completions:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         command.run(["--help-all"])
     usage, _, rest = text.getvalue().partition("\n")
-    words = tuple(declared()) if name in ("plan", "explain") else tuple(_choices(usage.removeprefix("usage: "), name))
+    words = tuple(list_declarations()) if name in ("plan", "explain") else tuple(_choices(usage.removeprefix("usage: "), name))
     if name == "control":
         from psigrad.control.builder import names
 

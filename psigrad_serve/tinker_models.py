@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from psigrad.language.models import language_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
+from psigrad.records.checkpoint import sync_tree
 from psigrad_serve.api_errors import ApiError
 
 ALPHA = 32.0
@@ -179,9 +179,7 @@ class TinkerModel:
                 held = self.optimizer.state.get(p, {})
                 state |= {f"optimizer.{key}.{name}": value.contiguous() for key, value in held.items()}
         save_file(state, beside / _STATE)
-        for file in beside.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+        sync_tree(beside)
         shutil.rmtree(before := _before(folder), ignore_errors=True)
         if folder.is_dir():
             folder.rename(before)

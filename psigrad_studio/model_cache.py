@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from psigrad.errors import UserError
+from psigrad.records.report.terminal import show_size
 from psigrad_studio.checkpoint_list import Checkpoint
 from psigrad_studio.security import Refused
 
@@ -94,8 +95,8 @@ class ModelCache:
         """Free models that are not in use, the least recently used first. Returns how many."""
         if wanted.bytes > self.most_bytes:
             raise UserError(
-                f"{wanted.name} has {_size(wanted.bytes)} of weights and the studio keeps {_size(self.most_bytes)} in memory; "
-                "start it with a larger --model-memory (in GB)."
+                f"{wanted.name} has {show_size(wanted.bytes)} of weights and the studio keeps {show_size(self.most_bytes)} "
+                "in memory; start it with a larger --model-memory (in GB)."
             )
         in_use, before = {model for turn in self._line for model in turn.models}, len(self._loaded)
         for old in list(self._loaded):
@@ -107,7 +108,3 @@ class ModelCache:
 
     def _held(self) -> int:
         return sum(model.bytes for model in self._loaded)
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GB" if count >= 2**29 else f"{count / 2**20:.1f} MB"

@@ -63,7 +63,7 @@ def studio(
         StudioSettings(port=listening.getsockname()[1]),
         runs=Path(runs or "runs"),
         checkpoints=tuple(Path(folder) for folder in checkpoints),
-        model_bytes=int(model_memory * 2**30),
+        model_bytes=int(model_memory * 1e9),
         database=database,
         allowed_hosts=tuple(allow_host),
     )

@@ -43,7 +43,7 @@ class StudioSettings:
     cache_bytes: int = 64 * 2**20
     checkpoints: tuple[Path, ...] = ()
     """Models to chat with besides those in the runs folder."""
-    model_bytes: int = 8 * 2**30
+    model_bytes: int = 8 * 10**9
     """Weights that are kept in memory for the chat page; the models used longest ago are freed first."""
 
     @property

@@ -19,9 +19,10 @@ from psigrad.config.load import load
 from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
 from psigrad.language.data import tasks
-from psigrad.language.recipes import online, sums
+from psigrad.language.recipes import online
 from psigrad.records.row_lines import read_steps
 from psigrad.runs.result import Result
+from psigrad_extras import sums
 
 HERE = Path(__file__).parent
 RESULTS, BOARD = HERE / "results.jsonl", HERE / "README.md"

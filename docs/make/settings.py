@@ -14,7 +14,7 @@ from psigrad.compat.table import TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import Mark, Setting, flag_of, help_of, settings_of
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.control.settings import ControlConfig
 
@@ -152,7 +152,7 @@ def _others() -> str:
         name: sorted(
             {
                 f"`{'algorithm' if d.online else 'loss'}.{place}`"
-                for m, d in declared().items()
+                for m, d in list_declarations().items()
                 for place, _ in find_places(name, m)
             }
         )

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from psigrad.compat.table import TABLE
 from psigrad.config.fields import settings_of
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 
 FILE = Path(__file__).parents[2] / "psigrad" / "language" / "recipes" / "typed_settings.pyi"
 GIVEN = ("model", "dataset", "eval_dataset", "reward", "tokenizer", "peft_config", "path")
@@ -74,7 +74,7 @@ def class_of(settings: type[Any]) -> list[str]:
 def text() -> str:
     """The whole file."""
     kinds: dict[str, tuple[type[Any], list[str]]] = {}
-    for name, method in declared().items():
+    for name, method in list_declarations().items():
         kinds.setdefault(method.settings.__name__, (method.settings, []))[1].append(name)
     blocks = [HEAD.rstrip()]
     for settings, methods in kinds.values():

@@ -17,13 +17,13 @@ from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
 from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 from psigrad.errors import UserError, nearest
 from psigrad.extras import command
 
 
 def _training(settings: type[Any]) -> dict[str, Command]:
-    return {name: Command(m.summary, language.train(name)) for name, m in declared().items() if m.settings is settings}
+    return {name: Command(m.summary, language.train(name)) for name, m in list_declarations().items() if m.settings is settings}
 
 
 # The commands of the packages beside the core, by name.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from psigrad.config import shortcuts
-from psigrad.config.fields import MAIN, SEVERAL, flag_of, help_of, marked, settings_of, unread_by, unread_of
+from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_of
 from psigrad.config.load import load, split_flags
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import read_value
@@ -117,20 +117,12 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
     return names, found, rest
 
 
-def number(flag: str, text: str) -> float:
-    """The number in one value of a flag."""
+def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
+    """The number in one value of a flag: an int or a float, as `kind` says."""
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise UserError(f"{flag} has {text!r}; expected numbers.") from None
-
-
-def whole_number(flag: str, text: str) -> int:
-    """The number in one value of a flag."""
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{flag} has {text!r}; expected whole numbers.") from None
+        raise UserError(f"{flag} has {text!r}; expected {'whole ' if kind is int else ''}numbers.") from None
 
 
 def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
@@ -194,7 +186,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
-    every = every or not marked(cls, MAIN)
+    every = every or not find_marked(cls, MAIN)
     _add_shortcuts(parser, cls, defaults.get("loss") or defaults.get("algorithm", "grpo"), every)
     _add_flags(parser, cls, command, defaults, every)
     if not every:

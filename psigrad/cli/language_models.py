@@ -12,7 +12,7 @@ from typing import Any
 from psigrad import extras
 from psigrad.cli import flags
 from psigrad.config import EvalConfig, SampleConfig
-from psigrad.config.methods import declaration, declared
+from psigrad.config.methods import declaration, list_declarations
 from psigrad.errors import UserError
 
 
@@ -31,7 +31,7 @@ def train(name: str) -> Callable[[list[str]], int]:
         from psigrad.language.recipes import api
         from psigrad.records.report import terminal
 
-        config = api.fitted(config)
+        config = api.fit_memory(config)
         if launch.first() and (plan := extras.find("plan")):
             plan.warn(config)
             plan.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)
@@ -56,7 +56,7 @@ def score(arguments: list[str]) -> int:
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     rewards, dataset = listed["--reward"], given.pop("dataset")
-    how = {"weights": [flags.number("--reward-weights", text) for text in listed["--reward-weights"]],
+    how = {"weights": [flags.number("--reward-weights", text, float) for text in listed["--reward-weights"]],
            "timeout": given["reward_timeout"], "split": given["split"], "columns": given["columns"]}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
@@ -142,7 +142,7 @@ def tasks(arguments: list[str]) -> int:
 def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
-    if isinstance(named, str) and named != preset and named in declared():
+    if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(
             f"The command is {preset} and the settings name the {setting} {named}; type `psigrad {named}`, or take the name out "
             "of the settings."

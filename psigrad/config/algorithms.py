@@ -71,10 +71,10 @@ def resolve(spec: Spec) -> PolicyGradient:
     if not isinstance(spec, Mapping):
         raise UserError(f"The algorithm is {kind_of(spec)}; expected a preset's name, a mapping or a PolicyGradient.")
     changes = dict(spec)
-    return changed(_preset(changes.pop("preset")) if "preset" in changes else None, changes)
+    return change(_preset(changes.pop("preset")) if "preset" in changes else None, changes)
 
 
-def changed(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
+def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
     """`start` with other parts, each as `resolve` describes a slot's value; without a start, all four that must be there."""
     parts: dict[str, Any] = {"name": f"{start.name} (changed)" if start and changes else start.name if start else ""}
     for slot, value in changes.items():

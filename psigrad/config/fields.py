@@ -183,7 +183,7 @@ def _extras(annotated: Any) -> tuple[Any, ...]:
     return tuple(getattr(annotated, "__metadata__", ()))
 
 
-def marked(cls: Any, mark: Mark) -> list[str]:
+def find_marked(cls: Any, mark: Mark) -> list[str]:
     """Dotted names of the settings with a mark."""
     return [name for name, setting in settings_of(cls).items() if mark in setting.marks]
 

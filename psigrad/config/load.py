@@ -156,7 +156,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         setting = settings_of(cls).get(place)
         if setting and STEPS in setting.marks and isinstance(first["input"], float) and 0 < first["input"] < 1:
             near = ", since steps are counted, not shares of a run."
-        what = _MODELS if place in ("reference", "critic", "model.path") else expected(first["msg"])
+        what = _MODELS if place in ("reference", "critic", "model.path") else reword(first["msg"])
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
@@ -243,7 +243,7 @@ _WORDS = {
 _MODELS = "expected the folder or hub name of a model"
 
 
-def expected(message: str) -> str:
+def reword(message: str) -> str:
     """What pydantic says of a value, in our words."""
     message = re.sub(r", (unable to|got a) .*", "", message.removeprefix("Value error, ").removesuffix("."))
     for theirs, ours in _WORDS.items():

@@ -32,7 +32,7 @@ class Declaration(NamedTuple):
 
 
 @cache
-def declared() -> dict[str, Declaration]:
+def list_declarations() -> dict[str, Declaration]:
     """Every training method by name."""
     online: dict[str, Method[Any]] = {**catalog.METHODS, **online_preference.METHODS}
     return {
@@ -50,9 +50,9 @@ def declaration(name: str) -> Declaration:
     """The method of that name. Raises `UserError` with the nearest one where there is none."""
     if name == "control":
         raise UserError("control is no method of a language model; from Python it is psigrad.control.PPO('CartPole-v1').learn().")
-    if name not in declared():
-        raise UserError(f"There is no method {name!r}; `psigrad --help` lists them{nearest(name, declared()) or '.'}")
-    return declared()[name]
+    if name not in list_declarations():
+        raise UserError(f"There is no method {name!r}; `psigrad --help` lists them{nearest(name, list_declarations()) or '.'}")
+    return list_declarations()[name]
 
 
 def of_spec(spec: Any) -> Declaration:
@@ -61,8 +61,8 @@ def of_spec(spec: Any) -> Declaration:
     An algorithm of the user's own is an online method without defaults.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
-    if name in declared():
-        found = declared()[name]
+    if name in list_declarations():
+        found = list_declarations()[name]
         setting = "algorithm" if found.online else "loss"
         return found._replace(defaults={**found.defaults, setting: spec} if setting in found.defaults else found.defaults)
     if isinstance(spec, str) and ":" not in spec:

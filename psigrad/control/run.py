@@ -87,7 +87,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
         session.note_start(config, journal, None, 0)
         trainer.restart()
         return LineState(evaluated=True)
-    session.check_pins(config, journal, checkpoint.read_manifest(path), pinned(trainer.config))
+    session.check_pins(config, journal, checkpoint.read_manifest(path), collect_pins(trainer.config))
     numbers = trainer.restore(path)
     session.note_start(config, journal, path, trainer.timesteps)
     with journal.clock()("time/replay"):
@@ -109,7 +109,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
 def train(trainer: Trainer, state: LineState, envs: Environments | None, journal: Journal) -> LineState:
     """From `state` to the last step, with evaluations on `envs`. A step of the cycle is a line of figures."""
     config = trainer.config
-    meta = {"kind": "control", **versions(), **pinned(config)}
+    meta = {"kind": "control", **versions(), **collect_pins(config)}
 
     def step(state: LineState) -> tuple[LineState, str]:
         _adopt(trainer, state.changes)
@@ -146,7 +146,7 @@ def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
         trainer.optimizer.max_grad_norm = trainer.config.max_grad_norm
 
 
-def pinned(config: ControlConfig) -> dict[str, str]:
+def collect_pins(config: ControlConfig) -> dict[str, str]:
     """What a run of control pins: the user's code, and the machine."""
     return {**users_code(config), **pins_of(config.run, kernels())}
 
@@ -212,7 +212,7 @@ _MOST_FRAMES, _WIDTH = 250, 300
 
 def record_video(trainer: Trainer, path: Path) -> Path:
     """One episode of the policy's likeliest actions as a GIF, cut where an evaluated one is."""
-    env = _drawn(trainer.config)
+    env = _open_drawn(trainer.config)
     (first, *rest), stride = _frames(env, trainer)
     fps = env.metadata.get("render_fps") or 30
     first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000 * stride / fps)), loop=0, optimize=True)
@@ -221,7 +221,7 @@ def record_video(trainer: Trainer, path: Path) -> Path:
 
 def check_video(config: ControlConfig) -> None:
     """Raises `UserError` where the environment draws no pictures: before the training, whose end would come too late."""
-    env = _drawn(config)
+    env = _open_drawn(config)
     try:
         env.reset(seed=0)
         _picture(env)
@@ -231,7 +231,7 @@ def check_video(config: ControlConfig) -> None:
         env.close()
 
 
-def _drawn(config: ControlConfig) -> gym.Env[Any, Any]:
+def _open_drawn(config: ControlConfig) -> gym.Env[Any, Any]:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
     if not isinstance(config.env, str):
         raise UserError("A video needs the environment's id; this one was given as an object.")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, smooth_l1_loss
 
 
-def backed_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
+def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
     """[M, A] what Q(s_t, a_t) is to become for each action that may follow.
 
     Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]

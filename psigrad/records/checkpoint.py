@@ -50,7 +50,7 @@ class Latest:
 
 def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None], *, meta: Mapping[str, Any]) -> Path:
     """Make `root/step-…` out of what `write(folder)` puts into a folder; `meta` goes into the manifest. `write` may return what
-    `sealed` has found of some of the files.
+    `seal_file` has found of some of the files.
 
     A checkpoint of the same step is replaced, and can be found at every moment of it. Raises `CheckpointError` where the
     disk is full or read-only: what was there before is untouched.
@@ -98,7 +98,7 @@ def _discard(path: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
 
 
-def sealed(path: Path) -> dict[str, Any]:
+def seal_file(path: Path) -> dict[str, Any]:
     """The size and the SHA-256 of a file, which is on the disk then."""
     found = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     sync(path)

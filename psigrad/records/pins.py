@@ -24,7 +24,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from psigrad.config.fields import FREE, LENGTH, RECORDED, defaults_of, marked
+from psigrad.config.fields import FREE, LENGTH, RECORDED, defaults_of, find_marked
 from psigrad.errors import UserError, nearest
 from psigrad.importing import home_of, loaded_by, opened_by
 from psigrad.records.rows import FORMAT
@@ -75,11 +75,11 @@ def check_settings(
     old, new, default = (
         name_preset_once(dict(_leaves(one))) for one in (before, now, {} if settings is None else defaults_of(settings))
     )
-    free, recorded, length = ([] if settings is None else marked(settings, mark) for mark in (FREE, RECORDED, LENGTH))
+    free, recorded, length = ([] if settings is None else find_marked(settings, mark) for mark in (FREE, RECORDED, LENGTH))
     old = {name: default[name] for name in new.keys() & default.keys()} | old
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in (*free, "format")]
     changes = [Change(name, old.get(name), new.get(name), name in length) for name in names]
-    allowed = _allowed(now, new)
+    allowed = _read_allowed(now, new)
     refused = [c for c in changes if c.name not in recorded and not {c.name, c.name.rpartition(".")[2]} & allowed]
     longer = [c for c in refused if c.is_length]
     if now.get("run", {}).get("extend"):
@@ -100,7 +100,7 @@ def check_settings(
     return changes
 
 
-def _allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
+def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
     """The names in `run.allow`. Raises `UserError` for one that is neither a pin nor a setting."""
     names = set(now.get("run", {}).get("allow", ()))
     known = {*PINS, *leaves, *(name.rpartition(".")[2] for name in leaves)}
@@ -263,11 +263,11 @@ def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
             base = ".".join(filter(None, (above, node.module)))
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     for name in names:
-        if (found := sys.modules.get(name) or _unloaded(name)) is not None:
+        if (found := sys.modules.get(name) or _stand_in_for(name)) is not None:
             yield found
 
 
-def _unloaded(name: str) -> ModuleType | None:
+def _stand_in_for(name: str) -> ModuleType | None:
     """A stand-in for a module that was not imported, with its name and its file; None where there is none."""
     spec, path = None, None
     for end in range(name.count(".") + 1):

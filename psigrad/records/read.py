@@ -32,7 +32,7 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
 
 
-def kept_step(events: Sequence[Mapping[str, Any]]) -> float:
+def find_kept_step(events: Sequence[Mapping[str, Any]]) -> float:
     """The step whose weights a run left behind as its best ones; infinite where it left its last ones."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
@@ -81,7 +81,7 @@ class RunData:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Held-out figures by step, in order, up to the weights that were kept."""
-        kept = kept_step(self.events)
+        kept = find_kept_step(self.events)
         return [row for row in self.all_evaluations if row["step"] <= kept]
 
     @property
@@ -196,7 +196,7 @@ def _rollouts(files: Sequence[Path]) -> tuple[dict[int, list[float]], Counter[tu
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
     offsets: dict[int, list[tuple[Path, int]]] = {}
-    for at, line in _placed_lines(files):
+    for at, line in _read_places(files):
         row = rollout_figures(line)
         if row is None:
             continue
@@ -212,7 +212,7 @@ def _rollouts(files: Sequence[Path]) -> tuple[dict[int, list[float]], Counter[tu
     return rewards, troubles, {step: _samples(offsets[step]) for step in chosen}
 
 
-def _placed_lines(files: Sequence[Path]) -> Iterator[tuple[tuple[Path, int], bytes]]:
+def _read_places(files: Sequence[Path]) -> Iterator[tuple[tuple[Path, int], bytes]]:
     for file in files:
         end = 0
         for line in read_lines(file):
@@ -243,10 +243,10 @@ def prompt_text(prompt: Any) -> Any:
 def messages(prompt: Any) -> list[tuple[str, str]]:
     """(role, text) of each message of a conversational prompt; nothing for a plain one."""
     said = [m for m in prompt if isinstance(m, Mapping)] if isinstance(prompt, list) else []
-    return [(str(m.get("role") or "message"), _said(m)) for m in said]
+    return [(str(m.get("role") or "message"), _text_of(m)) for m in said]
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _text_of(message: Mapping[str, Any]) -> str:
     """The text of a message: of content in parts their texts, of a call of a tool its name and arguments."""
     content = message.get("content")
     if isinstance(content, list):

@@ -180,14 +180,20 @@ def _keep(file: Path, spans: list[tuple[int, int]]) -> None:
         replace_file(file, pieces())
 
 
-def replace_file(file: Path, content: Iterable[bytes]) -> None:
-    """The file with another content: it is the old or the new one at every moment, and the new one is on the disk in the end."""
-    beside = file.with_name(f".{file.name}.tmp")
-    with beside.open("wb") as stream:
-        stream.writelines(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, file)
+def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None:
+    """The file with another content: it is the old or the new one at every moment, and the new one is on the disk in the end.
+
+    Where several may write it at once, `writer` tells them apart.
+    """
+    beside = file.with_name(f".{file.name}{writer}.tmp")
+    try:
+        with beside.open("wb") as stream:
+            stream.writelines(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _truncate(file: Path, size: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from psigrad.config.fields import LIVE, marked, settings_of
-from psigrad.config.load import expected
+from psigrad.config.fields import LIVE, find_marked, settings_of
+from psigrad.config.load import reword
 from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
@@ -352,7 +352,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{dotted} is changed to {value!r}; expected a number.")
         return dotted, value
-    known = marked(type(config), LIVE)
+    known = find_marked(type(config), LIVE)
     if dotted not in known:
         parts = " and ".join(f"numbers in {part}" for part in PARTS if hasattr(config, part))
         raise UserError(
@@ -364,7 +364,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{name} is changed to {value!r}; {expected(error.errors()[0]['msg'])}.") from error
+        raise UserError(f"{name} is changed to {value!r}; {reword(error.errors()[0]['msg'])}.") from error
 
 
 class CallbackError(UserError):

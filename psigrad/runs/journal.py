@@ -1,10 +1,12 @@
-"""What a loop tells the world: rows of the run folder, trackers, seconds, whether it was asked to stop, and that it hangs."""
+"""What a loop tells the world: rows of the run folder, trackers, seconds, memory, whether it was asked to stop, that it hangs."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,11 +25,11 @@ from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.machine import Trimmer
 
 STACKS = "stacks.txt"
 # A phase may take so many times as long as the longest of its kind so far.
 _TIMES = 10
+_HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM"}
 
 
 class Tracker(Protocol):
@@ -135,6 +137,47 @@ class Announcer:
         new = [alert for alert in self._watch.alerts() if alert.ended is None and alert.rule not in self._told]
         self._told |= {alert.rule for alert in new}
         return new
+
+
+def memory() -> dict[str, int]:
+    """Bytes of memory that this process holds now, and the most that it has held; empty where the system does not say."""
+    try:
+        said = Path("/proc/self/status").read_text()
+    except OSError:
+        return {}
+    found = {name: re.search(rf"^{key}:\s+(\d+) kB", said, re.M) for name, key in _HELD.items()}
+    return {name: 1024 * int(match[1]) for name, match in found.items() if match}
+
+
+class Trimmer:
+    """Gives freed memory back to the system where more and more is held: tensors of ever new sizes leave holes that the next ones
+    do not fit into.
+
+    What a process holds between its first steps is what it needs. Above it by a fiftieth, the holes are given back; they cost
+    page faults when they are used again, so that is not done in every step.
+    """
+
+    def __init__(self, steps: int = 3, above: float = 1.02) -> None:
+        self._left, self._above, self._usual = steps, above, 0
+
+    def __call__(self) -> dict[str, int]:
+        """To be called at the end of each step, with whose row `memory` goes."""
+        held = memory()
+        now = held.get("memory_bytes", 0)
+        if self._left > 0:
+            self._left -= 1
+            self._usual = max(self._usual, now)
+        elif now > self._above * self._usual:
+            give_back()
+            self._usual = max(self._usual, memory().get("memory_bytes", 0))  # what is held then is needed
+        return held
+
+
+def give_back() -> None:
+    """Have glibc give all freed memory back to the system; other C libraries have no such call."""
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The machine and the process: threads, device and memory of a run, and when, on what and by which command something ran."""
+"""The machine and the process: threads and device of a run, and when, on what and by which command something ran."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ _LIBRARIES = ("torch", "transformers", "trl")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Bytes of the blocks that are kept: where memory is short, so few that no hole is as large as a tensor.
 _ALL, _PIECE = 1 << 30, 1 << 20
-_HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM"}
 # The most that glibc itself comes to keep, once large blocks have been freed.
 _USUAL = 1 << 25
 
@@ -138,47 +137,6 @@ def keep_freed_memory(up_to: int = _ALL) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * up_to if up_to == _USUAL else (1 << 31) - 1)
 
 
-def memory() -> dict[str, int]:
-    """Bytes of memory that this process holds now, and the most that it has held; empty where the system does not say."""
-    try:
-        said = Path("/proc/self/status").read_text()
-    except OSError:
-        return {}
-    found = {name: re.search(rf"^{key}:\s+(\d+) kB", said, re.M) for name, key in _HELD.items()}
-    return {name: 1024 * int(match[1]) for name, match in found.items() if match}
-
-
-class Trimmer:
-    """Gives freed memory back to the system where more and more is held: tensors of ever new sizes leave holes that the next ones
-    do not fit into.
-
-    What a process holds between its first steps is what it needs. Above it by a fiftieth, the holes are given back; they cost
-    page faults when they are used again, so that is not done in every step.
-    """
-
-    def __init__(self, steps: int = 3, above: float = 1.02) -> None:
-        self._left, self._above, self._usual = steps, above, 0
-
-    def __call__(self) -> dict[str, int]:
-        """To be called at the end of each step, with whose row `memory` goes."""
-        held = memory()
-        now = held.get("memory_bytes", 0)
-        if self._left > 0:
-            self._left -= 1
-            self._usual = max(self._usual, now)
-        elif now > self._above * self._usual:
-            give_back()
-            self._usual = max(self._usual, memory().get("memory_bytes", 0))  # what is held then is needed
-        return held
-
-
-def give_back() -> None:
-    """Have glibc give all freed memory back to the system; other C libraries have no such call."""
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def device(run: Run) -> str:
     """The device of the run: what was asked for, or cuda where there is one."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
@@ -193,11 +151,6 @@ def pins_of(run: Run, kernels: object) -> dict[str, str]:
         "kernels": "off" if isinstance(kernels, str) else "on",
         "device": torch.device(device(run)).type,
     }
-
-
-def exact_products(where: torch.device) -> bool:
-    """Whether products of float32 have all of its digits on this device."""
-    return where.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32
 
 
 def versions() -> dict[str, str]:

@@ -16,13 +16,13 @@ import torch
 
 from psigrad import extras
 from psigrad.config import Run
-from psigrad.config.fields import LENGTH, idle, marked
+from psigrad.config.fields import LENGTH, find_marked, idle
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, join_world
 from psigrad.records import checkpoint, pins
-from psigrad.records.read import KEEPS, kept_step
+from psigrad.records.read import KEEPS, find_kept_step
 from psigrad.records.row_lines import last_event, read_steps
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
@@ -120,7 +120,7 @@ def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> 
         return None
     pins.check_pins(folder, journal.folder.lasting, lasting, config.run.allow)
     if journal.world.rank == 0:
-        length = marked(type(config), LENGTH)[0].rpartition(".")[2]
+        length = find_marked(type(config), LENGTH)[0].rpartition(".")[2]
         print(f"{folder} is finished; nothing was done. To train on, give a larger {length} with --extend.", file=sys.stderr)
     before, after = evaluations(folder)
     report = folder / "report.html"
@@ -141,13 +141,13 @@ def newest_checkpoint(journal: Journal) -> Path | None:
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
     """A checkpoint of what `write` puts into its folder; old ones go. The rows of the run are on the disk before it."""
     journal.folder.flush()
-    path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **vouched(journal)})
+    path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **vouch_for(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
     journal.folder.checkpoint_bytes = checkpoint.size_of(path)
     journal.folder.event("saved", step=step)
 
 
-def vouched(journal: Journal) -> dict[str, Any]:
+def vouch_for(journal: Journal) -> dict[str, Any]:
     """What a checkpoint's manifest says of the run folder: its settings, and how many rows and bytes of them there are."""
     return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
@@ -185,7 +185,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first evaluation of a run and that of the weights it left, with their steps."""
-    kept = kept_step([last_event(folder / "events.jsonl", *KEEPS)])
+    kept = find_kept_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows: dict[int, dict[str, Any]] = {}
     for row in read_steps(folder / "metrics.jsonl"):
         if any(name.startswith("eval/") for name in row):

@@ -146,10 +146,12 @@ def _solve(mdp: MDP, policy: Policy, right: FloatArray) -> FloatArray:
                     "is not finite; give a policy that ends, or use gamma below 1."
                 )
             keep[states] = False
-    return _discounted(model, np.flatnonzero(keep), mdp.gamma, right)
+    return _solve_discounted(model, np.flatnonzero(keep), mdp.gamma, right)
 
 
-def _discounted(model: Matrix, system: IntArray, gamma: float, right: FloatArray, *, transposed: bool = False) -> FloatArray:
+def _solve_discounted(
+    model: Matrix, system: IntArray, gamma: float, right: FloatArray, *, transposed: bool = False
+) -> FloatArray:
     """x [S] with (I − γ·P)·x = right on the states of `system` and 0 elsewhere, or with Pᵀ in place of P."""
     out = np.zeros(right.size)
     if not system.size:
@@ -204,4 +206,4 @@ def occupancy(mdp: MDP, policy: ArrayLike) -> FloatArray:
     # d = start + γ·P_πᵀ·d over the states that the start can reach
     model, _ = policy_model(mdp, policy)
     reached = _reaching(model.T, start > 0) & ~mdp.is_terminal
-    return _discounted(model, np.flatnonzero(reached), mdp.gamma, start, transposed=True)
+    return _solve_discounted(model, np.flatnonzero(reached), mdp.gamma, start, transposed=True)

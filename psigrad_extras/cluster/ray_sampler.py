@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity

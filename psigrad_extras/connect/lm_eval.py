@@ -29,8 +29,7 @@ from psigrad.errors import UserError, nearest, reason_of
 from psigrad.intervals import Interval, mean_interval, over_seeds
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.loading.chat_settings import settle_chat
-from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.load_model import load_model, settle_chat
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.rollout.samplers import samplers

@@ -15,7 +15,7 @@ from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, Samples, Scored, Unscored, resolve
-from psigrad.language.rewards.numeric import blank, equal, gold_number, marked, unwrap
+from psigrad.language.rewards.numeric import blank, equal, find_marked, gold_number, unwrap
 from psigrad.language.rewards.reward_pool import row_faults
 from psigrad.records.read import prompt_text
 
@@ -55,7 +55,7 @@ def wrong_answers(prompt: str, gold: str, other: str) -> Iterator[tuple[str, str
     number = gold_number(gold)
     last = 99 if number and number.value == 100 else 100
     numbers = [*map(str, range(last + 1))]
-    own = gold if (own := marked(gold)) is None else own
+    own = gold if (own := find_marked(gold)) is None else own
     yield "all numbers", ", ".join(numbers if number is None or own in numbers else ["0", own, *numbers[1:]])
     if re.fullmatch(r"\W*[A-Z]\W*", gold):
         yield "all choices", ", ".join(letter for letter in "ABCDE" if letter not in gold) + f", {gold}, F"
@@ -74,10 +74,10 @@ def wrong_answers(prompt: str, gold: str, other: str) -> Iterator[tuple[str, str
 def right_answers(gold: str) -> Iterator[tuple[str, str]]:
     """Forms of an answer that should be rewarded, each with its name."""
     yield "as it is", gold
-    if "\n" in gold.strip() and marked(gold) is None:  # a program, or another long text
+    if "\n" in gold.strip() and find_marked(gold) is None:  # a program, or another long text
         yield "fenced", f"This is it:\n\n```python\n{gold.strip()}\n```\n"
         return
-    own = gold if (own := marked(gold)) is None else own
+    own = gold if (own := find_marked(gold)) is None else own
     yield "in a sentence", f"The answer is {own}."
     yield "on the last line", f"First I read the question. Then I work it out.\n\n{own}"
     yield "bold", f"**Answer:** **{own}**"

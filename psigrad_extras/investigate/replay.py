@@ -28,7 +28,7 @@ from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.episodes.episodes import settle
 from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State, apply_changes
-from psigrad.language.training.online.collect import scored_groups
+from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.update import learning_rate
@@ -233,7 +233,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
                 watches[name] = _try(job, algorithm, replace(config, algorithm=others[name]), state, rewards.found[number])
             seconds[name] = clock.phases[name]
         figures = {name: one.figures(watch) for name, one in watches.items()}
-        groups = scored_groups(rewards.found[number], config.num_generations, 1)
+        groups = group_scored(rewards.found[number], config.num_generations, 1)
         shown = _groups(watches, groups, rows, job.model.tokenizer)[:most_groups]
     return Replay(str(path), number, newest.step, differences, own.notes, figures, shown, seconds)
 
@@ -243,7 +243,7 @@ def _try(job: Online, algorithm: PolicyGradient, config: OnlineConfig, state: St
     made = correct(algorithm, config, job.sampler, job.model, job.journal)
     assert isinstance(made, PolicyGradient)
     watch = MethodWatch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
-    groups = list(scored_groups(found, job.config.num_generations, made.min_group_size))
+    groups = list(group_scored(found, job.config.num_generations, made.min_group_size))
     if not groups:
         return watch
     known = made.initial_state()

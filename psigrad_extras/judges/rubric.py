@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.language.rewards.outcomes import Preparable, Unscored, text_of, transcript_of
+from psigrad.records.row_lines import replace_file
 from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 
 T = TypeVar("T")
@@ -92,9 +93,7 @@ class Judge:
                 found = read(text)
                 if kept is not None:
                     kept.parent.mkdir(parents=True, exist_ok=True)
-                    beside = kept.with_name(f".{kept.name}.{os.getpid()}.{threading.get_ident()}")
-                    beside.write_text(text, encoding="utf-8", errors="replace")
-                    os.replace(beside, kept)
+                    replace_file(kept, [text.encode("utf-8", "replace")], f".{os.getpid()}.{threading.get_ident()}")
                 return found
             except NoAnswerError as error:
                 why = str(error)

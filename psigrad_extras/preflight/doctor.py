@@ -20,6 +20,7 @@ from psigrad.language.models.native.build import compiler, prebuilt
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.processor import fast_bfloat16
 from psigrad.processes.sandbox import tier_of_this_machine
+from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import cores
 from psigrad_extras.preflight.plan.hardware import available_memory, installed_memory
 
@@ -75,7 +76,7 @@ def checks() -> Iterator[Check]:
     room = shutil.disk_usage(".").free
     tight = room < 5e9
     advice = "checkpoints need room: about 12 bytes per weight for each" if tight else ""
-    yield Check("disk", "broken" if tight else "ok", f"{_size(room)} free in the current folder", advice)
+    yield Check("disk", "broken" if tight else "ok", f"{show_size(room)} free in the current folder", advice)
 
 
 def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = checks) -> str:
@@ -111,7 +112,7 @@ def _package(name: str, advice: str, label: str = "") -> Check:
 
 def memory(unused: int, total: int) -> Check:
     """Bytes that a run could take now, of those that the machine or the container has."""
-    detail = f"{_size(unused)} of {_size(total)} free"
+    detail = f"{show_size(unused)} of {show_size(total)} free"
     if unused < 2e9:
         return Check("memory", "broken", detail, "end other programs; `psigrad plan METHOD --model …` says what a run takes")
     return Check("memory", "ok", detail)
@@ -125,7 +126,7 @@ def _gpu() -> Check:
         return Check("GPU", "missing", f"{why}; runs use the CPU", "the README's table of installs has the build for CUDA")
     shown = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     halves = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16: train with --dtype float32"
-    return Check("GPU", "ok", "; ".join(f"{gpu.name}, {_size(gpu.total_memory)}, {halves}" for gpu in shown))
+    return Check("GPU", "ok", "; ".join(f"{gpu.name}, {show_size(gpu.total_memory)}, {halves}" for gpu in shown))
 
 
 def defaults(device: str) -> Check:
@@ -165,7 +166,3 @@ def _kernels() -> Check:
     ready = prebuilt()
     made = "compiled here" if ready is None else f"the package's for {ready.stem}"
     return Check("CPU kernels", "ok", f"{made}; a result agrees with PyTorch's")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"

@@ -12,7 +12,7 @@ from psigrad.language.data import rendered_rows
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, read_dataset
-from psigrad.language.loading.chat_settings import settle_chat
+from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.score_rows import score

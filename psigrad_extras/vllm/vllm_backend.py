@@ -28,7 +28,7 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models import lora
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.probe import draw_texts, in_precision

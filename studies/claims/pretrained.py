@@ -34,8 +34,9 @@ from psigrad.errors import UserError
 from psigrad.intervals import Interval, mean_interval, over_seeds
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
-from psigrad.language.recipes import evaluate, sample, sums
+from psigrad.language.recipes import evaluate, sample
 from psigrad.records.report.plots import COLOURS
+from psigrad_extras import sums
 from psigrad_extras.connect import likelihood
 from psigrad_extras.experiments import drawing
 from studies import trials

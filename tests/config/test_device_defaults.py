@@ -11,6 +11,7 @@ import yaml
 from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
 from psigrad.config.fields import usual_on
+from psigrad.language.training.online.online_run import exact_products
 from psigrad.runs import machine
 
 TABLE = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "micro_batch_tokens": 0, "run.async_save": True}
@@ -77,6 +78,6 @@ def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():
             patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(torch.cuda, "device_count", lambda: 1)
             with machine.prepared_torch(torch_has, tf32=True):
-                seen[where] = machine.exact_products(torch.device("cuda"))
+                seen[where] = exact_products(torch.device("cuda"))
     assert seen == {"cpu": True, "cuda": False}
-    assert machine.exact_products(torch.device("cuda")) and machine.exact_products(torch.device("cpu"))
+    assert exact_products(torch.device("cuda")) and exact_products(torch.device("cpu"))

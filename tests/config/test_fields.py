@@ -12,7 +12,7 @@ import pytest
 import psigrad
 from psigrad.cli.grid import GridSettings
 from psigrad.config import EvalConfig, LmEvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
-from psigrad.config.fields import LENGTH, LIVE, RECORDED, Mark, defaults_of, marked, settings_of
+from psigrad.config.fields import LENGTH, LIVE, RECORDED, Mark, defaults_of, find_marked, settings_of
 from psigrad.config.load import to_dict
 from psigrad.control.settings import ControlConfig
 
@@ -63,9 +63,9 @@ def test_negative_control_a_second_table_is_noticed():
 
 
 def test_marks_are_read_from_sections_and_bases():
-    assert {"run.save_steps", "reward_timeout", "placement.cluster"} <= set(marked(OnlineConfig, RECORDED))
-    assert {"run.max_steps", "run.num_train_epochs", "total_timesteps"} == set(marked(ControlConfig, LENGTH))
-    assert marked(GridSettings, Mark.MAIN) == []
+    assert {"run.save_steps", "reward_timeout", "placement.cluster"} <= set(find_marked(OnlineConfig, RECORDED))
+    assert {"run.max_steps", "run.num_train_epochs", "total_timesteps"} == set(find_marked(ControlConfig, LENGTH))
+    assert find_marked(GridSettings, Mark.MAIN) == []
 
 
 @pytest.mark.parametrize("cls", TRAINED, ids=lambda cls: cls.__name__)

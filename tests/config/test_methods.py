@@ -12,20 +12,20 @@ from psigrad import cli
 from psigrad.cli import flags
 from psigrad.config import OnlineConfig, PreferenceConfig, algorithms
 from psigrad.config.load import load
-from psigrad.config.methods import declaration, declared, of_spec
+from psigrad.config.methods import declaration, list_declarations, of_spec
 from psigrad.errors import UserError
 from psigrad.language.recipes import api, online, online_settings
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import online_preference, preference_catalog
 
 OBJECTS = {**catalog.METHODS, **online_preference.METHODS, **preference_catalog.METHODS}
-ONLINE = [name for name, method in declared().items() if method.online]
+ONLINE = [name for name, method in list_declarations().items() if method.online]
 
 
 def test_every_method_that_is_declared_can_be_chosen():
-    assert list(declared()) == ["sft", *OBJECTS, "reward"]
+    assert list(list_declarations()) == ["sft", *OBJECTS, "reward"]
     for name, method in OBJECTS.items():
-        found = declared()[name]
+        found = list_declarations()[name]
         setting = "algorithm" if found.online else "loss"
         assert found.summary == method.summary and found.defaults == {setting: name, **method.defaults}
         assert method.name == method.algorithm.name == name
@@ -34,7 +34,9 @@ def test_every_method_that_is_declared_can_be_chosen():
 
 
 def test_every_method_is_a_command_with_its_summary():
-    assert {name: cli.COMMANDS[name].purpose for name in declared()} == {n: m.summary for n, m in declared().items()}
+    assert {name: cli.COMMANDS[name].purpose for name in list_declarations()} == {
+        n: m.summary for n, m in list_declarations().items()
+    }
     assert max(len(line) for line in cli.help_text().splitlines()) <= 120
 
 

@@ -11,7 +11,7 @@ from psigrad.cli import flags
 from psigrad.config import OnlineConfig, PreferenceConfig, shortcuts
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.config.load import load, resolve_names
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.errors import UserError
 from psigrad.language.recipes import online_settings
@@ -27,7 +27,7 @@ from psigrad.objective.parts.ratio import sequence
 from psigrad.objective.parts.surrogate import clip, truncated_weight
 from psigrad.objective.preferences import preference_catalog
 
-METHODS = [name for name, d in declared().items() if d.settings in (OnlineConfig, PreferenceConfig)]
+METHODS = [name for name, d in list_declarations().items() if d.settings in (OnlineConfig, PreferenceConfig)]
 
 
 def seen(value):
@@ -48,7 +48,7 @@ def read(value):
 
 
 def resolved(name: str, *given: str):
-    declaration = declared()[name]
+    declaration = list_declarations()[name]
     config = flags.parse(declaration.settings, name, given, declaration.defaults)
     return resolve_online(config.algorithm) if declaration.online else resolve_loss(config.loss)
 

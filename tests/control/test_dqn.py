@@ -21,15 +21,15 @@ def build(env, **given):
 
 def test_the_target_of_a_terminated_step_is_its_reward_and_of_a_truncated_one_is_not():
     reward, next_q = torch.tensor([1.0, 1.0]), torch.tensor([[2.0, 5.0], [2.0, 5.0]])
-    found = q_learning.td_target(q_learning.backed_up(reward, torch.tensor([True, False]), next_q, 0.9))
+    found = q_learning.td_target(q_learning.back_up(reward, torch.tensor([True, False]), next_q, 0.9))
     torch.testing.assert_close(found, torch.tensor([1.0, 1.0 + 0.9 * 5.0]))
-    infinite = q_learning.td_target(q_learning.backed_up(reward, torch.tensor([True, False]), torch.full((2, 2), torch.inf), 0.9))
+    infinite = q_learning.td_target(q_learning.back_up(reward, torch.tensor([True, False]), torch.full((2, 2), torch.inf), 0.9))
     assert infinite[0] == 1.0  # and not 0 · inf
 
 
 def test_double_dqn_values_what_the_other_network_chooses():
     next_q, choosing = torch.tensor([[2.0, 5.0]]), torch.tensor([[7.0, 1.0]])
-    worth = q_learning.backed_up(torch.zeros(1), torch.tensor([False]), next_q, 1.0)
+    worth = q_learning.back_up(torch.zeros(1), torch.tensor([False]), next_q, 1.0)
     assert float(q_learning.td_target(worth, choosing)) == 2.0
     assert float(q_learning.td_target(worth)) == 5.0
 

@@ -41,14 +41,14 @@ def test_observations_of_parts_are_flattened_as_gymnasium_does(space):
     size, flatten = meanings.observations(space)
     rows = [space.sample() for _ in range(4)]
     expected = np.stack([spaces.flatten(space, row) for row in rows]).astype(np.float32)
-    found = flatten(meanings.stacked(space, rows))
+    found = flatten(meanings.stack(space, rows))
     assert size == spaces.flatdim(space) and found.dtype == np.float32
     # gymnasium ignores where a MultiDiscrete starts, but for Discrete it does not
     np.testing.assert_array_equal(found, expected)
     batch, single = meanings.batch_of(space, rows[2])
     assert single
     np.testing.assert_array_equal(flatten(batch), expected[2:3])
-    assert not meanings.batch_of(space, meanings.stacked(space, rows))[1]
+    assert not meanings.batch_of(space, meanings.stack(space, rows))[1]
 
 
 @pytest.mark.parametrize("space", SPACES, ids=name)
@@ -92,7 +92,7 @@ def test_one_observation_of_parts_and_a_batch_are_predicted_alike():
     space = agent.observation_space
     space.seed(1)
     rows = [space.sample() for _ in range(5)]
-    batch, _ = agent.predict(meanings.stacked(space, rows), deterministic=True)
+    batch, _ = agent.predict(meanings.stack(space, rows), deterministic=True)
     singles = [agent.predict(row, deterministic=True)[0] for row in rows]
     np.testing.assert_array_equal(batch, singles)
     assert agent.action_space.contains(singles[0])

@@ -10,7 +10,7 @@ from in_memory import make
 
 from psigrad.config import Optim
 from psigrad.language.models import tiny
-from psigrad.language.models.hf_attention import unpadded
+from psigrad.language.models.hf_attention import unpad
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, pack
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -69,7 +69,7 @@ def test_attention_without_padding_has_the_gradient_of_the_padded_one(how):
     right = passed(layout, torch.float32)
     apart = [
         [float((a - b).norm()) for a, b in zip(passed(one, torch.bfloat16), right, strict=True)]
-        for one in (unpadded(layout, how), layout)
+        for one in (unpad(layout, how), layout)
     ]
     assert all(ours <= 4 * theirs for ours, theirs in zip(*apart, strict=True))
 

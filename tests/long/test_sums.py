@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import psigrad
 from psigrad.errors import UserError
-from psigrad.language.recipes import sums
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.model_source import plain_folder
+from psigrad_extras import sums
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import sums as example
@@ -51,3 +55,20 @@ def test_it_learns_and_breaks_nothing_else(tmp_path, capsys):
     assert means[0] < 0.2 and means[-1] > 0.6
     before, after = (float(x) for x in re.findall(r"everyday sentences, \w+: ([\d.]+)%", capsys.readouterr().out))
     assert after > before - 5
+
+
+@pytest.mark.long
+def test_the_real_file_answers_as_its_folder_does(tmp_path):
+    """SmolLM2-135M-Instruct, from the package index."""
+    file = sums.smollm2(tmp_path)
+    greedy = {"dtype": "bfloat16", "max_completion_length": 16, "eval_temperature": 0.0, "eval_prompts": 8, "progress": False}
+    place = plain_folder(str(file))
+    rows = [{"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}]
+    for path in (str(file), place):
+        figures = psigrad.evaluate(model=path, dataset=rows, reward="numeric", **greedy)
+        assert figures["eval/numeric/mean"] == 1.0, "2 + 3 = 5"
+    ours, theirs = (
+        load_model(psigrad.config.Model(path=path), psigrad.config.Run(), None).network.state_dict()
+        for path in (str(file), place)
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

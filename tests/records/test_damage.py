@@ -147,7 +147,7 @@ def with_model(path):
         journal = SimpleNamespace(folder=folder, world=SimpleNamespace(rank=0))
         folder.event("started", step=0)
         folder.metrics({"step": 1})
-        meta = session.vouched(journal)
+        meta = session.vouch_for(journal)
         checkpoint.save(folder.checkpoints, 1, lambda place: save_file({"w": torch.ones(9)}, place / "w.safetensors"), meta=meta)
         folder.save_model(lambda place: place.mkdir() or save_file({"w": torch.ones(9)}, place / "model.safetensors"))
         session.note_end(journal)
@@ -268,7 +268,7 @@ def test_a_run_that_goes_on_cuts_its_large_files(tmp_path, monkeypatch):
     with RunFolder.open(path, CONFIG) as folder:
         journal = SimpleNamespace(folder=folder, world=ALONE)
         folder.rollouts([{"step": 1}, {"step": 2}])
-        meta = session.vouched(journal)
+        meta = session.vouch_for(journal)
         checkpoint.save(folder.checkpoints, 2, lambda place: save_file({"w": torch.ones(9)}, place / "w.safetensors"), meta=meta)
         folder.rollouts([{"step": 3}])
     assert meta["ends"] == {"rollouts": 24}  # two lines of 12 bytes

@@ -126,7 +126,7 @@ def learner(hidden: int, **settings) -> Learner:
 def test_a_copy_is_of_its_moment(tmp_path, settings):
     """The weights change behind the copy, and the files hold those before."""
     one = learner(32, **settings)
-    write = {copies: learners.staged(State(step=1), [one], ALONE, copies=copies) for copies in (True, False)}
+    write = {copies: learners.stage(State(step=1), [one], ALONE, copies=copies) for copies in (True, False)}
     (tmp_path / "now").mkdir()
     write[False](tmp_path / "now", ALONE)
     with torch.no_grad():
@@ -160,6 +160,6 @@ def test_the_stall_is_about_the_copy():
         return min(found)
 
     copy = least(lambda: [x.detach().to("cpu", copy=True) for x in held])
-    stall = least(lambda: learners.staged(State(step=1), [one], ALONE, copies=True))
+    stall = least(lambda: learners.stage(State(step=1), [one], ALONE, copies=True))
     print(f"copy {1000 * copy:.1f} ms, stall {1000 * stall:.1f} ms")
     assert stall <= 1.5 * copy, (stall, copy)

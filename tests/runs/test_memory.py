@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from psigrad.runs import machine
-from psigrad.runs.journal import Clock, Journal
-from psigrad.runs.machine import Trimmer
+from psigrad.runs import journal, machine
+from psigrad.runs.journal import Clock, Journal, Trimmer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says what a process holds")
 MB, ROOT = 1 << 20, Path(__file__).parents[2]
@@ -26,8 +25,8 @@ MB, ROOT = 1 << 20, Path(__file__).parents[2]
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """What the process will hold at the end of each step, and, as negative numbers, what was given back."""
     found: list[int] = []
-    monkeypatch.setattr(machine, "memory", lambda: {"memory_bytes": found[0]})
-    monkeypatch.setattr(machine, "give_back", lambda: found.append(-found[0]))
+    monkeypatch.setattr(journal, "memory", lambda: {"memory_bytes": found[0]})
+    monkeypatch.setattr(journal, "give_back", lambda: found.append(-found[0]))
     yield found
 
 
@@ -53,10 +52,10 @@ def see_peaks(trims: int, leak: int) -> None:
     Until it has settled it goes up by a twentieth; what leaks 2 MB a step goes up by a fifth meanwhile.
     """
     machine.keep_freed_memory()
-    machine.give_back()
+    journal.give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
     draw, caches, leaked, found = random.Random(0), [], [], []
-    ours = Trimmer() if trims else machine.memory
+    ours = Trimmer() if trims else journal.memory
     for _ in range(60):
         live: list[torch.Tensor] = []
         for _ in range(30):

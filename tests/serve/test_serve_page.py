@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from contextlib import chdir
 from pathlib import Path
@@ -43,7 +42,7 @@ def test_the_examples_run(as_on_the_page, capsys):
     assert said.startswith(f"{whole} {count}\n{whole}"), "the stream says what the whole answer did"
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+@pytest.mark.needs("curl")
 def test_the_page_s_line_for_curl_is_answered(as_on_the_page):
     (line,) = re.findall(r"```\n(curl .*?)```", PAGE.read_text(), re.DOTALL)
     said = subprocess.run(

@@ -11,7 +11,7 @@ from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
-from psigrad.language.recipes import sums
+from psigrad_extras import sums
 from studies import trials
 from studies.claims import pretrained
 from studies.settings import PretrainedSettings

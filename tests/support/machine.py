@@ -202,6 +202,10 @@ def _root() -> Lack | None:
     return None if os.geteuid() == 0 else Lack("only root can give files away", advice="run them as root")
 
 
+def _node() -> Lack | None:
+    return None if shutil.which("node") else Lack("no node on this machine", advice="apt-get install nodejs")
+
+
 def _mcp() -> Lack | None:
     there = importlib.util.find_spec("mcp") is not None
     return None if there else Lack("the package mcp is not installed", advice="pip install mcp")
@@ -217,6 +221,8 @@ NEEDS = {
     "git": Need("the wheel", _git, ("git",)),
     "zsh": Need("completion in zsh", lambda: _program("zsh"), ("zsh",)),
     "fish": Need("completion in fish", lambda: _program("fish"), ("fish",)),
+    "curl": Need("programs that ask by curl", lambda: _program("curl"), ("curl",)),
+    "node": Need("agents in JavaScript", _node),
     "mcp": Need("MCP servers", _mcp),
     "root": Need("files of other users", _root),
 }

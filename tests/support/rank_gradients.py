@@ -28,8 +28,7 @@ from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.figures import Tally, TokenFigures
-from psigrad.language.training.online.forward import log_probs, micro_batches, rows_of, to_batch, values
-from psigrad.language.training.online.online_run import ValueModel
+from psigrad.language.training.online.online_run import ValueModel, log_probs, micro_batches, rows_of, to_batch, values
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry

@@ -111,7 +111,7 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
     learners = [Learner(model, optimizer)]
     if not read:
         optimizer.step(made.losses(made, world, model, None, groups_of(), ""), 1e-2)
-        saved.commit(Path(to), 3, saved.staged(State(step=3, tokens=5), learners, world, copies=False), world, {})
+        saved.commit(Path(to), 3, saved.stage(State(step=3, tokens=5), learners, world, copies=False), world, {})
         place = Path(to) / "step-00000003"
     else:
         place = Path(read)

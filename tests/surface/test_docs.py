@@ -19,7 +19,7 @@ from psigrad import cli
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.config.fields import flag_of
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 from psigrad.config.nested import flat_names
 from psigrad.control.settings import ControlConfig
 from psigrad.language.rewards import builtin
@@ -192,7 +192,7 @@ def test_every_command_of_the_readme_exists_with_its_flags():
     assert len(commands) > 15
     for name, rest in commands:
         assert name in cli.COMMANDS, name
-        method = declared().get(name)
+        method = list_declarations().get(name)
         known = {flag_of(n) for _, n in flat_names(method.settings)} if method else None
         for flag in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]):
             assert known is None or flag in known, f"psigrad {name} {flag}"

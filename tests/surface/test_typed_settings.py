@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psigrad.config.fields import settings_of
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "psigrad" / "language" / "recipes" / "typed_settings.pyi"
@@ -29,7 +29,7 @@ def test_every_method_and_every_setting_is_offered():
     tree = ast.parse(FILE.read_text())
     classes = {one.name: {line.target.id for line in one.body} for one in tree.body if isinstance(one, ast.ClassDef)}
     offered = {word.value for word in ast.walk(tree) if isinstance(word, ast.Constant)}
-    for name, method in declared().items():
+    for name, method in list_declarations().items():
         own = classes[method.settings.__name__.removesuffix("Config") + "Settings"] | classes["Given"] | {"path"}
         assert name in offered and {dotted.rpartition(".")[2] for dotted in settings_of(method.settings)} <= own
 

@@ -116,7 +116,7 @@ def _scale(part: Array) -> Array:
     return part.astype(np.float32) / 255 if part.dtype == np.uint8 else part
 
 
-def stacked(space: Space, items: Sequence[Any]) -> Any:
+def stack(space: Space, items: Sequence[Any]) -> Any:
     """Observations one behind the other, as a vector environment gives them: of a Dict a dictionary of arrays."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         room: Any = create_empty_array(space, len(items))
@@ -128,7 +128,7 @@ def batch_of(space: Space, observation: Any) -> tuple[Any, bool]:
     """One observation as a batch of one (then True), or a batch as it is. Raises `UserError` for what is neither."""
     shapes = list(_shapes(space, observation))
     if all(found == shape for found, shape in shapes):
-        return stacked(space, [observation]), True
+        return stack(space, [observation]), True
     for found, shape in shapes:
         if found[1:] != shape or len(found) != len(shape) + 1:
             raise UserError(f"The observation has shape {found}; expected {shape}, or a batch of such.")

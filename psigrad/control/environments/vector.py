@@ -65,7 +65,7 @@ class Serial:
         return self._stack(seen), reward, terminated, truncated, {"final_obs": finals}
 
     def _stack(self, seen: Sequence[Any]) -> Any:
-        return meanings.stacked(self.single_observation_space, seen)
+        return meanings.stack(self.single_observation_space, seen)
 
     def render(self) -> tuple[Any, ...]:
         """The picture of each, as `VectorEnv.render`."""
@@ -161,7 +161,7 @@ class Environments:
         elif ended.any():
             where = ended.nonzero()[0]
             if self.mode is AutoresetMode.SAME_STEP:
-                finals = self._flatten(meanings.stacked(self._space, [infos["final_obs"][i] for i in where]))
+                finals = self._flatten(meanings.stack(self._space, [infos["final_obs"][i] for i in where]))
                 last = dict(zip(where.tolist(), finals, strict=True))
             else:
                 last = {int(i): observation[i].copy() for i in where}

@@ -189,7 +189,7 @@ class DQNTrainer(Trainer):
         double = config.dqn.double_q
         drawn = self.replay.sample(steps * size, rng)
         next_q = towers.with_flat(self.target, drawn.next_observation)[0]
-        worth = torch.split(q_learning.backed_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
+        worth = torch.split(q_learning.back_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
         shares = torch.split(q_learning.shares(drawn.action, next_q.shape[1], size), size)
         shown = drawn.observation.view(steps, size, -1)
         if double:  # the network that learns is asked of both states in one pass

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from psigrad.config.algorithms import changed
+from psigrad.config.algorithms import change
 from psigrad.config.algorithms import resolve as resolve_algorithm
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
@@ -67,7 +67,7 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
     if isinstance(spec, str):
         return presets[spec] if spec in presets else replace(resolve_algorithm(spec), kl=None)
     if isinstance(spec, Mapping) and spec.get("preset") in presets:
-        return changed(presets[spec["preset"]], {key: value for key, value in spec.items() if key != "preset"})
+        return change(presets[spec["preset"]], {key: value for key, value in spec.items() if key != "preset"})
     return replace(resolve_algorithm(spec), kl=None)
 
 

@@ -37,15 +37,15 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
     if row.steps:
         made = encode_steps(tokenizer, row, separator)
         first = len(prompt_ids(tokenizer, row))
-        return [_rendered(tokenizer, row.source, made.ids, [i >= first for i in range(len(made.ids))])]
+        return [_render(tokenizer, row.source, made.ids, [i >= first for i in range(len(made.ids))])]
     if row.completion is None and row.messages is None:
         ids = prompt_ids(tokenizer, row)
-        found = _rendered(tokenizer, row.source, ids, [False] * len(ids))
+        found = _render(tokenizer, row.source, ids, [False] * len(ids))
         return [found._replace(pieces=[*found.pieces, Segment("sampled", "(the model's completion, which is trained)")])]
     answers = {"": row} if row.rejected is None else {", chosen": row, ", rejected": replace(row, completion=row.rejected)}
     made_of = {name: examples(tokenizer, one) for name, one in answers.items()}
     return [
-        _rendered(tokenizer, f"{row.source}{name}{f', text {n}' if len(made) > 1 else ''}", one.ids, one.mask)
+        _render(tokenizer, f"{row.source}{name}{f', text {n}' if len(made) > 1 else ''}", one.ids, one.mask)
         for name, made in made_of.items()
         for n, one in enumerate(made, 1)
     ]
@@ -62,7 +62,7 @@ def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separato
     return found
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> Rendered:
+def _render(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> Rendered:
     pieces: list[Segment] = []
     for trained, group in itertools.groupby(zip(ids, mask, strict=True), key=lambda one: one[1]):
         text = str(tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False))

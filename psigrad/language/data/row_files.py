@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, name_reason
 from psigrad.language.data.dataset_rows import BadRow, show
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -46,12 +46,6 @@ def read_file(path: Path, name: str) -> Records:
         yield from READERS[path.suffix](path, name)
     except OSError as error:
         raise UserError(f"{path} can't be read ({error}); check that it is a whole, readable {path.suffix} file.") from error
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 class _DuplicateKeyError(ValueError):
@@ -106,7 +100,7 @@ def _json_line(line: bytes, source: str) -> Raw | BadRow:
 
 
 def _flaw(error: Exception) -> str:
-    return str(error) if isinstance(error, _DuplicateKeyError) else f"can't be decoded ({first_line(error)})"
+    return str(error) if isinstance(error, _DuplicateKeyError) else f"can't be decoded ({name_reason(error)})"
 
 
 def _json(path: Path, name: str) -> Records:
@@ -175,7 +169,7 @@ def _end_of(text: str, at: int) -> int:
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:
-        raise json.JSONDecodeError(first_line(error), text, at) from error
+        raise json.JSONDecodeError(name_reason(error), text, at) from error
 
 
 def _parquet(path: Path, name: str) -> Records:
@@ -194,7 +188,7 @@ def _parquet(path: Path, name: str) -> Records:
     except UserError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise UserError(f"{path} is not a whole Parquet file ({first_line(error)}); write or copy it again.") from error
+        raise UserError(f"{path} is not a whole Parquet file ({name_reason(error)}); write or copy it again.") from error
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from psigrad.config import Data
 from psigrad.config.sections import columns_of
-from psigrad.errors import UserError, nearest, several
+from psigrad.errors import UserError, name_reason, nearest, several
 from psigrad.language.data import posted_forms, tasks
 from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, find_form, rows_of, show
 from psigrad.language.data.posted_forms import Tell
-from psigrad.language.data.row_files import READERS, Raw, Records, first_line, read_file
+from psigrad.language.data.row_files import READERS, Raw, Records, read_file
 from psigrad.seeds import permutation
 
 _SHOWN = 5
@@ -228,7 +228,7 @@ def _read_saved(path: Path, split: str) -> Records:
         raise
     except Exception as error:  # a damaged folder fails in Arrow, json or datasets, each with types of its own
         raise UserError(
-            f"The saved dataset {path} can't be read ({first_line(error)}); save it again with save_to_disk."
+            f"The saved dataset {path} can't be read ({name_reason(error)}); save it again with save_to_disk."
         ) from error
 
 
@@ -243,7 +243,7 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(
             f"{show(dataset)} is neither a file or folder here{_neighbour(Path(dataset))} nor a dataset that the hub could load "
-            f"(split {split!r}: {first_line(error)}); check the name, the split and the network."
+            f"(split {split!r}: {name_reason(error)}); check the name, the split and the network."
         ) from error
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.native.kernels import Heads, Kernels, Slots, Spans
 
 SDPA: Any = F.scaled_dot_product_attention

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models import attention
-from psigrad.language.models.fused.activation_cache import ActivationCache, CacheHit
+from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
@@ -146,9 +146,9 @@ class Pretrained(ABC):
             fused: Any = layout
             return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
         if self.attends != "sdpa" and isinstance(layout, attention.PackedLayout):
-            from psigrad.language.models.hf_attention import unpadded
+            from psigrad.language.models.hf_attention import unpad
 
-            layout = unpadded(layout, self.attends)
+            layout = unpad(layout, self.attends)
         hidden: Tensor = (
             self.as_transformers()
             .base_model(

@@ -235,7 +235,7 @@ class FlexLayout:
 
             parts, full = self.blocks(window)
             some, most, whole, all_of = (
-                on_device(x, group.device, torch.int32) for x in (*_listed(parts & ~full), *_listed(full))
+                on_device(x, group.device, torch.int32) for x in (*_list_blocks(parts & ~full), *_list_blocks(full))
             )
             lengths = (self.packed.rows, self.packed.rows)
             made: Any = BlockMask.from_kv_blocks(some, most, whole, all_of, BLOCK, visible, lengths)
@@ -247,12 +247,12 @@ class FlexLayout:
         return {}
 
 
-def unpadded(packed: PackedLayout, how: str) -> Layout:
+def unpad(packed: PackedLayout, how: str) -> Layout:
     """The layout attending by "varlen" or "flex"."""
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())
 
 
-def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of [Q, K] blocks how many each row has, [1, 1, Q], and which, those first, [1, 1, Q, K]."""
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 

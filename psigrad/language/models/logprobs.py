@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from psigrad.language.models import gradients
-from psigrad.language.models.fused.activation_cache import CachedLogProbs
+from psigrad.language.models.fused.caches import CachedLogProbs
 from psigrad.language.models.native.kernels import STRETCH, Kernels, kernels, multiply
 
 # Logits of one chunk: 2^24 floats are 64 MiB.

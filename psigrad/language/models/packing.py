@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models.attention import PackedLayout, Pieces, on_device
-from psigrad.language.models.fused.activation_cache import CacheHit
+from psigrad.language.models.fused.caches import CacheHit
 from psigrad.seeds import permutation
 
 

@@ -124,7 +124,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     return found.spec, {**rest, **settings}
 
 
-def fitted(config: C) -> C:
+def fit_memory(config: C) -> C:
     """The settings with micro-batches, and all else that is left to the device, as its memory allows."""
     if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
         made: C = extras.load("fit").fit(config)
@@ -137,7 +137,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
 
     Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
     """
-    config = fitted(config)
+    config = fit_memory(config)
     check_schedule(config.optim)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:

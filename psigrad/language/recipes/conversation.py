@@ -123,7 +123,7 @@ def _server(config: Played) -> str:
     return str(config.environment) if environments.library_of(config.environment) == "mcp" else ""
 
 
-def offered_tools(config: Played) -> list[Tool]:
+def list_tools(config: Played) -> list[Tool]:
     """What the policy may call: the tools, or those of an environment that is a server. Raises `UserError`."""
     if server := _server(config):
         return list(extras.load("mcp environment").episodes_of(server, config.worker_env).tools)
@@ -132,7 +132,7 @@ def offered_tools(config: Played) -> list[Tool]:
 
 def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     """The rows with the tools' schemas, which the chat template shows to the model."""
-    if not (shown := schemas(offered_tools(config))):
+    if not (shown := schemas(list_tools(config))):
         return list(rows)
     for row in rows:
         if isinstance(row.prompt, str):

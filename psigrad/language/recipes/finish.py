@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.pinned import collect_pins
-from psigrad.language.recipes.scorers import RewardSetup
+from psigrad.language.recipes.placement import sampler_of
+from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.training.learners import Learner, State, begin
 from psigrad.language.training.memory_check import check_offline
 from psigrad.language.training.offline import offline
@@ -67,6 +69,26 @@ def train_on_rows(
         check_offline(job)
     offline.train(job, begun.state, begun.save)
     return finish(config, journal, model, given)
+
+
+@contextlib.contextmanager
+def generated_of(
+    config: SFTConfig | PreferenceConfig,
+    model: LanguageModel,
+    measure: RewardSetup,
+    rows: Sequence[Row],
+    reference: Callable[[], LanguageModel | None],
+    journal: Journal,
+) -> Iterator[Generated | None]:
+    """What is measured of completions of held-out prompts, beside a loss; None where no reward measures them."""
+    if not (measure.weights and rows):
+        yield None
+        return
+    with measure.scorer(model.tokenizer, journal) as scorer:
+        kl_to = reference() if config.evaluation.eval_kl else None
+        evaluator = evaluator_for(config, model, measure, scorer, rows, kl_to, world=journal.world)
+        with sampler_of(config, model) as sampler:
+            yield Generated(model, sampler, evaluator)
 
 
 def note_rows(

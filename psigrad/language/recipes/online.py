@@ -16,7 +16,7 @@ from psigrad.language.loading.load_model import load_critic, load_model, load_ow
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import row_limits
-from psigrad.language.recipes.conversation import episodes_for, offered_tools, rows_for
+from psigrad.language.recipes.conversation import episodes_for, list_tools, rows_for
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
@@ -138,7 +138,7 @@ def _prepared(
 
     asked = [one for setup in (rewards, metric) if setup for one in setup.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
-    tools = schemas(offered_tools(config))
+    tools = schemas(list_tools(config))
     room = model.max_length, completion_room(config)
     settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges]
     return prepare(config.data, model.tokenizer, settings, journal, make)

@@ -15,7 +15,7 @@ from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.sources import parse_mixture
 from psigrad.language.models.native.kernels import kernels
-from psigrad.language.recipes.conversation import offered_tools
+from psigrad.language.recipes.conversation import list_tools
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.episodes import environments
@@ -85,7 +85,7 @@ def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, 
         users["environment"] = [environments.resolve(config.environment)] if own else []
         users["agent"] = [imported_callable(config.agent, "agent")] if isinstance(config.agent, str) and config.agent else []
         users["agent"] += [config.agent] if callable(config.agent) else []
-        users["tools"] = list(offered_tools(config))
+        users["tools"] = list(list_tools(config))
         algorithm = resolve_online(config.algorithm)
         users["algorithm"] = [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     if isinstance(config, PreferenceConfig):

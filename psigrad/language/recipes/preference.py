@@ -26,15 +26,14 @@ from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
-from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.finish import generated_of, train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
-from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import prepare_answers, token_limit
-from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.samplers.samplers import check_sampling
-from psigrad.language.training.offline.offline import Generated, Task
-from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
+from psigrad.language.training.offline.offline import Task
+from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatch, reference_logps
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World
@@ -61,17 +60,11 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
         encode: Any = pairs.encode_judged if isinstance(loss, KahnemanTversky) else pairs.encode_pair
         encoder, limit = Encoder(model.tokenizer, partial(encode, model.tokenizer)), token_limit(config, model)
         prepared = prepare_answers(config, form, encoder, limit, journal)
-        held_out_rows = prepared.held_out
         reference = _reference(config, loss, model, checkpoint, journal.world)
         task = _task(config, loss, model, reference, list(prepared.made), journal)
-        held_out = _task(config, loss, model, reference, list(prepared.judged), journal) if held_out_rows else None
-        generated = None
-        measure = metric or rewards
-        if held_out_rows and measure.weights:
-            scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
-            kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
-            evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
-            generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
+        held_out = _task(config, loss, model, reference, list(prepared.judged), journal) if prepared.held_out else None
+        start = lambda: reference or model.frozen_copy()  # noqa: E731
+        generated = stack.enter_context(generated_of(config, model, metric or rewards, prepared.held_out, start, journal))
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
 
 
@@ -102,7 +95,7 @@ def _task(
 ) -> Task:
     """The encoded rows, with the reference's log-probs where the loss reads them."""
     if isinstance(loss, KahnemanTversky):
-        answers = [[row.answer, other] for row, other in zip(made, mismatched(made), strict=True)]
+        answers = [[row.answer, other] for row, other in zip(made, mismatch(made), strict=True)]
         return KTOTask(model, loss, made, _logps(config, reference, [row.prompt for row in made], answers, journal.world))
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)

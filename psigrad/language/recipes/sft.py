@@ -16,13 +16,11 @@ from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import Example, examples
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_start
-from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.finish import generated_of, train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
-from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
 from psigrad.language.recipes.row_limits import name_limit, tell_translations, token_limit
-from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
-from psigrad.language.training.offline.offline import Generated
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.runs import session
 from psigrad.runs.result import Result
@@ -43,14 +41,8 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
         limit = token_limit(config, model)
         settings = ["sft", limit, config.train_empty_thinking, config.evaluation.eval_prompts, config.run.seed]
         prepared = prepare(config.data, model.tokenizer, settings, journal, partial(_prepare, config, model.tokenizer, limit))
-        held_out_rows = prepared.held_out
-        generated = None
-        measure = metric or rewards
-        if measure.weights and held_out_rows:
-            scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
-            kl_to = load_start(config, model, checkpoint, journal.world) if config.evaluation.eval_kl else None
-            evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
-            generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
+        start = partial(load_start, config, model, checkpoint, journal.world)
+        generated = stack.enter_context(generated_of(config, model, metric or rewards, prepared.held_out, start, journal))
         task = SFTTask(model, prepared.made, label_smoothing=config.label_smoothing_factor)
         held_out = SFTTask(model, prepared.judged) if prepared.judged else None
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)

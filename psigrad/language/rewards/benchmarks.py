@@ -34,7 +34,9 @@ class Choice:
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
         """1.0, 0.0 or None for each completion."""
         golds = [None if a is None or str(a) == "" else letter_of(a) for a in answer]
-        return [None if gold is None else float(chosen(text_of(c)) == gold) for c, gold in zip(completions, golds, strict=True)]
+        return [
+            None if gold is None else float(read_choice(text_of(c)) == gold) for c, gold in zip(completions, golds, strict=True)
+        ]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises `UserError` for an answer that is no choice."""
@@ -52,7 +54,7 @@ def letter_of(answer: Any) -> str:
     raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice from 0")
 
 
-def chosen(text: str) -> str:
+def read_choice(text: str) -> str:
     """The letter that a completion chooses; empty where it chooses none."""
     if alone := _ALONE.match(text):
         return alone[1].upper()

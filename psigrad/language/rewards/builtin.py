@@ -12,7 +12,7 @@ from typing import Any
 from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.language.data import spelling, tasks
+from psigrad.language.data import tasks
 from psigrad.language.rewards.benchmarks import Choice
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.math_answers import Math
@@ -80,8 +80,8 @@ def _reasoning_gym(task: str, scorer: Callable[..., float], text: str, entry: di
 @cache
 def _scorer(task: str) -> Callable[..., float]:
     """reasoning-gym builds a whole dataset to get at its scorer, which takes a tenth of a second; once is enough."""
-    if task == spelling.TASK:
-        return spelling.score
+    if task == tasks.TASK:
+        return tasks.score_spelling
     scorer: Callable[..., float] = tasks.library().get_score_answer_fn(task)
     return scorer
 
@@ -230,7 +230,7 @@ NAMES: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def named(name: str) -> Callable[..., Any]:
+def find_reward(name: str) -> Callable[..., Any]:
     """The reward of one of `NAMES`."""
     found: Callable[..., Any] = NAMES[name] or extras.load("judges").NAMES[name]
     return found

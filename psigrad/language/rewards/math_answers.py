@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.numeric import Number, blank, equal, marked, read_number, unwrap
+from psigrad.language.rewards.numeric import Number, blank, equal, find_marked, read_number, unwrap
 from psigrad.language.rewards.outcomes import text_of
 
 _LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\pm |\in |^{2}|^{3}|^\circ|-| "
@@ -82,7 +82,7 @@ class Math:
 @lru_cache(1 << 16)
 def gold_answer(text: str) -> MathAnswer | None:
     r"""What an answer is, read whole: the part that it marks with \boxed{…} or ####, or all of it. None where that fails."""
-    own = marked(text)
+    own = find_marked(text)
     gold = _read(text if own is None else own)
     return None if gold is None or not (gold.number or gold.words or _parse(gold.latex) is not None) else gold
 
@@ -149,7 +149,7 @@ def _last_words(text: str) -> tuple[str, bool]:
     """What a completion says last: its marked answer, what follows "the answer is" (then also True), its last fenced LaTeX,
     or its last line.
     """
-    if (own := marked(text)) is not None:
+    if (own := find_marked(text)) is not None:
         return own, False
     tails = (text[found.end() :] for found in reversed(list(_ANSWER.finditer(text))))
     tail = next((tail.strip() for tail in tails if re.search(r"\w", tail)), "")

@@ -112,14 +112,14 @@ def unwrap(text: str) -> str:
     return text if found is None else next(part for part in found.groups() if part is not None).strip()
 
 
-def marked(text: str) -> str | None:
+def find_marked(text: str) -> str | None:
     r"""What a text marks as its answer: the last \boxed{…}, several joined by commas, or what stands behind the last ####; of
     text with an <answer>…</answer> the same of its last one, or all of that.
     """
     _, tag, block = text.rpartition("<answer>")
     if tag and "</answer>" in block:
         inner = block.partition("</answer>")[0]
-        return inner.strip() if (own := marked(inner)) is None else own
+        return inner.strip() if (own := find_marked(inner)) is None else own
     joined, end, at = "", len(text), len(text)
     for _ in range(8):
         start = max(text.rfind("\\boxed", 0, at), text.rfind("\\fbox", 0, at))
@@ -203,7 +203,7 @@ class Numeric:
         wanted = gold_number(answer)
         if wanted is None:
             return None  # the row has no number to compare with: not applicable, and not the policy's fault
-        own = marked(text)
+        own = find_marked(text)
         found = last_number(text) if own is None else _in_mark(own)
         return float(equal(found, wanted, self.tolerance))
 
@@ -218,7 +218,7 @@ def gold_number(answer: Any) -> Number | None:
     if blank(answer):
         return None
     text = str(answer)
-    return read_number(text if (own := marked(text)) is None else own)
+    return read_number(text if (own := find_marked(text)) is None else own)
 
 
 def _in_mark(text: str) -> Number | None:

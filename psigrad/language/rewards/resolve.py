@@ -49,7 +49,7 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
         raise UserError(
             f"There is no built-in reward {reward!r}; expected one of {known} or module:function{nearest(reward, builtin.NAMES)}"
         )
-    return RewardSpec(reward, builtin.named(reward))
+    return RewardSpec(reward, builtin.find_reward(reward))
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -24,7 +24,7 @@ from psigrad.language.rewards.outcomes import (
     pick,
 )
 from psigrad.language.rewards.resolve import RewardSpec
-from psigrad.language.rewards.reward_worker import Part, decode
+from psigrad.language.rewards.reward_worker import Part
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
 from psigrad.processes.workers.worker_pool import SharedWait
 
@@ -309,3 +309,25 @@ def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:
     unscored = sum(map(len, counts.values()))
     most = f"most often ({len(samples)}, samples {shown}): {reason.rstrip('.')}."
     return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"
+
+
+def decode(content: Any, count: int) -> list[Part] | Unscored:
+    """An answer of a worker for `count` samples: the inverse of its `encode`. Raises `ValueError` for what is no answer."""
+    if isinstance(content, str):
+        return Unscored(content)
+    if not isinstance(content, list) or len(content) != count:
+        raise ValueError(f"{count} rewards were expected")
+    return [_decode_part(value) for value in content]
+
+
+def _decode_part(value: Any) -> Part:
+    match value:
+        case None:
+            return None
+        case ["Failure", reason]:
+            return Failure(str(reason))
+        case ["Unscored", reason]:
+            return Unscored(str(reason))
+        case int() | float() if math.isfinite(value):
+            return float(value)
+    raise ValueError(f"{value!r} is no reward")

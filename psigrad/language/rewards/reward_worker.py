@@ -71,28 +71,6 @@ def encode(answer: list[Part] | Unscored) -> Any:
     ]
 
 
-def decode(content: Any, count: int) -> list[Part] | Unscored:
-    """The inverse of `encode` for `count` samples. Raises `ValueError` for what is no answer."""
-    if isinstance(content, str):
-        return Unscored(content)
-    if not isinstance(content, list) or len(content) != count:
-        raise ValueError(f"{count} rewards were expected")
-    return [_decode_part(value) for value in content]
-
-
-def _decode_part(value: Any) -> Part:
-    match value:
-        case None:
-            return None
-        case ["Failure", reason]:
-            return Failure(str(reason))
-        case ["Unscored", reason]:
-            return Unscored(str(reason))
-        case int() | float() if math.isfinite(value):
-            return float(value)
-    raise ValueError(f"{value!r} is no reward")
-
-
 def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part] | Unscored:
     """What `function` gives to each sample, or why it gives nothing.
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
 
 if TYPE_CHECKING:
-    from psigrad.language.models.fused.activation_cache import ActivationCache
+    from psigrad.language.models.fused.caches import ActivationCache
 
 FinishReason = Literal["stop", "length"]
 

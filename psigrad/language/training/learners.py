@@ -93,7 +93,7 @@ def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str,
     )
 
 
-def staged(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
+def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
     """What writes a checkpoint of now: with `copies` of everything that training changes in the host's memory, so that it may be
     called while steps go on. Raises `NonFiniteError` where there is something in the weights that no run should go on from.
     """
@@ -117,7 +117,7 @@ def staged(state: State, learners: Learners, world: World, *, copies: bool) -> W
         if not world.lockstep:
             return None
         own = [path for path in folder.rglob(f"shard-{world.rank + 1:05d}-*") if path.is_file()]
-        each = world.all_gather({str(path.relative_to(folder)): checkpoint.sealed(path) for path in own})  # all have written
+        each = world.all_gather({str(path.relative_to(folder)): checkpoint.seal_file(path) for path in own})  # all have written
         return {name: entry for sums in each for name, entry in sums.items()}
 
     return write
@@ -138,7 +138,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
             weights = shards.copied(weights)
         return lambda folder, world: sharded.save(model, folder, weights, world)
     if copies:
-        model, moments = copied(model), shards.copied(moments)
+        model, moments = copy_weights(model), shards.copied(moments)
 
     def write(folder: Path, world: World) -> None:
         model.save(folder)
@@ -148,7 +148,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
     return write
 
 
-def copied(model: Any) -> Any:
+def copy_weights(model: Any) -> Any:
     """A model with weights of its own in the host's memory, which can be saved and does nothing else."""
     modules = {
         name: module for name in ("network", "adapter", "value_head") if (module := getattr(model, name, None)) is not None
@@ -203,21 +203,46 @@ def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> N
     optimizer.rule.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
 
 
-class SaveThread:
-    """One thread, with one job at a time. All ranks of a world make theirs together, and it has a `world` of its own."""
+class Keeper:
+    """What loops save through: writes a checkpoint of a state at once, or, with `async_save`, in a thread beside the steps.
 
-    def __init__(self, world: World) -> None:
-        make: Callable[[], World] | None = getattr(world, "beside", None)
-        self.world: World = make() if make is not None and world.lockstep else world
-        self._thread = ThreadPoolExecutor(1, "save")
+    All ranks of a world have theirs together; a thread's has a `world` of its own.
+    """
+
+    def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
+        self._config, self._journal, self._learners, self._pinned = config, journal, learners, pinned
+        # a callback is shown a checkpoint that is there
+        beside = config.run.async_save and not journal.callbacks
+        make: Callable[[], World] | None = getattr(journal.world, "beside", None) if beside else None
+        self._world: World = make() if make is not None and journal.world.lockstep else journal.world
+        self._thread = ThreadPoolExecutor(1, "save") if beside else None
         self._job: Future[None] | None = None
 
-    def start(self, job: Callable[[], None]) -> None:
-        """Begin a job. The one before has been waited for."""
-        self._job = self._thread.submit(job)
+    def __call__(self, now: State) -> None:
+        """A checkpoint of the state; the one before is there then."""
+        world, journal = self._journal.world, self._journal
+        if world.rank and not world.lockstep:
+            return
+        self.wait()
+        # the rows are on the disk before the checkpoint that vouches for them
+        journal.folder.flush(now.step, getattr(self._config, "record_rows", 0))
+        meta = {**machine.versions(), **self._pinned, **session.vouch_for(journal)}
+        write = stage(now, self._learners, world, copies=self._thread is not None)
+        if self._thread is None:
+            self._finish(now, write, meta)
+        else:
+            self._job = self._thread.submit(self._finish, now, write, meta)
+
+    def _finish(self, now: State, write: Write, meta: Mapping[str, Any]) -> None:
+        folder = self._journal.folder
+        path = commit(folder.checkpoints, now.step, write, self._world, meta)
+        if path is not None:
+            checkpoint.prune(folder.checkpoints, self._config.run.save_total_limit, _best(now))
+            folder.checkpoint_bytes = checkpoint.size_of(path)
+        folder.event("saved", step=now.step)
 
     def wait(self) -> None:
-        """Until the job is done. Raises what it raised, once."""
+        """Until the checkpoint is there. Raises what its writing raised, once."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
@@ -225,10 +250,10 @@ class SaveThread:
 
 @dataclass(frozen=True)
 class Begun:
-    """Where a run begins or goes on: its state, and the function that loops save through."""
+    """Where a run begins or goes on: its state, and what loops save through."""
 
     state: State
-    save: Callable[[State], None]
+    save: Keeper
 
 
 def begin(
@@ -262,35 +287,7 @@ def begin(
     if slower:
         journal.tell("slower", slower, why=slower)
 
-    # a callback is shown a checkpoint that is there
-    beside = SaveThread(world) if config.run.async_save and not journal.callbacks else None
-
-    def keep(now: State) -> None:
-        if world.rank and not world.lockstep:
-            return
-        if beside is not None:
-            beside.wait()
-        # the rows are on the disk before the checkpoint that vouches for them
-        journal.folder.flush(now.step, getattr(config, "record_rows", 0))
-        meta = {**pinned, **session.vouched(journal)}
-        write = staged(now, learners, world, copies=beside is not None)
-
-        def finish() -> None:
-            own = world if beside is None else beside.world
-            path = commit(journal.folder.checkpoints, now.step, write, own, {**machine.versions(), **meta})
-            if path is not None:
-                checkpoint.prune(journal.folder.checkpoints, config.run.save_total_limit, _best(now))
-                journal.folder.checkpoint_bytes = checkpoint.size_of(path)
-            journal.folder.event("saved", step=now.step)
-
-        if beside is None:
-            finish()
-        else:
-            beside.start(finish)
-
-    if beside is not None:
-        keep.wait = beside.wait  # type: ignore[attr-defined]  # for cycles, where a save must be whole
-    return Begun(first, keep)
+    return Begun(first, Keeper(config, journal, learners, pinned))
 
 
 def _best(state: State) -> int:

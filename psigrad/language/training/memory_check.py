@@ -16,8 +16,7 @@ from psigrad.errors import UserError
 from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.training.offline.offline import Offline
-from psigrad.language.training.online.forward import divergence
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Online, divergence
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
 

@@ -141,11 +141,11 @@ def special_files(folders: Sequence[str]) -> Iterator[str]:
 
 def _special_files(folders: Sequence[str]) -> Iterator[str]:
     """`special_files`, looked for once in a minute: a working folder may hold a million files, and workers come and go."""
-    yield from filter(os.path.lexists, _found_in(tuple(folders), int(time.monotonic() / _FRESH)))
+    yield from filter(os.path.lexists, _find_in(tuple(folders), int(time.monotonic() / _FRESH)))
 
 
 @functools.lru_cache(maxsize=8)
-def _found_in(folders: tuple[str, ...], minute: int) -> tuple[str, ...]:
+def _find_in(folders: tuple[str, ...], minute: int) -> tuple[str, ...]:
     return tuple(special_files(folders))
 
 

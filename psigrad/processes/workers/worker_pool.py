@@ -221,14 +221,14 @@ def _kill_marked(mark: str) -> None:
     """Kill every process with this mark, until none is left. Without /proc (macOS) nothing is found."""
     wanted = f"{MARK}={mark}".encode()
     for _ in range(20):  # one that forks while it is looked for is found the next time
-        if not (found := _marked(wanted)):
+        if not (found := _find_marked(wanted)):
             return
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _marked(wanted: bytes) -> list[int]:
+def _find_marked(wanted: bytes) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

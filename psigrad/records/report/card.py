@@ -13,7 +13,7 @@ from huggingface_hub import metadata_load, try_to_load_from_cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from psigrad import __version__
-from psigrad.config.fields import FREE, MACHINE, marked
+from psigrad.config.fields import FREE, MACHINE, find_marked
 from psigrad.config.nested import put
 from psigrad.records.read import RunData, kind_of, load, show_number
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides, settings_class
@@ -198,7 +198,7 @@ def _name_reward(reward: Any) -> str:
 def _settings(run: RunData) -> dict[str, Any]:
     """The settings that are not the defaults, but for those of this start and this machine: enough to train the model again."""
     cls, found = settings_class(run.config), dict[str, Any]()
-    of_here = {name for mark in (FREE, MACHINE) for name in marked(cls, mark)}
+    of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
     for name, value in overrides(run).items():
         if name not in of_here:
             put(found, name, value, "the run's settings")

@@ -100,24 +100,24 @@ def describe_method(run: RunData) -> str:
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
     kind = kind_of(run.config)
     if kind == "control":
-        algorithm = run.config.get("algorithm", "?")
-        name = algorithm.get("preset", "a policy gradient") if isinstance(algorithm, dict) else algorithm
+        name = _name_of(run.config.get("algorithm", "?"), "a policy gradient")
         return f"{name} on {run.config.get('env') or 'an environment'}: {given.get('n_envs', '?')} copies"
     if kind == "reward":
         return f"reward model from {model}: {given.get('batch_size', '?')} pairs per step"
     if kind == "preference":
-        loss = run.config.get("loss", "?")
-        name = loss.get("preset", "a preference loss") if isinstance(loss, dict) else loss
+        name = _name_of(run.config.get("loss", "?"), "a preference loss")
         return f"{name} on {model}: {given.get('batch_size', '?')} pairs per step"
     if kind == "sft":
         return f"supervised fine-tuning of {model}: {given.get('batch_size', '?')} rows per step"
-    algorithm = run.config.get("algorithm", "?")
-    if isinstance(algorithm, dict):
-        algorithm = algorithm.get("name") or algorithm.get("preset") or "a policy gradient"
+    algorithm = _name_of(run.config.get("algorithm", "?"), "a policy gradient")
     rewards = run.config.get("reward")
     against = f" against {', '.join(map(str, rewards))}" if isinstance(rewards, list) and rewards else ""
     shape = f"{given.get('prompts_per_step', '?')} prompts × {given.get('num_generations', '?')} completions per step"
     return f"{algorithm} on {model}{against}: {shape}"
+
+
+def _name_of(method: Any, unnamed: str) -> Any:
+    return method.get("name") or method.get("preset") or unnamed if isinstance(method, dict) else method
 
 
 def settings_class(config: Mapping[str, Any]) -> Any:

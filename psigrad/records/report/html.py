@@ -20,6 +20,7 @@ from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, escape, inte
 from psigrad.records.report import plots
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides
 from psigrad.records.report.verdict import Verdict, alerts, verdict
+from psigrad.records.row_lines import replace_file
 from psigrad.records.rows import number
 from psigrad.records.warnings import BY_NAME as RULES
 from psigrad.records.warnings import SIGNAL_BY_NAME, Alert, name_of
@@ -104,13 +105,9 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
 
 def save(content: str, target: Path) -> Path:
     """Write a page, whole or not at all. Raises `UserError` where it cannot be written."""
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(content, encoding="utf-8", errors="backslashreplace")
-        os.replace(beside, target)
+        replace_file(target, [content.encode("utf-8", "backslashreplace")], f".{os.getpid()}")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         why = error.strerror or error
         raise UserError(f"The report cannot be written to {target}: {why}; name another file as its output.") from error
     return target

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.records import run_folder
+from psigrad.records import checkpoint, run_folder
 from psigrad.records.read import RunData, escape, interval, load, prompt_text, show_number
 from psigrad.records.report.verdict import verdict
 from psigrad.records.rows import first_and_last
@@ -53,7 +53,7 @@ def print_result(result: Any) -> None:
 
 def what_is_kept(folder: Path) -> str:
     """How much a run has left on the disk and how to have less, where it is 100 MB or more; "" else."""
-    model, adapter, checkpoints = (_bytes(folder / name) for name in ("model", "model/adapter", "checkpoints"))
+    model, adapter, checkpoints = (checkpoint.size_of(folder / name) for name in ("model", "model/adapter", "checkpoints"))
     if model + checkpoints < 100e6:
         return ""
     alone = f" (the adapter alone is {show_size(adapter)}: --lora-save adapter)" if adapter else ""
@@ -64,12 +64,11 @@ def what_is_kept(folder: Path) -> str:
 
 
 def show_size(count: float) -> str:
-    """Bytes in MB or GB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Bytes for people: 953 MB, 1.9 GB, 128 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:.0f} {unit}"
+    return f"{count:.0f} B"
 
 
 def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:

@@ -28,8 +28,8 @@ from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
-from psigrad.language.training.online import forward
 from psigrad.language.training.online import online_rl as online
+from psigrad.language.training.online import online_run
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
@@ -160,7 +160,7 @@ def _stepping(run: Online, state: State) -> Step:
     """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
     phases = Phases()
     for name in ("log_probs", "reference_log_probs", "values"):
-        phases.around(forward, name, "log-probs")
+        phases.around(online_run, name, "log-probs")
     phases.around(online, "step_together", "forward-backward")
     for optimizer in (run.optimizer, *([run.critic.optimizer] if run.critic else [])):
         for method in ("norm", "apply"):

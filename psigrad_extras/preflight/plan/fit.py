@@ -13,10 +13,10 @@ import torch
 from psigrad.config.fields import usual_on
 from psigrad.errors import UserError
 from psigrad.processes.parallel import launch
+from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device
 from psigrad_extras.preflight.plan.arithmetic import Config
 from psigrad_extras.preflight.plan.hardware import available_memory, machine
-from psigrad_extras.preflight.plan.plan import size
 from psigrad_extras.preflight.plan.predict import MOST, Plan, filling, lengths_of, predict
 
 C = TypeVar("C", bound=Config)
@@ -54,7 +54,7 @@ def fit(config: C) -> C:
     least = min(plans, key=lambda plan: plan.memory.peak)
     way = next((name for name, other in least.ways if other.fits), "a smaller model")
     raise UserError(
-        f"max_memory is {config.run.max_memory} and the run needs about {size(least.memory.peak * (1 + FREE))} with the "
+        f"max_memory is {config.run.max_memory} and the run needs about {show_size(least.memory.peak * (1 + FREE))} with the "
         f"smallest micro-batches; give that much, or try {way}."
     )
 
@@ -94,5 +94,5 @@ def _say(config: Config, plan: Plan) -> None:
         chosen += ["activations computed anew"] if config.model.gradient_checkpointing else []
         sampling = getattr(config, "sampling", None)
         chosen += [f"{sampling.max_decode_batch} sequences decoded at once"] if sampling else []
-        text = f"psigrad: For {config.run.max_memory}: {', '.join(chosen)}; the plan is {size(plan.memory.peak)}."
+        text = f"psigrad: For {config.run.max_memory}: {', '.join(chosen)}; the plan is {show_size(plan.memory.peak)}."
         print(text, file=sys.stderr)

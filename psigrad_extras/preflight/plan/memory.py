@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from psigrad.language.models import language_model
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.fused.packed_weights import LIMIT
+from psigrad.language.models.fused.caches import LIMIT
 from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU

@@ -12,6 +12,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.rewards.resolve import OF_TRL, resolve
+from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device as device_of
 from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
 from psigrad_extras.preflight.plan.hardware import machine, named_gpu
@@ -104,18 +105,10 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
 def _sentence(plan: Plan) -> str:
     way = next((name for name, other in plan.ways if other.fits), "")
     advice = f"try {way}" if way else "`psigrad plan` shows where it goes"
-    return f"The run may need {size(plan.memory.peak)} of memory and there are {size(plan.machine.memory)}; {advice}."
+    return f"The run may need {show_size(plan.memory.peak)} of memory and there are {show_size(plan.machine.memory)}; {advice}."
 
 
 _PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "while training", "load": "while loading"}
-
-
-def size(value: float) -> str:
-    """Bytes for people: 953 MB, 1.9 GB, 128 GB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
-    return f"{value:.0f} B"
 
 
 def seconds(value: float) -> str:
@@ -144,17 +137,19 @@ def band(value: float) -> str:
 
 def table(plan: Plan, source: str = "") -> str:
     """The plan for people."""
-    rows = [(item.name, size(item.bytes), " ".join(filter(None, (_PHASES[item.phase], item.note)))) for item in plan.memory.items]
+    rows = [
+        (item.name, show_size(item.bytes), " ".join(filter(None, (_PHASES[item.phase], item.note)))) for item in plan.memory.items
+    ]
     libraries = "torch and transformers" if plan.memory.process != "bare" else "torch, and transformers without its models' code"
-    rows.append(("process", size(plan.memory.baseline), f"Python, {libraries}"))
-    rows.append(("allocator", size(plan.memory.slack), "holes between blocks of unlike sizes"))
+    rows.append(("process", show_size(plan.memory.baseline), f"Python, {libraries}"))
+    rows.append(("allocator", show_size(plan.memory.slack), "holes between blocks of unlike sizes"))
     wide = max(len(name) for name, _, _ in rows)
     held = f"within {MARGIN:.0%} where it was measured" if plan.machine.kind == "cpu" else "not held against a GPU"
     lines = [f"{name:<{wide}}  {value:>8}  {note}".rstrip() for name, value, note in rows]
     lines += [
         "",
-        f"{'peak':<{wide}}  {size(plan.memory.peak):>8}  {_PHASES[plan.memory.phase]}; {held}",
-        f"{'memory':<{wide}}  {size(plan.machine.memory):>8}  {verdict(plan)}",
+        f"{'peak':<{wide}}  {show_size(plan.memory.peak):>8}  {_PHASES[plan.memory.phase]}; {held}",
+        f"{'memory':<{wide}}  {show_size(plan.machine.memory):>8}  {verdict(plan)}",
         "",
         *_arithmetic(plan, source),
         *_speed(plan),
@@ -183,7 +178,7 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
         f"step       {work.rows} prompts × {work.members} {what} = {work.rows * work.members}, {work.completion_tokens:,} "
         f"tokens; {work.tokens:,} computed in a pass (a prompt once for its {what})",
         f"update     {work.passes} × {work.minibatches} optimiser steps, each {plan.share.micro_batches} micro-batches of at "
-        f"most {plan.share.micro_tokens:,} tokens; {size(plan.memory_per_token)} per token",
+        f"most {plan.share.micro_tokens:,} tokens; {show_size(plan.memory_per_token)} per token",
     ]
     if plan.share != work:
         placement = plan.config.placement
@@ -216,7 +211,7 @@ def _ways(plan: Plan) -> list[str]:
     if not ways:
         return ["  nothing that psigrad has; take a smaller model or more memory"]
     wide = max(len(name) for name, _ in ways)
-    return [f"  {name:<{wide}}  {size(other.memory.peak):>8}{'  fits' if other.fits else ''}" for name, other in ways]
+    return [f"  {name:<{wide}}  {show_size(other.memory.peak):>8}{'  fits' if other.fits else ''}" for name, other in ways]
 
 
 def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
@@ -232,8 +227,8 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
                 str(s.trainers),
                 str(s.samplers) if s.samplers else "the same",
                 s.strategy,
-                size(s.plan.memory.peak),
-                size(s.sampler.peak) if s.sampler is not None else "",
+                show_size(s.plan.memory.peak),
+                show_size(s.sampler.peak) if s.sampler is not None else "",
                 *(seconds_of if timed else [""] * 5),
                 "" if s.fits else "does not fit",
             ]
@@ -256,7 +251,7 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
         needs = f"Nothing fits: {where} needs more than a device has. What takes less: {ways}. {needs}"
     return "\n".join(
         [
-            f"{devices} devices of {size(whole.machine.memory)}; memory of one process each, seconds of a step",
+            f"{devices} devices of {show_size(whole.machine.memory)}; memory of one process each, seconds of a step",
             "",
             *lines,
             "",

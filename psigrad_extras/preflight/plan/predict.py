@@ -17,7 +17,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import Example, examples, prompt_ids
-from psigrad.language.loading.chat_settings import settle_chat
+from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only

@@ -13,7 +13,7 @@ from psigrad import cli
 from psigrad.cli import flags
 from psigrad.config import Evaluation, Model, OnlineConfig, Run
 from psigrad.config.load import load
-from psigrad.config.methods import declaration, declared
+from psigrad.config.methods import declaration, list_declarations
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.records.report import terminal
@@ -92,7 +92,7 @@ def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
     assert {m.run.seed for m in made.values()} == {3} and len({m.run.output_dir for m in made.values()}) == 4
 
 
-@pytest.mark.parametrize("name", [name for name, method in declared().items() if method.online])
+@pytest.mark.parametrize("name", [name for name, method in list_declarations().items() if method.online])
 def test_a_method_has_the_settings_of_its_command(name, tmp_path):
     """But for the number of samples per step, which is the same for every method."""
     method = declaration(name)

@@ -78,9 +78,9 @@ def test_every_extra_that_users_install_is_looked_at():
 
 
 def test_too_little_memory_is_named_with_what_to_do():
-    assert doctor.memory(20 * 10**9, 25 * 10**9) == Check("memory", "ok", "20.0 GB of 25.0 GB free")
+    assert doctor.memory(20 * 10**9, 25 * 10**9) == Check("memory", "ok", "20 GB of 25 GB free")
     short = doctor.memory(10**9, 25 * 10**9)
-    assert short.state == "broken" and "1.0 GB of 25.0 GB" in short.detail and "psigrad plan" in short.advice
+    assert short.state == "broken" and "1 GB of 25 GB" in short.detail and "psigrad plan" in short.advice
 
 
 def test_free_memory_falls_when_some_is_taken():

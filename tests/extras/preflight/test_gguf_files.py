@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import psigrad
 from psigrad import cli
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.recipes import sums
+from psigrad_extras import sums
 from psigrad_extras.connect import likelihood
 from psigrad_extras.preflight.bench.inputs import prepare
 from psigrad_extras.preflight.bench.workload import Workload

@@ -20,7 +20,7 @@ from psigrad.language.data.chat.rendering import arguments_of, day_of, settle
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import load
 from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
-from psigrad.language.loading.chat_settings import settle_chat
+from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.recipes.row_limits import tell_translations
 
 Build = Callable[..., PreTrainedTokenizerFast]

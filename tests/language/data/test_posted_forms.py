@@ -17,7 +17,7 @@ from psigrad.cli import flags
 from psigrad.config import Data, EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.load import load as settings
 from psigrad.config.load import to_dict
-from psigrad.config.methods import declared
+from psigrad.config.methods import list_declarations
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, RowError
@@ -213,7 +213,7 @@ def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
 
 def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     """By their settings those of every method, eval, sample, check, plan and compare; the others by mapped rows."""
-    for cls in {method.settings for method in declared().values()} | {OnlineConfig, EvalConfig, SampleConfig}:
+    for cls in {method.settings for method in list_declarations().values()} | {OnlineConfig, EvalConfig, SampleConfig}:
         assert columns_of(flags.parse(cls, "it", ["--columns", "question=prompt"]).data.columns) == {"question": "prompt"}
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"question": "6 times 7?", "said": "42", "truth": "42", "rating": 1}) + "\n")

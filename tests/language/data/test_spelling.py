@@ -9,25 +9,25 @@ import pytest
 import reasoning_gym
 
 from psigrad.errors import UserError
-from psigrad.language.data import spelling, tasks
+from psigrad.language.data import tasks
 from psigrad.language.rewards import builtin
 
-ITS_SCORER = reasoning_gym.get_score_answer_fn(spelling.TASK)
+ITS_SCORER = reasoning_gym.get_score_answer_fn(tasks.TASK)
 
 
 @pytest.mark.parametrize(("seed", "shortest", "longest"), [(0, 3, 8), (1234567, 3, 5), (8, 6, 6)])
 def test_rows_are_those_of_reasoning_gym(seed, shortest, longest):
-    made = reasoning_gym.create_dataset(spelling.TASK, size=300, seed=seed, min_word_len=shortest, max_word_len=longest)
-    rows = spelling.rows(300, seed, min_word_len=shortest, max_word_len=longest)
+    made = reasoning_gym.create_dataset(tasks.TASK, size=300, seed=seed, min_word_len=shortest, max_word_len=longest)
+    rows = tasks.spell_rows(300, seed, min_word_len=shortest, max_word_len=longest)
     assert [(r["prompt"], r["answer"], r["metadata"]) for r in rows] == [
         (e["question"], e["answer"], e["metadata"]) for e in made
     ]
-    assert rows != spelling.rows(300, seed + 1, min_word_len=shortest, max_word_len=longest), "negative control"
+    assert rows != tasks.spell_rows(300, seed + 1, min_word_len=shortest, max_word_len=longest), "negative control"
 
 
 def test_every_word_is_in_its_file_and_in_its_order():
-    its = reasoning_gym.create_dataset(spelling.TASK, size=1, max_word_len=spelling.LONGEST).words
-    assert list(spelling.words()) == its
+    its = reasoning_gym.create_dataset(tasks.TASK, size=1, max_word_len=tasks.LONGEST).words
+    assert list(tasks.words()) == its
 
 
 def test_scores_are_its_scores_to_the_bit():
@@ -35,10 +35,10 @@ def test_scores_are_its_scores_to_the_bit():
     for _ in range(2000):
         answer = "".join(rng.choice("abC") for _ in range(rng.randint(1, 10)))
         text = answer[: rng.randint(0, 10)] + "".join(rng.choice("abc") for _ in range(rng.randint(0, 3)))
-        assert spelling.score(text, {"answer": answer}) == ITS_SCORER(text, {"answer": answer}), (text, answer)
-    assert spelling.score("SUN", {"answer": "sun"}) == 1
-    assert spelling.score("sue", {"answer": "sun"}) == 1 / 3 + 1 / 3
-    assert spelling.score("suns", {"answer": "sun"}) == 0.8
+        assert tasks.score_spelling(text, {"answer": answer}) == ITS_SCORER(text, {"answer": answer}), (text, answer)
+    assert tasks.score_spelling("SUN", {"answer": "sun"}) == 1
+    assert tasks.score_spelling("sue", {"answer": "sun"}) == 1 / 3 + 1 / 3
+    assert tasks.score_spelling("suns", {"answer": "sun"}) == 0.8
 
 
 def test_it_needs_no_other_library(monkeypatch):

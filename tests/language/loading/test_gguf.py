@@ -12,9 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import psigrad
 from psigrad import cli
-from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
-from psigrad.language.recipes import sums
 
 TALK = [{"role": "user", "content": "What is 2 + 3?"}]
 
@@ -42,12 +40,14 @@ def test_weights_tokens_and_template_are_those_of_the_folder(made):
 
 
 def test_grpo_sample_and_eval_take_the_file_and_compute_the_same(made, tmp_path, capsys):
-    train, held_out = sums.prepare(tmp_path)
+    asked_of = tmp_path / "sums.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "answer": str(n + 3)} for n in range(8)]
+    asked_of.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said, learnt = [], []
     for name, model in zip(("folder", "file"), made, strict=True):
         common = ["--model", str(model), "--max-completion-length", "6", "--no-progress"]
         answers = tmp_path / f"{name}.jsonl"
-        asked = ["--dataset", str(held_out), "--eval-prompts", "4"]
+        asked = ["--dataset", str(asked_of), "--eval-prompts", "4"]
         assert cli.main(["sample", *common, *asked, "--num-generations-eval", "1", "--output", str(answers)]) == 0
         assert cli.main(["eval", *common, *asked, "--reward", "numeric"]) == 0
         said.append(answers.read_text())
@@ -55,7 +55,7 @@ def test_grpo_sample_and_eval_take_the_file_and_compute_the_same(made, tmp_path,
         run = psigrad.train(
             "grpo",
             model=model,
-            dataset=str(train),
+            dataset=str(asked_of),
             reward="numeric",
             output_dir=str(tmp_path / name),
             progress=False,
@@ -65,20 +65,3 @@ def test_grpo_sample_and_eval_take_the_file_and_compute_the_same(made, tmp_path,
         learnt.append((run.folder / "metrics.jsonl").read_text())
     assert said[0] == said[1] and said[0].count("\n") == 4
     assert learnt[0] == learnt[1] and '"step": 1' in learnt[0]
-
-
-@pytest.mark.long
-def test_the_real_file_answers_as_its_folder_does(tmp_path):
-    """SmolLM2-135M-Instruct, from the package index."""
-    file = sums.smollm2(tmp_path)
-    greedy = {"dtype": "bfloat16", "max_completion_length": 16, "eval_temperature": 0.0, "eval_prompts": 8, "progress": False}
-    place = plain_folder(str(file))
-    rows = [{"prompt": TALK, "answer": "5"}]
-    for path in (str(file), place):
-        figures = psigrad.evaluate(model=path, dataset=rows, reward="numeric", **greedy)
-        assert figures["eval/numeric/mean"] == 1.0, "2 + 3 = 5"
-    ours, theirs = (
-        load_model(psigrad.config.Model(path=path), psigrad.config.Run(), None).network.state_dict()
-        for path in (str(file), place)
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -12,9 +12,9 @@ from cached import sample
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from psigrad.language.models import logprobs
-from psigrad.language.models.fused import activation_cache as kept
+from psigrad.language.models.fused import caches as kept
 from psigrad.language.models.fused import decoder as fused
-from psigrad.language.models.fused.activation_cache import SLAB, ActivationCache, Block, RowLayout
+from psigrad.language.models.fused.caches import SLAB, ActivationCache, Block, RowLayout
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 import psigrad
 from psigrad.language.models import language_model
 from psigrad.language.models.coded_linear import CodedLinear, code_linears, uncode_linears, unpack
-from psigrad.language.models.fused.gguf_weights import _coded
+from psigrad.language.models.fused.gguf_weights import _read_coded
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.native.codes import NF4, code
 from psigrad.language.models.native.kernels import kernels
@@ -94,11 +94,11 @@ def test_forms_of_gguf_keep_their_numbers(form):
     else:
         data = gguf.quantize(matrix_of(70, 512).numpy(), kind)
     right = torch.from_numpy(gguf.dequantize(data, kind))
-    coded = _coded(form, data, [])
+    coded = _read_coded(form, data, [])
     assert coded is not None and coded.shape == (70, 512)
     torch.testing.assert_close(coded.by_torch(torch.float32), right, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(unpack(coded, torch.float32), right, rtol=1e-6, atol=1e-6)
-    turned = _coded(form, data, [7]).by_torch(torch.float32)  # rows of a Llama's heads
+    turned = _read_coded(form, data, [7]).by_torch(torch.float32)  # rows of a Llama's heads
     assert torch.equal(turned.view(7, 2, 5, 512).swapaxes(1, 2).reshape(70, 512), coded.by_torch(torch.float32))
 
 

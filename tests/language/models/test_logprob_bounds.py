@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from psigrad.language.models import logprobs
-from psigrad.language.models.fused.activation_cache import CachedLogProbs, version_of
+from psigrad.language.models.fused.caches import CachedLogProbs, version_of
 from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
 from psigrad.language.models.native.kernels import STRETCH
 

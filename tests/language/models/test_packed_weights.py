@@ -6,7 +6,7 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
 
-from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.products import Products
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler

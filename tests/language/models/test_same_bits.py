@@ -8,7 +8,7 @@ from cached import sample
 from fused_models import CONFIGS, adapted, made, some_groups
 
 from psigrad.language.models import logprobs
-from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler

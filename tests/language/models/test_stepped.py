@@ -10,10 +10,9 @@ from cached import sample
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
 from transformers import LlamaConfig
 
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import RANKS, Layer, LayerWeights
-from psigrad.language.models.fused.packed_weights import PackedWeights
 from psigrad.language.models.native.kernels import Kernels, kernels
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams

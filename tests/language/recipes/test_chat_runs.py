@@ -112,9 +112,9 @@ def test_a_run_that_goes_on_tomorrow_reads_the_date_of_its_start(job, tmp_path, 
     seen = []
     real = rendering.render
     monkeypatch.setattr("psigrad.language.data.chat.turns.render", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
-    monkeypatch.setattr("psigrad.language.loading.chat_settings.date", Then)
+    monkeypatch.setattr("psigrad.language.loading.load_model.date", Then)
     sft.run(config)
-    monkeypatch.setattr("psigrad.language.loading.chat_settings.date", date)
+    monkeypatch.setattr("psigrad.language.loading.load_model.date", date)
     first, seen[:] = list(seen), []
     sft.run(replace(config, run=replace(config.run, max_steps=2, extend=True)))
     assert first and all("03 Feb 2001" in text for text in (*first, *seen)) and seen, "the day of the start, on both days"

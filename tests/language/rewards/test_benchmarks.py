@@ -11,7 +11,7 @@ from psigrad.cli import main
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models import tiny
-from psigrad.language.rewards.benchmarks import BenchmarkReward, Choice, as_prompts, chosen
+from psigrad.language.rewards.benchmarks import BenchmarkReward, Choice, as_prompts, read_choice
 from psigrad.language.rewards.math_answers import Math
 
 GSM = [
@@ -71,7 +71,7 @@ def test_rows_of_another_shape_are_refused_by_their_place(name, columns, said):
     ],
 )
 def test_the_letter_that_is_chosen(text, letter):
-    assert chosen(text) == letter
+    assert read_choice(text) == letter
 
 
 def test_comparisons_by_hand():

@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("name", builtin.NAMES)
 def test_builtins_resolve_to_themselves(name):
-    assert resolve(name) == RewardSpec(name, builtin.named(name))
+    assert resolve(name) == RewardSpec(name, builtin.find_reward(name))
 
 
 def test_a_spec_stays_what_it_is():

@@ -22,7 +22,7 @@ from psigrad.language.rollout.episodes.tools import ToolBox, schemas
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.language.training.online.collect import score
-from psigrad.language.training.online.forward import to_batch
+from psigrad.language.training.online.online_run import to_batch
 
 
 def judged(trajectories, row):

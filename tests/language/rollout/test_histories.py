@@ -19,7 +19,7 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 from psigrad.language.training.offline.preference_task import pick
 from psigrad.language.training.online.collect import score
-from psigrad.language.training.online.forward import inputs_of, to_batch
+from psigrad.language.training.online.online_run import inputs_of, to_batch
 from psigrad.records.rows import rollout_row
 
 # As Qwen3 with thinking off: an empty thought before the turn that is sampled, and none before those of the past.

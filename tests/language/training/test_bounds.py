@@ -17,8 +17,7 @@ from psigrad.language.rollout.types import Completion, Prompt, Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import collect
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.collect import LENGTH_PENALTY, metric_of
-from psigrad.language.training.online.forward import to_batch
+from psigrad.language.training.online.online_run import LENGTH_PENALTY, metric_of, to_batch
 from psigrad.language.training.optimizers import AdamW
 from psigrad.language.training.update import learning_rate
 

@@ -21,8 +21,8 @@ from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, reward
 from psigrad.language.recipes.online import critic_rate
 from psigrad.language.training.learners import State
-from psigrad.language.training.online import forward
 from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.online import online_run
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.update import Optimizer, step_together
 from psigrad.objective.parts.surrogate import PENALTY_KEY
@@ -157,8 +157,8 @@ def test_a_shared_head_sends_value_gradients_into_the_policy(tokenizer):
 def test_values_of_the_batch_are_the_critics_before_the_update(tokenizer, tmp_path, monkeypatch):
     run = with_critic(tokenizer, tmp_path)
     seen = []
-    original = forward.values
-    monkeypatch.setattr(forward, "values", lambda *args: seen.append(original(*args)) or seen[-1])
+    original = online_run.values
+    monkeypatch.setattr(online_run, "values", lambda *args: seen.append(original(*args)) or seen[-1])
     stepped(run)
     assert len(seen) == 1 and seen[0].abs().max() > 0
 

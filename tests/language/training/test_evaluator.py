@@ -15,7 +15,7 @@ from psigrad.language.rollout.types import Completion, Cut, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
 from psigrad.language.training.online.collect import _penalise_cut
 from psigrad.language.training.online.figures import Tally, collection_metrics
-from psigrad.language.training.online.forward import add_old_values, log_probs, reference_log_probs, to_batch
+from psigrad.language.training.online.online_run import add_old_values, log_probs, reference_log_probs, to_batch
 from psigrad.objective import Loss
 
 

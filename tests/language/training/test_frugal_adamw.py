@@ -12,7 +12,6 @@ from psigrad.config import Optim
 from psigrad.language.training import frugal_adamw
 from psigrad.language.training.frugal_adamw import decode, encode, levels, middles, round_by_chance
 from psigrad.language.training.learners import load_tensors, tensors_of
-from psigrad.language.training.optimizers import steps_natively
 from psigrad.language.training.update import Optimizer
 
 SHAPES = {"layer.weight": (80, 67), "embed_tokens.weight": (64, 65), "norm.weight": (80,)}
@@ -72,6 +71,7 @@ def test_no_cell_of_the_kernels_table_has_two_middles(signed):
     assert len(tables[2]) == 2 * (len(edges) - 1)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize(
     ("dtype", "optim"),
     [(torch.float32, Optim(optimizer="adamw_8bit")), (torch.bfloat16, Optim(optimizer="adamw_8bit")),
@@ -79,8 +79,6 @@ def test_no_cell_of_the_kernels_table_has_two_middles(signed):
      (torch.bfloat16, Optim(optimizer="adamw_8bit", bf16_stochastic_round=True))],
 )  # fmt: skip
 def test_the_kernel_steps_as_torch_does(dtype, optim, monkeypatch):
-    if not steps_natively(torch.bfloat16, "cpu"):
-        pytest.skip("there are no kernels")
     made = []
     for native in (True, False):
         if not native:

@@ -12,11 +12,11 @@ from tiny_jobs import episodes_config, online_config
 
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.training.online import forward
 from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.online import online_run
 from psigrad.processes.parallel.world import ALONE
 
 
@@ -57,9 +57,9 @@ def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatche
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_some_completions_run_forward_again_now_and_then_others_each_time(job, tmp_path, monkeypatch, minibatches):
-    monkeypatch.setattr(forward, "COMPARED", 4)
-    monkeypatch.setattr(forward, "COMPARE_EVERY", 2)
-    seen, log_probs = [], forward.log_probs
+    monkeypatch.setattr(online_run, "COMPARED", 4)
+    monkeypatch.setattr(online_run, "COMPARE_EVERY", 2)
+    seen, log_probs = [], online_run.log_probs
 
     def watched(model, batch, *rest, cache=None, wanted=None, world=ALONE):
         again = log_probs(model, batch, *rest, cache=cache, wanted=wanted, world=world)
@@ -68,7 +68,7 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
             seen.extend(wanted.nonzero()[:, 0].tolist())
         return again
 
-    monkeypatch.setattr(forward, "log_probs", watched)
+    monkeypatch.setattr(online_run, "log_probs", watched)
     online.run(replace(online_config(job, tmp_path / "run", max_steps=8), num_minibatches=minibatches))
     assert sorted(seen) == list(range(16)), "a quarter of the completions each time, all of them in four times"
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -22,9 +22,8 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.collect import collect, metric_of, pick_prompts, scored_groups
-from psigrad.language.training.online.forward import minibatches, rows_of, to_batch
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.collect import collect, group_scored, metric_of, pick_prompts
+from psigrad.language.training.online.online_run import Online, minibatches, rows_of, to_batch
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.runs.journal import Clock
 
@@ -309,7 +308,7 @@ def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
 def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
     run = make(tokenizer)
     collected = collect(run, 0, 0, Clock())
-    groups = list(scored_groups(collected.trajectories, 4, 2))
+    groups = list(group_scored(collected.trajectories, 4, 2))
     batch = to_batch(groups)
     for n, t in enumerate(t for g in groups for t in g):
         size = len(t.completion.ids)

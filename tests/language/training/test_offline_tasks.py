@@ -29,7 +29,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline import preference_task as task_module
 from psigrad.language.training.offline.offline import Offline
-from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, answer_logps, mismatched, reference_logps
+from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, answer_logps, mismatch, reference_logps
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask, bundle
 from psigrad.language.training.update import Optimizer
@@ -81,7 +81,7 @@ def task_of(kind: str, job, model, apart: float = 0.0):
         ), scalar
     if kind == "kto":
         rows = [pairs.encode_judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")[:7]]
-        answers = [[row.answer, other] for row, other in zip(rows, mismatched(rows), strict=True)]
+        answers = [[row.answer, other] for row, other in zip(rows, mismatch(rows), strict=True)]
         return KTOTask(model, resolve_loss("kto"), rows, reference_logps(model, [r.prompt for r in rows], answers, 64)), model
     made = made_pairs(job, model.tokenizer)
     known = reference_logps(model, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 64)
@@ -135,15 +135,15 @@ def test_a_lora_models_reference_is_the_model_without_its_adapter(job):
 
 def test_mismatched_answers_are_another_prompts(job, model):
     rows = [pairs.encode_judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")]
-    others = mismatched(rows)
+    others = mismatch(rows)
     assert all(other in [r.answer for r in rows if r.prompt != row.prompt] for row, other in zip(rows, others, strict=True))
-    assert mismatched(rows[:1]) == [rows[0].answer] and mismatched([]) == []
+    assert mismatch(rows[:1]) == [rows[0].answer] and mismatch([]) == []
 
 
 def test_the_mismatched_answer_is_that_of_the_last_row_before_with_another_prompt():
     """By hand: a0 a1 b2 b3 a4, and before a0 stand a4, b3."""
     rows = [Judged([ord(letter)], Answer([place], [True]), True) for place, letter in enumerate("aabba")]
-    assert [other.ids for other in mismatched(rows)] == [[3], [3], [1], [1], [3]]
+    assert [other.ids for other in mismatch(rows)] == [[3], [3], [1], [1], [3]]
 
 
 def test_mismatching_a_thousand_rows_of_one_prompt_asks_for_each_a_few_times():
@@ -155,7 +155,7 @@ def test_mismatching_a_thousand_rows_of_one_prompt_asks_for_each_a_few_times():
             return super().__getitem__(place)
 
     rows = Counting(Judged([1], Answer([place], [True]), True) for place in range(1000))
-    assert [other.ids for other in mismatched(rows)] == [[place] for place in range(1000)]
+    assert [other.ids for other in mismatch(rows)] == [[place] for place in range(1000)]
     assert len(asked) <= 10 * len(rows)
 
 

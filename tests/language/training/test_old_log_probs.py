@@ -21,7 +21,7 @@ from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.online.figures import Tally
-from psigrad.language.training.online.forward import add_old_values, log_probs, reference_log_probs, to_batch
+from psigrad.language.training.online.online_run import add_old_values, log_probs, reference_log_probs, to_batch
 from psigrad.objective.catalog import GRPO
 from psigrad.processes.parallel.world import ALONE
 

@@ -19,7 +19,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.language.training.online.collect import collect
-from psigrad.language.training.online.forward import (
+from psigrad.language.training.online.online_run import (
     divergence,
     follow,
     inputs_of,

@@ -15,7 +15,7 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import validate
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import language_model, scalar_model, tiny
-from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
+from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatch, reference_logps
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.objective.preferences.reward_model import BradleyTerry
 
@@ -200,7 +200,7 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
     )
     peer = peer_loss(trainer, moved(hf))
     made = [pairs.encode_judged(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
-    answers = [[row.answer, other] for row, other in zip(made, mismatched(made), strict=True)]
+    answers = [[row.answer, other] for row, other in zip(made, mismatch(made), strict=True)]
     known = reference_logps(reference, [row.prompt for row in made], answers, 100)
     loss = resolve_loss({"preset": "kto", "desirable_weight": 1.5})
     close(our_loss(KTOTask(language_model.prepare(hf, tokenizer), loss, made, known), hf, budget=60), peer)

@@ -26,7 +26,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.collect import rollout, seed_at
 from psigrad.language.training.online.online_run import Online
-from psigrad.processes.sandbox import enclosure_of_workers, tier_of_this_machine
+from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad_serve.agents.agent_gateway import open_gateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
 from psigrad_serve.agents.agent_worker import AgentCommand, check_agent
@@ -219,7 +219,7 @@ def no_way_out(row, client):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(tier_of_this_machine().name == "none", reason="no bubblewrap that works")
+@pytest.mark.needs("bubblewrap")
 def test_an_agent_in_an_enclosure_reaches_the_policy_and_nothing_else(tokenizer):
     gateway = open_gateway(tunnel=True)
     enclosure = enclosure_of_workers((gateway.tunnel, str(Path(__file__).parents[2])), sockets=True)

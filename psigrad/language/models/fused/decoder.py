@@ -15,9 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from psigrad.language.models import gradients
 from psigrad.language.models.attention import FusedLayout, PackedLayout
-from psigrad.language.models.fused.activation_cache import ActivationCache, Block, CacheHit, RowLayout, Version, versions
+from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
 from psigrad.language.models.fused.layer import RANKS, Layer, RowSelection, Unsupported
-from psigrad.language.models.fused.packed_weights import PackedWeights
 from psigrad.language.models.fused.weights_only import FAMILIES, Backbone, WeightsOnly, family_of
 from psigrad.language.models.native.kernels import Heads, Kernels, kernels
 

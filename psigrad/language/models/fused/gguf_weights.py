@@ -34,7 +34,7 @@ def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[st
         tensor = held[own]
         heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
         permuted = [heads[part] for part in _PERMUTED if kind == "llama" and part in own]
-        coded = _coded(tensor.tensor_type.name, tensor.data, permuted) if ".layers." in name else None
+        coded = _read_coded(tensor.tensor_type.name, tensor.data, permuted) if ".layers." in name else None
         if coded is not None:
             yield name, coded
         else:
@@ -56,7 +56,7 @@ def _rows(x: Any, permuted: list[int]) -> Any:
     return x
 
 
-def _coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
+def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
     """A matrix of a form that has one of our own, number for number; None of others."""
     if kind not in _FORMS:
         return None

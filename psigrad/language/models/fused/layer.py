@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from psigrad.errors import kind_of
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
-from psigrad.language.models.fused.activation_cache import Version, version_of
-from psigrad.language.models.fused.packed_weights import Factors, PackedFactors, PackedWeights
+from psigrad.language.models.fused.caches import Factors, PackedFactors, PackedWeights, Version, version_of
 from psigrad.language.models.native.codes import CodedMatrix
 from psigrad.language.models.native.kernels import Heads, Kernels
 from psigrad.language.models.native.processor import fast_bfloat16

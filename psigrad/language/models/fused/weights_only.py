@@ -330,7 +330,7 @@ def load(
             tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     if kind is not None:
         of_file = wanted.keys() - {"score.weight"}
-        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _coded(places, found, kind)
+        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, found, kind)
         tensors = _put_codes(weights, each, dtype)
         missing = [name for name in missing if name == "score.weight"]
     for name in missing:
@@ -354,7 +354,7 @@ def _put_codes(weights: WeightsOnly, each: Iterator[tuple[str, Tensor | CodedMat
     return rest
 
 
-def _coded(places: Mapping[str, str], wanted: Iterable[str], kind: Kind) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
+def _code_layers(places: Mapping[str, str], wanted: Iterable[str], kind: Kind) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
     """Tensors of safetensors files one by one, layers' matrices in codes."""
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # whose pages go with it

@@ -66,13 +66,11 @@ class EpisodeHistory:
                 pass
         return Reading("", observation_ids(self.tokenizer, self.row, said), False)
 
-    def hear(self, said: Observation) -> Reading:
-        """The same, and it is heard."""
-        reading = self.read(said)
+    def hear(self, said: Observation, reading: Reading) -> None:
+        """This is heard, of which the reading is what `read` gave."""
         self.known = reading.text
         if self.known and (turn := self._turn(said)) is not None:
             self.messages = [*self.messages[:-1], turn, *as_messages(said)]
-        return reading
 
     def _turn(self, said: Observation) -> Message | None:
         """The policy's turn as the template is given it, where this is said to it; None where a tool answers what is no call."""

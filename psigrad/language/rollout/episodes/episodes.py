@@ -153,12 +153,19 @@ class _Episode:
         bare = self.history.read(cut(answer.observation, 0))
         used, past = (0, len(bare.ids)) if bare.anew else (self.used, 0)
         turn = len(self.policy_turns)
-        fitted = limits.fit(lambda said: self.history.read(said).ids, answer.observation, used, turn, self.cuts, past)
+        readings: list[Reading] = []
+
+        def render(said: Observation) -> list[int]:
+            readings.append(self.history.read(said))
+            return readings[-1].ids
+
+        fitted = limits.fit(render, answer.observation, used, turn, self.cuts, past)
         if fitted is None:
             self.over = True
             return
         self.messages += as_messages(fitted[1])
-        self._read(self.history.hear(fitted[1]))
+        self.history.hear(fitted[1], readings[-1])
+        self._read(readings[-1])
         spent = limits.total and sum(self.mask) + limits.turn > limits.total
         self.over = bool(spent) or len(self.policy_turns) == limits.turns
 

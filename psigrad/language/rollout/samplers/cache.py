@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from psigrad.language.models.attention import SDPA, Attending, PackedLayout
-from psigrad.language.models.fused.activation_cache import ActivationCache
-from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
 from psigrad.language.models.packing import Groups, Ids, pack

@@ -10,7 +10,7 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.language.models.attention import on_device
-from psigrad.language.models.fused.activation_cache import ActivationCache, CachedCompletion
+from psigrad.language.models.fused.caches import ActivationCache, CachedCompletion
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.episodes.dialogue import CachedDialogue

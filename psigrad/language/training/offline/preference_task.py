@@ -13,7 +13,7 @@ from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
 from psigrad.language.data.pairs import Answer, Judged, Pair, pair_of
 from psigrad.language.data.templates import Example
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.rollout.types import Trajectory
@@ -21,8 +21,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share
 from psigrad.language.training.offline.sft_task import sum_terms, terms_of
 from psigrad.language.training.online.figures import Outcome, Tally
-from psigrad.language.training.online.forward import minibatches
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Online, minibatches
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
@@ -145,7 +144,7 @@ class KTOTask:
 
     @cached_property
     def _mismatched(self) -> list[Answer]:
-        return mismatched(self.rows)
+        return mismatch(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -166,7 +165,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """z of the step from every row's prompt with the answer of `mismatched`."""
+        """z of the step from every row's prompt with the answer of `mismatch`."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, world.size)
@@ -191,7 +190,7 @@ class KTOTask:
         return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
-def mismatched(rows: Sequence[Judged]) -> list[Answer]:
+def mismatch(rows: Sequence[Judged]) -> list[Answer]:
     """The answer that each row is mismatched with: that of the last row before it with another prompt, as in TRL. Before the
     first row stands the last. A row without another prompt keeps its own.
     """

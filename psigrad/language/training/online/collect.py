@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any
 
 from psigrad import seeds
-from psigrad.errors import UserError
 from psigrad.language.data.templates import completion_for_reward, decode, prompt_for_reward
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import order
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
@@ -27,14 +26,13 @@ from psigrad.language.rewards.outcomes import turns_of
 from psigrad.language.rollout.episodes.episodes import Player, returns
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Online, metric_of
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel.world import ALONE, World
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 ISSUED, TRAINED, PENDING = "issued", "trained", "pending"
 UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "dropped: before there was a ledger"
-LENGTH_PENALTY = "soft_overlong"
 
 
 def next_collection(
@@ -57,7 +55,7 @@ def next_collection(
         elif run.collector is None:
             pending.append(_collect_after(sampled, last, state, phase, cache, ALONE if central else run.world))
         else:
-            made = run.collector.submit(_collect_after, sampled, last, state, _untimed, None, ALONE)
+            made = run.collector.submit(_collect_after, sampled, last, state, _no_phase, None, ALONE)
             pending.append(InFlight(made, None if _refills(run) else _start_after(last, state) + run.config.prompts_per_step))
     if not central:
         return pending[0].result(), tuple(pending[1:])
@@ -92,7 +90,7 @@ def _refills(run: Online) -> bool:
     return isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
 
 
-def _untimed(name: str) -> AbstractContextManager[Any]:
+def _no_phase(name: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
@@ -135,7 +133,7 @@ def collect(
         cursor += len(wanted)
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
-        found = list(scored_groups(fresh, config.num_generations, run.algorithm.min_group_size))
+        found = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
         useful = [g for g in found if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
         entries += Counter(
@@ -156,30 +154,12 @@ def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
     return seeds.derive(seed, "sample", cursor + i, k)
 
 
-def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
+def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
     """Groups of consecutive completions without their unscored members; a group left with fewer than `smallest` is dropped."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
             yield group
-
-
-def metric_of(trajectory: Trajectory, name: str = "") -> float:
-    """What dynamic sampling compares within a group: what the reward function `name` gave, or without a name the rewards of all
-    functions but the penalty on length. Raises `UserError` where no function has that name.
-    """
-    reward = trajectory.reward or 0.0
-    if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
-        return reward
-    if name:
-        if name not in trajectory.parts:
-            raise UserError(
-                f"filter_metric is {name!r}, and no reward function has this name; expected one of {', '.join(trajectory.parts)}."
-            )
-        return float(trajectory.parts[name] or 0.0)
-    if LENGTH_PENALTY not in trajectory.parts:
-        return reward
-    return math.fsum(float(part or 0.0) for other, part in trajectory.parts.items() if other != LENGTH_PENALTY)
 
 
 def rollout(

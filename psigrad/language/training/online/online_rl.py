@@ -1,6 +1,6 @@
 """Online reinforcement learning, whole: sample -> score -> advantage -> loss -> optimiser step -> record.
 
-Read this file first, then those that it calls, in the order of a step: `collect.py` (sample, score), `forward.py` (the batch),
+Read this file first, then those that it calls, in the order of a step: `collect.py` (sample, score), `online_run.py` (the batch),
 `psigrad/objective/policy_gradient.py` (advantage, loss), `../update.py` (gradient, AdamW), `figures.py` (what is recorded).
 """
 
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
@@ -28,8 +28,10 @@ from psigrad.language.training.online.figures import (
     rollout_rows,
     staleness,
 )
-from psigrad.language.training.online.forward import (
+from psigrad.language.training.online.online_run import (
     MicroBatch,
+    Online,
+    ValueModel,
     add_old_values,
     add_teacher_kl,
     by_row,
@@ -44,7 +46,6 @@ from psigrad.language.training.online.forward import (
     teacher_inputs_of,
     to_batch,
 )
-from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.runs.cycle import cycle
