@@ -32,7 +32,7 @@ SUBJECTS = (
     "psigrad/language/models/logprobs.py",
     "psigrad/language/rollout/samplers/distribution.py",
     "psigrad/language/training/update.py",
-    *(f"psigrad/language/training/online/{name}.py" for name in ("collect", "figures", "forward", "online_rl")),
+    *(f"psigrad/language/training/online/{name}.py" for name in ("collect", "figures", "online_rl", "online_run")),
 )
 SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")
 

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, is_dataclass
 
 import pytest
 
 from psigrad.objective.catalog import METHODS
+from psigrad.objective.parts.advantage import k_step, length_gae, moving_average
+from psigrad.objective.parts.aggregate import fixed_length
+from psigrad.objective.parts.correction import divergence_rejection, masked_importance, truncated_importance
+from psigrad.objective.parts.group_advantage import pass_at_k
+from psigrad.objective.parts.keep import clip_covariance, top_entropy, top_k
+from psigrad.objective.parts.kl import KL, adaptive
+from psigrad.objective.parts.surrogate import (
+    clip,
+    covariance_penalty,
+    divergence_mask,
+    dual_clip,
+    geometric_clip,
+    kl_penalty,
+    off_policy_mask,
+    soft_clip,
+    truncated_weight,
+    with_imitation,
+)
 from psigrad.objective.preferences.online_preference import METHODS as ONLINE
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, logistic, robust
+from psigrad.objective.preferences.reward_model import BradleyTerry
 
 GROUP = 1e-4  # what GRPO and its relatives add to a standard deviation
 WHITE = 1e-8  # and whitening
@@ -102,3 +123,57 @@ def test_a_loss_of_pairs_has_these_numbers(name):
 def test_online_dpo_is_dpo_on_groups_of_two_or_more():
     online = ONLINE["online_dpo"].algorithm
     assert (online.loss, online.min_group_size) == (LOSSES["dpo"].algorithm, 2)
+
+
+# Of each setting the numbers that are refused, then those nearest to them that are taken.
+BORDERS = [
+    (adaptive, "initial", (0.0, -0.1), (1e-9,)),
+    (adaptive, "target", (0.0, -1.0), (1e-9,)),
+    (adaptive, "horizon", (0, -1), (1,)),
+    (clip, "low", (-0.1, 1.1), (0.0, 1.0)),
+    (clip, "high", (-0.1,), (0.0, 9.0)),
+    (dual_clip, "bound", (-1.0, 1.0, 1.2), (1.3,)),
+    (truncated_weight, "cap", (0.0, -1.0), (1e-9,)),
+    (soft_clip, "positive", (0.0, -1.0), (1e-9,)),
+    (soft_clip, "negative", (0.0, -1.0), (1e-9,)),
+    (divergence_mask, "delta", (0.0, -0.1, 1.1), (1e-9, 1.0)),
+    (divergence_mask, "cap", (0.0, -1.0), (1e-9,)),
+    (geometric_clip, "low", (-0.1,), (0.0,)),
+    (geometric_clip, "high", (-0.1,), (0.0,)),
+    (off_policy_mask, "delta", (0.0, -0.5), (1e-9,)),
+    (covariance_penalty, "share", (0.0, -0.1, 1.0, 1.5), (1e-9, 0.999)),
+    (covariance_penalty, "coefficient", (0.0, -1.0), (1e-9,)),
+    (with_imitation, "coefficient", (0.0, -1.0), (1e-9,)),
+    (kl_penalty, "coefficient", (-0.1,), (0.0,)),
+    (kl_penalty, "target", (0.0, -1.0), (1e-9, None)),
+    (truncated_importance, "floor", (-0.1, 3.0, 4.0), (0.0, 2.9)),
+    (masked_importance, "floor", (-0.1, 3.0, 4.0), (0.0, 2.9)),
+    (divergence_rejection, "limit", (0.0, -1.0), (1e-9,)),
+    (pass_at_k, "k", (0, -1), (1,)),
+    (k_step, "k", (0, -1), (1,)),
+    (top_k, "k", (0, -1), (1,)),
+    (top_entropy, "share", (0.0, -0.1, 1.1), (1e-9, 1.0)),
+    (clip_covariance, "share", (0.0, -0.1, 1.0, 1.5), (1e-9, 0.999)),
+    (clip_covariance, "low", (5.0, 6.0), (4.9,)),
+    (fixed_length, "n", (0, -1), (1,)),
+    (moving_average, "decay", (-0.1, 1.0, 1.5), (0.0, 0.999)),
+    (length_gae, "alpha", (0.0, -1.0), (1e-9,)),
+    (KL, "coefficient", (-0.1,), (0.0,)),
+    (KL, "mixture", (0.0, -0.1, 1.0, 1.5), (1e-9, 0.999)),
+    (logistic, "label_smoothing", (-0.1, 0.5, 0.6), (0.0, 0.499)),
+    (robust, "label_smoothing", (-0.1, 0.5, 0.6), (0.0, 0.499)),
+    (BradleyTerry, "label_smoothing", (-0.1, 0.5, 0.6), (0.0, 0.499)),
+    (BradleyTerry, "center_rewards_coefficient", (-0.1, math.nan), (0.0,)),
+    (KahnemanTversky, "beta", (0.0, -1.0, math.inf, math.nan), (1e-9,)),
+    (KahnemanTversky, "desirable_weight", (-0.1, math.nan), (0.0,)),
+    (KahnemanTversky, "undesirable_weight", (-0.1, math.nan), (0.0,)),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "refused", "taken"), BORDERS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_a_setting_ends_where_it_says(part, name, refused, taken):
+    for value in refused:
+        with pytest.raises(ValueError, match="expected"):
+            part(**{name: value})
+    for value in taken:
+        part(**{name: value})
