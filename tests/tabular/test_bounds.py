@@ -210,3 +210,18 @@ def test_a_sweep_in_place_bounds_what_is_left_from_both_sides(in_place, low):
     one = MDP(np.ones((1, 1, 1)), np.ones((1, 1)), 0.5)
     sweep = next(iter(tabular.policy_evaluation(one, [0], in_place=in_place)))
     assert (sweep.low, sweep.high) == pytest.approx((low, 1.0), abs=1e-12)
+
+
+def test_a_grid_without_end_ends_at_the_first_row_and_column():
+    """From (2, 2) one cell each way, right, left, up and down; from (1, 1) left and up lead nowhere."""
+    grid = UnboundedGrid(treasure_rate=0.0, trap_rate=0.0)
+
+    def after(start):
+        found = []
+        for action in range(4):
+            grid.reset(options={"cell": start})
+            found.append(grid.step(action)[0])
+        return found
+
+    assert after((2, 2)) == [(3, 2), (1, 2), (2, 1), (2, 3)]
+    assert after((1, 1)) == [(2, 1), (1, 1), (1, 1), (1, 2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_bfloat16_weights_accumulate_updates_too_small_for_them():
 def _error_of_many_passes(passes: int, monkeypatch, wide: bool = True) -> float:
     """Of the gradient of Σ t·Wx over 1,024 rows in bfloat16, relative to its exact value: tᵀx, whatever the weights are."""
     if not wide:
-        monkeypatch.setattr(Optimizer, "summing_wide", lambda self: contextlib.contextlib.nullcontext())
+        monkeypatch.setattr(Optimizer, "summing_wide", lambda self: contextlib.nullcontext())
     generator = torch.Generator().manual_seed(0)
     x, t = (torch.randn(1024, n, generator=generator).bfloat16() for n in (64, 32))
     model = nn.Linear(64, 32, bias=False).bfloat16()
@@ -225,3 +226,11 @@ def test_the_norm_of_shards_is_that_of_what_all_processes_hold(monkeypatch):
     assert optimizer.norm() == pytest.approx(50**0.5)
     (weights["whole"] * torch.tensor([0.0, 4.0])).sum().backward()
     assert optimizer.norm() == pytest.approx(66**0.5)
+
+
+def test_a_head_whose_gradient_is_made_twice_is_that_of_a_process_alone():
+    for size, recomputes in ((1, True), (2, False)):
+        world = SimpleNamespace(size=size, rank=0)
+        assert (
+            Optimizer({"w": torch.nn.Parameter(torch.ones(2))}, Optim(), recompute=True, world=world).sums.recompute is recomputes
+        )
