@@ -40,6 +40,9 @@ def test_a_machine_without_bubblewrap_refuses_code_and_environments_and_says_wha
         with pytest.raises(SandboxError, match="environment_sandbox is set and this machine has no sandbox: bwrap"):
             choice.enclosure_of_workers()
         assert isinstance(executor_for(allow_unsafe_code=True), Unsafe)
+        setup = RewardSetup.of(OnlineConfig(reward=("code",)))
+        with pytest.raises(SandboxError, match="There is no sandbox for code on this machine"), setup.scorer(None):
+            pytest.fail("a run would sample a step before it is told")
     finally:
         choice.tier_of_this_machine.cache_clear()
 
