@@ -95,7 +95,11 @@ def help_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
     try:
-        status = _run(list(sys.argv[1:] if argv is None else argv))
+        try:
+            status = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # behind help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()  # a reader who has left is noticed here, not when Python ends
         return status
     except KeyboardInterrupt:

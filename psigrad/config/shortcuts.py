@@ -140,12 +140,12 @@ def expand(
     for one in given:
         if one.name.partition(".")[0] == setting:
             put(stated, one.name, one.value, one.source)
-    made: list[Given] = []
+    expanded: list[Given] = []
     lacking: list[tuple[Given, str]] = []
     order = {name: i for i, name in enumerate(short)}
     for one in sorted(given, key=lambda g: (rank_source(g.source), order.get(g.name, -1))):
         if one.name not in short:
-            made.append(one)
+            expanded.append(one)
             if one.name.partition(".")[0] == setting:
                 put(stated, one.name, one.value, one.source)
             continue
@@ -160,9 +160,9 @@ def expand(
             lacking.append((one, _lacking(one.name, short[one.name], stated[setting])))
         for place, now in places:
             if now != one.value:
-                made.append(Given(f"{setting}.{place}", short[one.name].write(root, place, one.value), one.source))
-                put(stated, *made[-1])
-    return made, lacking
+                expanded.append(Given(f"{setting}.{place}", short[one.name].write(root, place, one.value), one.source))
+                put(stated, *expanded[-1])
+    return expanded, lacking
 
 
 def rank_source(source: str) -> int:

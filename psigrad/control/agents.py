@@ -262,11 +262,11 @@ def evaluate_policy(
     config, trainer = agent.settings, agent._trainer
     if not isinstance(n_eval_episodes, int) or n_eval_episodes < 1:
         raise UserError(f"n_eval_episodes is {n_eval_episodes!r}; expected a whole number of 1 or more.")
-    made = config.env if env is None else env
-    fresh = isinstance(made, str) or callable(made)
-    wrappers = config.wrappers if isinstance(made, str) else ()
+    source = config.env if env is None else env
+    fresh = isinstance(source, str) or callable(source)
+    wrappers = config.wrappers if isinstance(source, str) else ()
     count, limit = min(n_eval_episodes, 16) if fresh else 1, config.eval_max_steps
-    envs = vector.make(made, count, config.vectorization, wrappers, limit, **config.env_kwargs)
+    envs = vector.make(source, count, config.vectorization, wrappers, limit, **config.env_kwargs)
     vector.check_spaces(envs, trainer.collector.envs)
     returns, lengths, cut = play_episodes(trainer, envs, n_eval_episodes, seed, deterministic)
     if cut:
@@ -277,7 +277,7 @@ def evaluate_policy(
         )
     if fresh:
         envs.close()
-    elif made is config.env or made is agent.get_env():
+    elif source is config.env or source is agent.get_env():
         trainer.restart()
     return (returns, lengths) if return_episode_rewards else (float(np.mean(returns)), float(np.std(returns)))
 

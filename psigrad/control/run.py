@@ -125,8 +125,8 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
         return after, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}"
 
     def save(state: LineState) -> None:
-        held = {"changes": state.changes, "callbacks": state.callbacks, "ended": state.ended}
-        session.save_checkpoint(journal, trainer.begun.timesteps, lambda folder: trainer.save(folder, **held), config.run, meta)
+        extra = {"changes": state.changes, "callbacks": state.callbacks, "ended": state.ended}
+        session.save_checkpoint(journal, trainer.begun.timesteps, lambda folder: trainer.save(folder, **extra), config.run, meta)
 
     def judge(state: LineState) -> None:
         if envs is not None:

@@ -163,7 +163,9 @@ def python_of_nobody() -> tuple[str, str]:
 def _nobody() -> Lack | None:
     python, why = python_of_nobody()
     if not python:
-        return Lack(f"the user nobody cannot run them from {ROOT} ({why})")
+        return Lack(
+            f"the user nobody cannot run them from {ROOT} ({why})", advice="work in a clone that all may read, as in /srv"
+        )
     code = "from psigrad.processes.sandbox import tier_of_this_machine as t; print(t().name, t().why_not)"
     said = as_nobody(Path("/tmp"), python, "-c", code)
     tier, _, why = said.stdout.strip().partition(" ")

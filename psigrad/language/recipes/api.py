@@ -91,37 +91,37 @@ def train(
         raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
     eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
-    given: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "data.dataset": _rows("" if dataset is None else dataset, splits[0]),
         "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split"),
     }
     if declared.settings is not RewardConfig:
-        given["reward"] = _several(reward)
-    given |= _adapter(peft_config, named)
+        overrides["reward"] = _several(reward)
+    overrides |= _adapter(peft_config, named)
     objects = given_model.take_objects(model, tokenizer)
     if objects is None or objects.network is None:
-        given["model.path"] = model
+        overrides["model.path"] = model
     else:
-        given |= _in_memory(objects, named, of_spec(method).settings.__name__.removesuffix("Config").lower())
-    return run(load(declared.settings, flags={**declared.defaults, **named, **given}), objects)
+        overrides |= _in_memory(objects, named, of_spec(method).settings.__name__.removesuffix("Config").lower())
+    return run(load(declared.settings, flags={**declared.defaults, **named, **overrides}), objects)
 
 
 def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
     """The method and the settings of a configuration of TRL, with those that were given besides; what differs is a warning."""
-    found = convert_object(args)
-    if method not in (found.trainer, found.method):
+    converted = convert_object(args)
+    if method not in (converted.trainer, converted.method):
         raise UserError(
-            f"args is {kind_of(args)}, which is for {found.trainer}, and the method is {method!r}; give "
-            f'psigrad.train("{found.method}", …).'
+            f"args is {kind_of(args)}, which is for {converted.trainer}, and the method is {method!r}; give "
+            f'psigrad.train("{converted.method}", …).'
         )
-    for difference in found.differs:
+    for difference in converted.differs:
         warnings.warn(difference, stacklevel=3)
-    own = resolve_names(of_spec(found.method).settings, settings)
+    own = resolve_names(of_spec(converted.method).settings, settings)
     if held_out:  # TRL holds nothing out by itself, and the conversion says so
-        found.settings.pop("evaluation.eval_prompts", None)
+        converted.settings.pop("evaluation.eval_prompts", None)
     parts = ("algorithm.", "loss.")
-    rest = {name: value for name, value in found.settings.items() if name not in own and not name.startswith(parts)}
-    return found.spec, {**rest, **settings}
+    rest = {name: value for name, value in converted.settings.items() if name not in own and not name.startswith(parts)}
+    return converted.spec, {**rest, **settings}
 
 
 def fit_memory(config: C) -> C:

@@ -116,10 +116,10 @@ def _logps(
         return reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
     cache = folder("reference")
     path = cache / f"{_content(reference, prompts, answers)}.safetensors"
-    held: list[list[float]] | None = None
+    cached: list[list[float]] | None = None
     with contextlib.suppress(OSError, SafetensorError):
-        held = load_file(path)["logps"].tolist()
-    if (known := world.broadcast(held)) is not None:
+        cached = load_file(path)["logps"].tolist()
+    if (known := world.broadcast(cached)) is not None:
         return known
     computed = reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
     if world.rank:

@@ -125,8 +125,8 @@ class Optimizer:
         """Weights without a master."""
         copies = {name: p.detach().float() for name, p in self.held.items() if p.dtype in half and name not in self.bare}
         places = {name: p.new_empty((), dtype=torch.float32).expand(p.shape) for name, p in self.bare.items()}
-        made = {name: nn.Parameter(x) for name, x in (copies | places).items()}
-        self.masters = {name: made.get(name, p) for name, p in self.held.items()}
+        new_masters = {name: nn.Parameter(x) for name, x in (copies | places).items()}
+        self.masters = {name: new_masters.get(name, p) for name, p in self.held.items()}
         low_precision = {name: p for name, p in self.held.items() if self.masters[name] is not p}
         stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
         stepped = stepped if optim.optimizer in ("adamw", "adamw_8bit") else {}

@@ -173,7 +173,7 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
     known = "" if not base.pin else f" (commit {base.pin})" if len(base.pin) == _COMMIT else f" (SHA-256 of its files {base.pin})"
     around = dict(facts(run))
     licence = f"{base.license}, that of the base model" if base.license else ""
-    found = [
+    lines = [
         ("base model", f"`{base.name}`{known}" if base.name else ""),
         ("licence", licence),
         ("adapter", f"LoRA of rank {rank}" if (rank := run.settings.get("model.lora_rank")) else ""),
@@ -185,7 +185,7 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
         ("on", around.get("On", "")),
         ("with", around.get("With", "")),
     ]
-    return [(name, text) for name, text in found if text]
+    return [(name, text) for name, text in lines if text]
 
 
 def _name_reward(reward: Any) -> str:

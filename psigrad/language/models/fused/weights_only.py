@@ -311,26 +311,28 @@ def load(
     wanted = {name: x.shape for name, x in weights.checkpoint_tensors().items()}
     with ExitStack() as stack:
         opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
-        found = {name: file for file in opened.values() for name in file.offset_keys()}
+        file_of = {name: file for file in opened.values() for name in file.offset_keys()}
         places = {name: path for path, file in opened.items() for name in file.offset_keys()}
         if scalar:
-            found.pop("lm_head.weight", None)
-        missing = [name for name in wanted if name not in found]
-        if kind != "gguf" and (found.keys() - wanted or missing not in ([], ["score.weight"])):
+            file_of.pop("lm_head.weight", None)
+        missing = [name for name in wanted if name not in file_of]
+        if kind != "gguf" and (file_of.keys() - wanted or missing not in ([], ["score.weight"])):
             return None
-        for name, file in found.items():
+        for name, file in file_of.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
         tensors: dict[str, Tensor] = {}  # with codes read below, one by one
         if mapped and kind is None:
-            tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
+            tensors = {name: file.get_tensor(name).to(dtype) for name, file in file_of.items()}
         elif kind is None:
-            tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
+            tensors = {
+                name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in file_of.items()
+            }
     if kind is not None:
         of_file = wanted.keys() - {"score.weight"}
-        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, found, kind)
+        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, file_of, kind)
         tensors = _put_codes(weights, each, dtype)
         missing = [name for name in missing if name == "score.weight"]
     for name in missing:

@@ -252,8 +252,8 @@ def play(
             episodes[i].hear(answer, limits)
         waiting -= answers.keys()
         ready = sorted(i for i in answers if not episodes[i].over)
-    made = [_trajectory(e, version, tokenizer) for e in episodes]
-    return settle(sampler, made, params) if playing.paced and not rules.together else made
+    trajectories = [_trajectory(e, version, tokenizer) for e in episodes]
+    return settle(sampler, trajectories, params) if playing.paced and not rules.together else trajectories
 
 
 def settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingParams) -> list[Trajectory]:
@@ -297,10 +297,10 @@ def _begin(
 ) -> list[_Episode]:
     """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
     shown = [{"prompt": prompt_for_reward(row), **row.columns} for _, _, row in prompts for _ in range(count)]
-    said = rules.playing.begin(shown)
-    made: list[_Episode] = []
+    openings_of_all = rules.playing.begin(shown)
+    episodes: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):
-        openings = said[place * count : (place + 1) * count]
+        openings = openings_of_all[place * count : (place + 1) * count]
         heard = [opening for opening in openings if not isinstance(opening, Fault)]
         if any(opening != heard[0] for opening in heard):
             raise UserError(
@@ -319,8 +319,8 @@ def _begin(
             episode = _Episode(index, k, row, ids, seed_of(place, k), history.copy(), cuts=list(cuts))
             if isinstance(opening, Fault):
                 episode.over, episode.reason = True, opening.reason
-            made.append(episode)
-    return made
+            episodes.append(episode)
+    return episodes
 
 
 def _render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:

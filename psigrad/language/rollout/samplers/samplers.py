@@ -27,10 +27,10 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
     """
     name = sampling.sampler
     if ":" in name:
-        made = imported_callable(name, "sampler")(model, sampling)
-        if not isinstance(made, Sampler):
-            raise UserError(f"The sampler {name!r} made {kind_of(made)}; expected a psigrad.language.rollout.types.Sampler.")
-        return made
+        sampler = imported_callable(name, "sampler")(model, sampling)
+        if not isinstance(sampler, Sampler):
+            raise UserError(f"The sampler {name!r} made {kind_of(sampler)}; expected a psigrad.language.rollout.types.Sampler.")
+        return sampler
     if name not in NAMES:
         raise UserError(f"There is no sampler {name!r}; expected one of {', '.join(NAMES)} or module:Class{nearest(name, NAMES)}")
     if name != "vllm" and (sampling.vllm_sleep or sampling.tensor_parallel_size > 1):

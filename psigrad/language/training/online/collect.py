@@ -133,15 +133,15 @@ def collect(
         cursor += len(wanted)
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
-        found = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
-        useful = [g for g in found if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
+        scored = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
+        useful = [g for g in scored if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
         entries += Counter(
             {
                 ISSUED: len(wanted),
                 TRAINED: len(useful),
-                UNSCORED: len(wanted) - len(found),
-                NO_SIGNAL: len(found) - len(useful),
+                UNSCORED: len(wanted) - len(scored),
+                NO_SIGNAL: len(scored) - len(useful),
             }
         )
         if len(groups) == config.prompts_per_step:
@@ -188,18 +188,18 @@ def rollout(
     own = range(world.rank, len(prompts), 1 if sampler.central else world.size)
     if sampler.central and world.rank:
         own = range(0)
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     if own:
-        wanted = [prompts[i] for i in own]
-        rewards = _Rewards(scorer, {p.index: p.row for p in wanted}, episodes is not None)
+        own_prompts = [prompts[i] for i in own]
+        rewards = _Rewards(scorer, {p.index: p.row for p in own_prompts}, episodes is not None)
         with phase("time/sample"):
             if episodes is None:
                 requests = [Request(prompts[i].ids, tuple(seed_of(i, k) for k in range(num_generations))) for i in own]
-                found = _sample(sampler, wanted, requests, params, model, version, cache, rewards)
+                trajectories = _sample(sampler, own_prompts, requests, params, model, version, cache, rewards)
             else:
-                found = episodes.play(
+                trajectories = episodes.play(
                     sampler,
-                    [(p.index, p.ids, p.row) for p in wanted],
+                    [(p.index, p.ids, p.row) for p in own_prompts],
                     params,
                     num_generations=num_generations,
                     seed_of=lambda place, k: seed_of(own[place], k),
@@ -207,15 +207,15 @@ def rollout(
                     version=version,
                     needs_reward=scorer is None,
                 )
-                rewards.add_all(found)
+                rewards.add_all(trajectories)
         with phase("time/score"):
-            found = rewards.give_to(found, missing_eos_penalty)
+            trajectories = rewards.give_to(trajectories, missing_eos_penalty)
     if world is ALONE:
-        return found
+        return trajectories
     with phase("time/gather"):
         if sampler.central:
-            return world.broadcast(found)
-        each = world.all_gather([found[i : i + num_generations] for i in range(0, len(found), num_generations)])
+            return world.broadcast(trajectories)
+        each = world.all_gather([trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)])
     return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
 
 

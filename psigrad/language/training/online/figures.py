@@ -160,7 +160,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
         for kind in ("cut", "dropped"):
             if count := sum(cut.kind == kind for t in trajectories for cut in t.cuts):
                 figures[f"observations/{kind}"] = count
-    if answers := [str(said.get("content")) for t in trajectories for said in t.messages if said.get("role") == "tool"]:
+    if answers := [str(message.get("content")) for t in trajectories for message in t.messages if message.get("role") == "tool"]:
         figures["tools/call_frequency"] = len(answers) / len(trajectories)
         figures["tools/failure_frequency"] = sum(text.startswith("error: ") for text in answers) / len(answers)
     if ended:
