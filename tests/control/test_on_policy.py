@@ -306,3 +306,17 @@ def test_entropies_are_there_unless_they_are_not_wanted():
     _, seen, recorded, _, _ = prepared_of(made)
     assert made._evaluate(recorded.output, seen.action).entropy.shape == seen.action.shape
     assert made._evaluate(recorded.output, seen.action, entropies=False).entropy is None
+
+
+@pytest.mark.parametrize("batch_size", [24, 16])
+def test_each_minibatch_has_slopes_of_its_own(batch_size):
+    """Two or three minibatches in closed form, and by autograd: the same weights."""
+    found = []
+    for closed in (True, False):
+        made = method("ppo", n_steps=16, batch_size=batch_size, n_epochs=2, learning_rate=0.01)
+        assert made._differentiable and made.most_steps == 16 * 3
+        made._differentiable = closed
+        made.iterate(False)
+        found.append(made.network.flat.detach().clone())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert method("reinforce", n_steps=0).most_steps == np.inf

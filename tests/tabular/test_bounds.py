@@ -14,6 +14,7 @@ from psigrad.tabular import MDP
 from psigrad.tabular.grid_world import UnboundedGrid
 from psigrad.tabular.simulation import Episode
 from psigrad.tabular.sweeps import rounding
+from psigrad.tabular.termination import closed_classes
 from psigrad.tabular.trajectories import sample_paths
 
 WALK = tabular.random_walk(5, left=0.0, right=1.0)
@@ -225,3 +226,13 @@ def test_a_grid_without_end_ends_at_the_first_row_and_column():
 
     assert after((2, 2)) == [(3, 2), (1, 2), (2, 1), (2, 3)]
     assert after((1, 1)) == [(2, 1), (1, 1), (1, 1), (1, 2)]
+
+
+def test_a_class_is_closed_where_a_chain_comes_back_and_never_leaves():
+    """0 leads to the pair 1, 2, which goes round for ever; 3 stays, and ends; 4 goes to 3."""
+    chain = np.zeros((5, 5))
+    for state, after in enumerate((1, 2, 1, 3, 3)):
+        chain[state, after] = 1.0
+    ends = np.array([0.0, 0.0, 0.0, 0.5, 0.0])
+    assert [sorted(found.tolist()) for found in closed_classes(chain, ends)] == [[1, 2]]
+    assert sorted(sorted(found.tolist()) for found in closed_classes(chain, 0 * ends)) == [[1, 2], [3]]
