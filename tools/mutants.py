@@ -132,10 +132,11 @@ class Coverage:
             ranks[0] = held | self.running(mutant.file, places.mentions(mutant.line))
             about = {test for test in self.seconds if test.startswith(ABOUT)}
             ranks.append(about | self.running(mutant.file, self.tests.get(mutant.file, ())))
-        chosen, total = dict[str, None](), 0.0
+        chosen = dict[str, None]()
         for rank in ranks:
+            total = 0.0
             for test in sorted(rank - chosen.keys(), key=lambda test: (self.seconds[test], test)):
-                if chosen and total + self.seconds[test] > patience:
+                if total and total + self.seconds[test] > patience:
                     break
                 total += self.seconds[test]
                 chosen[test] = None

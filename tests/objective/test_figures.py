@@ -109,9 +109,10 @@ def test_what_a_part_is_for_is_said_once():
 
 def test_a_penalty_follows_the_steps_that_were_trained_on_alone():
     """Two rows of two steps, the second row filtered out and the first with one step: it moved by ln 2 there, k3 = 1 − ln 2 =
-    0.307, above 1.5 · 0.1, so that the coefficient doubles; over all four steps it would be 0.077, below it.
+    0.307, above 1.5 · 0.15, so that the coefficient doubles. Over the three steps it would be 0.102, over all four places 0.169:
+    then it would stay.
     """
-    method = replace(PPO_PENALTY, surrogate=kl_penalty(3.0, 0.1), critic=None, psi=group_mean(), kl=None)
+    method = replace(PPO_PENALTY, surrogate=kl_penalty(3.0, 0.15), critic=None, psi=group_mean(), kl=None)
     mask = torch.tensor([[True, False], [True, True]])
     batch = Batch(mask, torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.full((2, 2), -1.0), torch.zeros(2).long())
     prepared = replace(method.prepare(batch, method.initial_state()), keep=torch.tensor([True, False]))
