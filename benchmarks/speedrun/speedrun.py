@@ -1,6 +1,6 @@
 """The speedrun: SmolLM2-135M-Instruct learns five tasks of reasoning-gym on two cores; README.md has the rules and the board.
 
-python benchmarks/speedrun/speedrun.py run ENTRY [--seeds 0 1 2 3 4]   trains, or goes on, and adds a line to results.jsonl
+python benchmarks/speedrun/speedrun.py run ENTRY [--seeds 0 1 2 3 4]   trains, or goes on; a line of results.jsonl
 python benchmarks/speedrun/speedrun.py board                            writes the board into README.md
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from psigrad.intervals import mean_interval
 from psigrad.language.data import tasks
 from psigrad.language.recipes import online
 from psigrad.records.row_lines import read_steps
-from psigrad.runs.result import Result
+from psigrad.runs.callbacks import Callback, Control
 from psigrad_extras import sums
 
 HERE = Path(__file__).parent
@@ -63,9 +63,25 @@ def settings(entry: Path, files: tuple[Path, Path], model: str, output: Path, se
             raise UserError(f"{entry.name} sets {name}, which the rules fix; leave it out.")
     data = replace(asked.data, dataset=str(files[0]), eval_dataset=str(files[1]))
     evaluation = replace(asked.evaluation, eval_steps=EVERY, eval_prompts=HELD_OUT * len(TASKS))
-    run = replace(asked.run, output_dir=str(output), seed=seed, threads=2, progress=False, report=False)
+    run = replace(
+        asked.run,
+        output_dir=str(output),
+        seed=seed,
+        threads=2,
+        progress=False,
+        report=False,
+        callbacks=(*asked.run.callbacks, AtGoal),
+    )
     own = replace(asked.model, path=model)
     return replace(asked, model=own, data=data, evaluation=evaluation, run=run, reward=("reasoning_gym",))
+
+
+class AtGoal(Callback):
+    """Ends a run at its first evaluation at the goal: the rest would be for nothing."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        """Look at the figure."""
+        control.should_training_stop = control.should_training_stop or metrics.get("eval/reward/mean", 0.0) >= GOAL
 
 
 def until_goal(folder: Path, goal: float = GOAL) -> float | None:
@@ -77,14 +93,25 @@ def until_goal(folder: Path, goal: float = GOAL) -> float | None:
     return None
 
 
-def run(entry: Path, seeds: Sequence[int], folder: Path) -> dict[str, Any]:
-    """The line of an entry: its seconds by seed, None where the goal was not reached."""
-    model, files = str(sums.smollm2(folder / "model")), prepare(folder / "data")
-    found = []
+def run(entry: Path, seeds: Sequence[int], folder: Path, model: str = "") -> Iterator[dict[str, Any]]:
+    """The line of an entry after each of the seeds: the seconds of every seed that is done, None where the goal was not reached.
+
+    A seed that was stopped goes on from its checkpoint, and one that is done is not trained again.
+    """
+    model, files = model or str(sums.smollm2(folder / "model")), prepare(folder / "data")
     for seed in seeds:
-        made: Result = online.run(settings(entry, files, model, folder / entry.stem / str(seed), seed))
-        found.append(until_goal(made.folder))
-    return {"entry": entry.name, "machine": f"{platform.machine()} {platform.processor()}".strip(), "seconds": found}
+        online.run(settings(entry, files, model, folder / entry.stem / str(seed), seed))
+        ended = sorted((folder / entry.stem).glob("*/model"), key=lambda place: int(place.parent.name))
+        found = {place.parent.name: until_goal(place.parent) for place in ended}
+        machine = f"{platform.machine()} {platform.processor()}".strip()
+        yield {"entry": entry.name, "machine": machine, "seconds": list(found.values())}
+
+
+def note(line: dict[str, Any], results: Path = RESULTS) -> None:
+    """Put the line into the results, in place of the entry's line from this machine."""
+    lines = [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
+    kept = [other for other in lines if (other["entry"], other["machine"]) != (line["entry"], line["machine"])]
+    results.write_text("".join(json.dumps(one) + "\n" for one in [*kept, line]))
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -111,8 +138,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/speedrun"))
     given = parser.parse_args()
     if given.what == "run":
-        with RESULTS.open("a") as stream:
-            stream.write(json.dumps(run(given.entry, given.seeds, given.folder)) + "\n")
+        for line in run(given.entry, given.seeds, given.folder):
+            note(line)
     lines = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     before, rest = BOARD.read_text().split("<!-- board -->\n")[0], BOARD.read_text().split("<!-- end -->")[1]
     BOARD.write_text(f"{before}<!-- board -->\n{table(lines)}\n<!-- end -->{rest}")

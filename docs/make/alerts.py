@@ -14,7 +14,10 @@ MORE = {
     "truncated": "A completion that is cut is judged without its answer. It says nothing about how good the policy would be with more room.",
     "cut_and_rewarded": "Both rise together where the reward counts something that more text has more of.",
     "mismatch": "With the embedded sampler the two compute the same and differ by rounding alone. vLLM, transformers' generate, a lag and "
-    "lower precision differ more; then `sampling/correction_weight` says how much is corrected.",
+    "lower precision differ more. Runs that correct for it (`algorithm.correction`, which they take by themselves there) raise *Much is "
+    "corrected* instead.",
+    "corrected": "`sampling/importance_sampling_ratio/mean` is the mean weight: 1 where nothing needs correction, less where weights are cut. "
+    "Up to a tenth the correction does its work and nothing is raised.",
     "entropy": "A policy without entropy samples the same text again and again, so that groups die. On a solved task that is the end; "
     "before it, it is a stop.",
     "clipped": "A clipped token has no gradient. Some are clipped in every run with several passes; a third of them is much.",

@@ -106,9 +106,9 @@ class Model:
     """Learn the length of each row of the adapted matrices too (DoRA)."""
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
     """Modules that are trained whole beside the adapter and saved with it, such as lm_head."""
-    lora_save: Literal["both", "merged", "adapter"] = "both"
-    """What the run's model/ holds at the end: the whole model with the adapter merged in, the adapter alone, or both, the
-    adapter then in model/adapter."""
+    lora_save: Annotated[Literal["both", "merged", "adapter"], RECORDED] = "adapter"
+    """What the run's model/ holds at the end: the adapter alone, the whole model with it merged in, or both, the adapter then in
+    model/adapter. `psigrad export --to merged` makes the whole of the adapter. A reward model is left whole in any case."""
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
     """How packed sequences attend where the fused decoder does not compute. On a GPU "varlen" (torch's kernel, or flash-attn's)
     and "flex" (compiled FlexAttention) compute the scores that are needed, where "sdpa" pads; "auto" takes the first that runs

@@ -89,6 +89,7 @@ SIGNALS = (
 SIGNAL_BY_NAME = {signal.name: signal for signal in SIGNALS}
 _EXACT = {key: signal.name for signal in SIGNALS for key in signal.keys if "*" not in key}
 _PATTERNS = [(re.compile(re.escape(key).replace(r"\*", "(.+)")), s.name) for s in SIGNALS for key in s.keys if "*" in key]
+_CORRECTION = "sampling/importance_sampling_ratio/mean"
 # Parts of a signal or counts that say nothing as a curve.
 _NO_HELD_OUT = ("completions/", "length", "rewards/")
 
@@ -211,6 +212,17 @@ def _not_finite(figures: Figures, memory: Memory) -> float | None:
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
+def _uncorrected(figures: Figures, memory: Memory) -> float | None:
+    """How far sampler and trainer are apart, where nothing makes up for it."""
+    return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
+
+
+def _correction(figures: Figures, memory: Memory) -> float | None:
+    """How far the mean weight that makes up for the sampler is from 1."""
+    weight = figures.get(_CORRECTION, math.nan)
+    return abs(1 - weight) if math.isfinite(weight) else None
+
+
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
     """How much of the entropy of the first five rows is gone."""
     value = figures.get("entropy", figures.get("surprise"))
@@ -329,9 +341,12 @@ RULES = (
         _cut_while_rewarded, above=0.1, until=0.05, patience=2, worst="longest", signal="truncated",
         remedy="Read the longest: the reward may need no ending. Set missing_eos_penalty."),
     Rule("mismatch", "Sampler against trainer", "Their log-probs differ by more than 0.01: training is off-policy.",
-        _of("mismatch"), above=0.01, until=0.005, patience=2, signal="mismatch", grave=True,
-        remedy="`psigrad check` says what samples otherwise than it trains. algorithm.correction corrects for it, and "
-        "sampling/correction_weight says by how much."),
+        _uncorrected, above=0.01, until=0.005, patience=2, signal="mismatch", grave=True,
+        remedy="`psigrad check` says what samples otherwise than it trains. algorithm.correction corrects for it."),
+    Rule("corrected", "Much is corrected",
+        "The weights that correct for the sampler are off 1 by more than a tenth in the mean: completions are far off-policy.",
+        _correction, above=0.1, until=0.05, patience=2, signal="mismatch",
+        remedy="`psigrad check` says what samples otherwise than it trains. Lower the lag, or sample in the same precision."),
     Rule("entropy", "Entropy is gone", "Less than a tenth of the entropy at the start is left; the policy no longer explores.",
         _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy",
         remedy="Nothing, where the task is solved. Else lower the learning rate or raise the upper clip, as DAPO does."),

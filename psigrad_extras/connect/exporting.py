@@ -14,7 +14,7 @@ from torch import Tensor
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.loading.model_source import locate, plain_folder
+from psigrad.language.loading.model_source import locate, meant, plain_folder
 from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
@@ -45,8 +45,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     for name, given, known in (("--to", to, KINDS), ("--quantization", quantization, QUANTISATIONS)):
         if given not in known:
             raise UserError(f"{name} is {given!r}; expected {', '.join(known)}{nearest(given, known) or '.'}")
-    of_run = Path(source).expanduser() / "model"
-    model = str(of_run if of_run.is_dir() else source)
+    model = meant(source)
     folder = Path(output or f"{Path(source).name}-{to}")
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise UserError(f"{folder} is there already; name another folder with --output.")
@@ -60,6 +59,8 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
         shutil.copytree(place, folder, ignore=keep)
+        if (card := Path(model) / "README.md").is_file():  # of an adapter, which was merged elsewhere
+            shutil.copy(card, folder / card.name)
         return LeftBehind(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +76,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         return LeftBehind(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = (
-        Path(source).resolve().name if of_run.is_dir() else Path(source).stem if source.endswith(".gguf") else Path(source).name
+        Path(source).resolve().name if model != source else Path(source).stem if source.endswith(".gguf") else Path(source).name
     )
     file = folder / f"{name}-{quantization.upper()}.gguf"
     lost = write_gguf(network, tokenizer, file, quantization)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from psigrad.config import Model, Run, Sampling
 from psigrad.config.load import from_dict
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.loading.model_source import model_inside
 from psigrad.language.rollout.samplers import samplers
 from psigrad.runs import machine
 from psigrad_serve.engine.engine import SamplingEngine
@@ -34,8 +32,7 @@ def opened_engine(
     """
     run = from_dict(Run, {"device": device, "threads": threads}, "")
     machine.prepare_torch(run)
-    inside = model_inside(Path(path).expanduser())
-    named = {"path": path if inside is None else str(inside), "dtype": dtype, "chat_template_path": chat_template_path}
+    named = {"path": path, "dtype": dtype, "chat_template_path": chat_template_path}
     settings = from_dict(Model, {**named, "adapter": "merge", "trust_remote_code": trust_remote_code}, "")
     sampling = replace(from_dict(Sampling, {"sampler": sampler}, ""), max_decode_batch=max_batch)
     model = load_model(settings, run, None)

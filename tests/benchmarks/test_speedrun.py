@@ -82,3 +82,41 @@ def test_time_is_that_of_training_until_the_goal_and_the_board_is_in_its_order(t
     lines = [{"entry": name, "machine": "m", "seconds": seconds} for name, seconds in measured.items()]
     order = [row.split(" | ")[0] for row in speedrun.table(lines).splitlines()[2:]]
     assert order == ["| fast", "| slow", "| lost"] and "missed on 1 of 2 seeds" in speedrun.table(lines)
+
+
+def test_a_run_ends_at_the_goal_and_goes_on_seed_by_seed(tmp_path, monkeypatch):
+    """A stopped seed stays for the next command, and the line grows with the seeds that are done."""
+    trained = []
+
+    def train(config):
+        seed = config.run.seed
+        if seed == 2 and 2 not in trained:
+            trained.append(seed)
+            raise KeyboardInterrupt
+        trained.append(seed)
+        folder = Path(config.run.output_dir)
+        (folder / "model").mkdir(parents=True)
+        (folder / "timings.jsonl").write_text(json.dumps({"step": 1, "step_time": 10.0 * (1 + seed), "time/sample": 1.0}) + "\n")
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "eval/reward/mean": 0.6}) + "\n")
+
+    monkeypatch.setattr(online, "run", train)
+    names = speedrun.run.__globals__
+    monkeypatch.setitem(names, "prepare", lambda folder: (folder / "a", folder / "b"))
+    results = tmp_path / "results.jsonl"
+
+    def seconds(seeds):
+        for line in speedrun.run(ENTRIES[0], seeds, tmp_path, "model"):
+            speedrun.note(line, results)
+        return [json.loads(text)["seconds"] for text in results.read_text().splitlines()]
+
+    with pytest.raises(KeyboardInterrupt):
+        seconds([0, 1, 2])
+    assert trained == [0, 1, 2] and [json.loads(text)["seconds"] for text in results.read_text().splitlines()] == [[10.0, 20.0]]
+    assert seconds([2]) == [[10.0, 20.0, 30.0]], "one line for an entry"
+
+
+def test_training_stops_at_the_first_evaluation_at_the_goal():
+    for mean, stops in ((0.49, False), (0.5, True)):
+        control = SimpleNamespace(should_training_stop=False)
+        speedrun.AtGoal().on_evaluate(None, None, control, {"eval/reward/mean": mean})
+        assert control.should_training_stop is stops

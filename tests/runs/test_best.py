@@ -117,7 +117,7 @@ def test_a_kill_behind_the_best_changes_nothing(job, tmp_path, whole):
 
 def test_an_adapter_and_what_it_is_merged_into_are_the_best_ones(job, tmp_path):
     config = perverse(sft_config(job, tmp_path / "run", save_total_limit=1))
-    done = sft.run(replace(config, model=replace(config.model, lora_rank=2)))
+    done = sft.run(replace(config, model=replace(config.model, lora_rank=2, lora_save="both")))
     best = load_file(done.folder / "checkpoints" / "step-00000002" / "adapter_model.safetensors")
     assert same(load_file(done.model / "adapter" / "adapter_model.safetensors"), best)
 

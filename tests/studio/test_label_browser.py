@@ -634,6 +634,9 @@ def test_roles_links_and_tokens_are_taken_back(opened, studio):
     page = opened(f"/label#project={number}&part=people")
     page.get_by_label("Role of Ann of roles").select_option("viewer")
     until(lambda: page.wait_for_timeout(20) or ann.post("/api/label/next", {"project": number}).status == 403)
+    page.locator(".part").get_by_role("button", name="Undo").click()
+    expect(page.locator(".part")).to_contain_text("Ann of roles is labeller again.")
+    assert ann.post("/api/label/next", {"project": number}).status == 200
     page.get_by_role("button", name="Make a link").click()
     page.get_by_role("button", name="Revoke").click()
     expect(page.locator(".part")).to_contain_text("No open links")

@@ -36,6 +36,7 @@ WRONG = {
     "truncated": lambda s: {"completions/clipped_ratio": 0.5},
     "cut_and_rewarded": lambda s: {"completions/clipped_ratio": 0.19 if s > BEGIN + 4 else 0.02, "reward": 1 + s / 100},
     "mismatch": lambda s: {"sampling/sampling_logp_difference/mean": 0.05},
+    "corrected": lambda s: {"sampling/importance_sampling_ratio/mean": 0.7, "sampling/sampling_logp_difference/mean": 0.05},
     "entropy": lambda s: {"entropy": 0.05},
     "clipped": lambda s: {"clip_ratio/region_mean": 0.4},
     "critic": lambda s: {"explained_variance": -0.5},
@@ -62,6 +63,13 @@ def test_a_rule_is_raised_by_what_it_is_about_and_names_the_step(name):
 
 def test_negative_control_a_run_that_goes_well_raises_nothing():
     assert watched(lambda s: {}, rows=400) == []
+
+
+def test_a_difference_that_is_corrected_is_not_called_off_policy_besides():
+    apart = {"sampling/sampling_logp_difference/mean": 0.05}
+    found = lambda **more: {alert.rule for alert in watched(lambda s: apart | more)}  # noqa: E731
+    assert found() == {"mismatch"}
+    assert found(**{"sampling/importance_sampling_ratio/mean": 0.97}) == set()
 
 
 @pytest.mark.parametrize("name", [n for n in WRONG if BY_NAME[n].patience > 1])

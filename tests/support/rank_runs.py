@@ -44,7 +44,7 @@ def config(job: str, out: str, recipe: str, strategy: str, *, lora: bool = False
     made = replace(
         made, placement=Placement(strategy=strategy, timeout_minutes=1.0), optim=replace(made.optim, learning_rate=1e-4)
     )
-    return replace(made, model=Model(path=made.model.path, lora_rank=4)) if lora else made
+    return replace(made, model=Model(path=made.model.path, lora_rank=4, lora_save="both")) if lora else made
 
 
 def main(world: World, job: str, out: str, recipe: str, strategy: str, kill: str = "", lora: str = "") -> None:

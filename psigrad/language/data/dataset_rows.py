@@ -120,6 +120,7 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
     kind = FORMS[_choose_for_sft(check, raw) if form == "sft" else form]
     columns = {name: value for name, value in raw.items() if name not in kind.columns}
     check.columns(columns, for_rewards=kind.for_rewards)
+    _refuse_several_missing(check, raw, kind.needs)
     return Row(source, columns=columns, **kind.fields(check, raw))
 
 
@@ -162,6 +163,14 @@ def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
 def name_columns(raw: Mapping[str, Any]) -> str:
     """The columns of a row, for a message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
+
+
+def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
+    """Name all columns at once where more than one is missing."""
+    first, *others = [name for name in needs if name not in raw] or [""]
+    if others:
+        are = "are" if others[1:] else "is"
+        check.fail(first, f"is missing, and so {are} {' and '.join(others)} (found: {name_columns(raw)})")
 
 
 def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
@@ -242,6 +251,7 @@ class Form:
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
+    needs: tuple[str, ...] = ()
     for_rewards: bool = False
     """Its other columns go to reward functions, so that none may have the name of one of their arguments."""
 
@@ -249,10 +259,10 @@ class Form:
 # A row that fits several is called by the first of them. TRL hands no `completion` to reward functions either: that name is the
 # sampled one's.
 FORMS = {
-    "preference": Form(("prompt", "chosen", "rejected"), _pair),
-    "unpaired-preference": Form(("prompt", "completion", "label"), _label),
-    "stepwise": Form(("prompt", "completions", "labels"), _steps),
-    "prompt-completion": Form(("prompt", "completion"), _completion),
+    "preference": Form(("prompt", "chosen", "rejected"), _pair, ("chosen", "rejected")),
+    "unpaired-preference": Form(("prompt", "completion", "label"), _label, ("prompt", "completion", "label")),
+    "stepwise": Form(("prompt", "completions", "labels"), _steps, ("prompt", "completions", "labels")),
+    "prompt-completion": Form(("prompt", "completion"), _completion, ("prompt", "completion")),
     "messages": Form(("messages", "text"), _messages),
     "prompt-only": Form(("prompt", "completion"), _prompt, for_rewards=True),
 }

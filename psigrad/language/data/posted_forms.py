@@ -26,6 +26,7 @@ ANSWERS = ("completion", "chosen", "rejected")
 SYSTEM = ("system", "system_prompt")
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _USUAL = ("question", "problem", "query", "instruction", "input", "user")
+_USUAL_ANSWERS = ("answer", "final_answer", "solution", "ground_truth", "target", "response", "output")
 
 
 def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
@@ -36,19 +37,16 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
     """
     row = dict(raw)
 
-    def at(name: str, wanted: str) -> Any:
+    def at(name: str) -> Any:
         value: Any = raw
         for part in [name] if name in raw else name.split("."):
             value = value[part] if isinstance(value, Mapping) and part in value else _MISSING
-        if value is _MISSING:
-            turned = f"; to rename {wanted!r} write {wanted}={name}" if wanted in raw else nearest(name, raw)
-            _fail(source, name, f"is named in columns and is not there (found: {name_columns(raw)}{turned})")
         return value
 
     def fill(found: re.Match[str]) -> str:
         if found[1] is None:
             return found[0][0]
-        value = at(found[1], "")
+        value = at(found[1])
         if value is None or isinstance(value, Mapping | list):
             _fail(source, found[1], f"is {show(value)}; a template takes text and numbers")
         return str(value)
@@ -59,7 +57,13 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
     if both := next((name for name, new in renamed.items() if _is_template(columns.get(new, ""))), ""):
         new = columns[both]
         raise UserError(f"columns makes {new!r} twice, of {both!r} and by the template {columns[new]!r}; leave one of them out.")
-    made = {new: at(name, new) for name, new in renamed.items()}
+    asked = [*renamed, *(name for text in columns.values() if _is_template(text) for name in _FIELD.findall(text) if name)]
+    if absent := [name for name in asked if at(name) is _MISSING]:
+        name, wanted = absent[0], renamed.get(absent[0], "")
+        turned = f"; to rename {wanted!r} write {wanted}={name}" if wanted in raw else nearest(name, raw)
+        nor = "".join(f", nor is {show(other)}" for other in absent[1:])
+        _fail(source, name, f"is named in columns and is not there{nor} (found: {name_columns(raw)}{turned})")
+    made = {new: at(name) for name, new in renamed.items()}
     made |= {name: _FIELD.sub(fill, text) for name, text in columns.items() if _is_template(text)}
     return {**{name: value for name, value in row.items() if name not in renamed}, **made}
 
@@ -202,10 +206,15 @@ def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
     return next(((n, row[n]) for n in SYSTEM if isinstance(row.get(n), str) and row[n].strip()), ("", ""))
 
 
-def usual_names(raw: Mapping[str, Any]) -> str:
-    """How to map a column that is likely to be the prompt, for a message; empty where none looks like one."""
+def usual_names(raw: Mapping[str, Any], form: str) -> str:
+    """How to map the columns that are likely to be the prompt and its answer, for a message; empty where none looks like one."""
     found = next((name for name in _USUAL if isinstance(raw.get(name), str)), "")
-    return f"; to read another column as the prompt give --columns {found}=prompt" if found and "prompt" not in raw else ""
+    if not found or "prompt" in raw:
+        return ""
+    wanted = {"prompt-only": "answer", "sft": "completion", "prompt-completion": "completion"}.get(form, "")
+    answer = next((name for name in _USUAL_ANSWERS if raw.get(name) is not None), "")
+    more = f",{answer}={wanted}" if wanted and answer and wanted not in raw else ""
+    return f"; to read another column as the prompt give --columns {found}=prompt{more}"
 
 
 def for_model(

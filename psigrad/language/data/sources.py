@@ -138,7 +138,7 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
                 found_at = replace(found_at, column=posted_forms.place_in(record.value, value, found_at.column))
             bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
-                fits, hint = find_form(value), posted_forms.usual_names(value)
+                fits, hint = find_form(value), posted_forms.usual_names(value, form)
     if bad and (bad_rows == "stop" or not rows):
         raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits, hint))
     if not rows:

@@ -47,6 +47,7 @@ def locate(settings: Model) -> str:
     """Where to load the model from: its path, a conversion of it, or the folder that a hub model's `revision` was downloaded
     to. An adapter is merged into its base.
     """
+    settings = replace(settings, path=meant(settings.path))
     check_path(settings.path)
     if settings.revision and settings.quantize_base != "gguf":
         return str(_download(settings.path, settings.revision))
@@ -61,6 +62,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
     """
     if settings.lora_rank or settings.adapter == "merge" or not settings.path:
         return None
+    settings = replace(settings, path=meant(settings.path))
     check_path(settings.path)
     folder: Path | None = Path(settings.path).expanduser()
     if not (folder is not None and is_adapter(folder)):
@@ -114,7 +116,7 @@ def load_tokenizer(path: str) -> Any:
     """A model's tokenizer without its weights. Raises `UserError`."""
     from transformers import AutoTokenizer
 
-    refuse_run(path)
+    path = meant(path)
     if not Path(path).exists():
         go_offline_without_network()
     try:
@@ -139,23 +141,40 @@ def check_path(text: str, what: str = "") -> None:
     if path.is_file() and path.suffix != ".gguf":
         of = f" ({what})" if what else ""
         raise UserError(f"{text!r}{of} is a file; give the folder of a model, a GGUF file, or a hub name such as org/name.")
-    refuse_run(text, what)
 
 
-def refuse_run(text: str, what: str = "") -> None:
-    """Raises `UserError` where a model's path is the folder of a run, naming the model in it."""
-    if inside := model_inside(Path(text).expanduser()):
-        of = f" ({what})" if what else ""
-        raise UserError(f"{text!r}{of} is the folder of a run, not of a model; give {str(inside)!r}.")
+def check_there(settings: Model, run: str) -> None:
+    """Refuse a model that is nowhere before the settings are compared with those of the run in a folder: on this disk, and where
+    that run began with another, on the hub.
+    """
+    from transformers.utils import cached_file
+
+    path = meant(settings.path)
+    check_path(path)
+    begun = Path(run) / "config.json"
+    if not run or not begun.is_file() or Path(path).expanduser().exists() or f'"path": {json.dumps(path)}' in begun.read_text():
+        return
+    go_offline_without_network()
+    try:
+        if _adapter_on_hub(path, settings.revision) is None:
+            cached_file(path, "config.json", revision=settings.revision or None)
+    except (OSError, ValueError) as error:
+        raise UserError(f"There is no model {path!r} ({reason_of(error)}); give a folder or a hub name.") from error
 
 
-def model_inside(path: Path) -> Path | None:
-    """The model in the folder of a run of psigrad or of transformers: the trained one, else that of the newest checkpoint."""
+def meant(text: str) -> str:
+    """The model that a path names. In the folder of a run of psigrad or of transformers that is the trained one, else that of the
+    newest checkpoint. Raises `UserError` where a run has none yet.
+    """
+    path = Path(text or "-").expanduser()
     if not path.is_dir() or _is_model(path):
-        return None
+        return text
     checkpoints = [*path.glob("checkpoints/step-*"), *path.glob("step-*"), *path.glob("checkpoint-*")]
     checkpoints.sort(key=lambda folder: int(digits) if (digits := folder.name.rpartition("-")[2]).isdecimal() else -1)
-    return next((folder for folder in (path / "model", *reversed(checkpoints)) if _is_model(folder)), None)
+    inside = next((folder for folder in (path / "model", *reversed(checkpoints)) if _is_model(folder)), None)
+    if inside is None and (path / "events.jsonl").exists():
+        raise UserError(f"{text!r} is the folder of a run that has no language model yet; give the folder of a model.")
+    return text if inside is None else str(inside)
 
 
 def _is_model(folder: Path) -> bool:
@@ -207,6 +226,7 @@ def plain_folder(path: str) -> str:
 
     Raises `UserError` where it cannot be converted.
     """
+    path = meant(path)
     place = Path(path).expanduser()
     if place.suffix == ".gguf" and place.is_file():
         return _convert_once(_identity([place]), place, _convert_gguf)

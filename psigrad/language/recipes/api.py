@@ -16,6 +16,7 @@ from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
+from psigrad.language.loading.model_source import check_there
 from psigrad.language.training.update import check_schedule
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel import launch
@@ -156,6 +157,8 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
 
 
 def _run(config: TrainingConfig, given: GivenModel | None) -> Result:
+    if given is None or given.network is None:
+        check_there(config.model, str(config.run.output_dir))
     if isinstance(config, SFTConfig):
         from psigrad.language.recipes import sft
 

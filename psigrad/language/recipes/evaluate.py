@@ -20,6 +20,7 @@ from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_dataset
 from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.model_source import meant
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
@@ -106,14 +107,14 @@ def run(config: EvalConfig) -> Report:
 
 def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
     """What a score depends on, to stand beside it."""
-    dataset = config.data.dataset
+    dataset, model = config.data.dataset, config.model.path if config.server else meant(config.model.path)
     shape, sampling, evaluation = BENCHMARKS.get(config.benchmark), config.sampling, config.evaluation
     chat = found.rows and isinstance(found.rows[0].prompt, list)
     examples = config.fewshot_dataset or "the first rows of the dataset, which are not asked"
     scored = [name_of(one) if callable(one) else json.dumps(one) if isinstance(one, Mapping) else one for one in config.reward]
     comparison = {"gsm8k": "math", "math": "math", "mmlu": "choice"}
     made = {
-        "model": " ".join(filter(None, (config.server, config.model.path, identify_model(config.model.path) or ""))),
+        "model": " ".join(filter(None, (config.server, model, identify_model(model) or ""))),
         "dataset": f"{dataset} {identify_data(dataset) or ''}".strip() if isinstance(dataset, str) else "rows given from Python",
         "rows": len(found.rows),
         "template": shape.head + shape.template if shape else "the rows' own prompts",

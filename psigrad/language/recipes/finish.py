@@ -107,6 +107,8 @@ def finish(
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
     saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save
+    if saved == "adapter" and isinstance(model, ScalarModel) and not config.model.quantize_base:
+        saved = "both"  # an adapter does not say how its rows were read
     kept = "merged" if model.adapter is None else saved
     in_shards = model.root is not None
     leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)

@@ -53,7 +53,10 @@ def correct(
         return algorithm
     part = truncated_importance()
     why = f"Completions are {config.lag} steps old" if config.lag else "The sampler rounds otherwise than the trainer"
-    text = f"{why}; {label(part)} corrects for it, unless algorithm.correction says otherwise."
+    text = (
+        f"{why}; {label(part)} corrects for it, unless algorithm.correction says otherwise. "
+        "sampling/importance_sampling_ratio/mean says by how much: at 1 not at all."
+    )
     journal.tell("correction", text, correction=label(part))
     return replace(algorithm, correction=part)
 

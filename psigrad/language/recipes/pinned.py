@@ -14,6 +14,7 @@ from psigrad.importing import imported_callable
 from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.sources import parse_mixture
+from psigrad.language.loading.model_source import meant
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.recipes.conversation import list_tools
 from psigrad.language.recipes.row_encoding import sum_parts
@@ -73,8 +74,8 @@ def _models(config: Config) -> dict[str, str]:
         named["critic"] = [config.critic]
     if not isinstance(config, RewardConfig):
         named["reward_model"] = list(config.reward_model)
-    found = {name: [pins.identify_model(path) for path in paths if path] for name, paths in named.items()}
-    found["model"] = [pins.identify_model(config.model.path, config.model.revision)]
+    found = {name: [pins.identify_model(meant(path)) for path in paths if path] for name, paths in named.items()}
+    found["model"] = [pins.identify_model(meant(config.model.path), config.model.revision)]
     return {name: " ".join(filter(None, ids)) for name, ids in found.items() if any(ids)}
 
 

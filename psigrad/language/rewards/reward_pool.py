@@ -248,7 +248,7 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
     faults = []
     for name, weight, part in zip(names, weights, given, strict=True):
         if isinstance(part, Unscored):
-            return part
+            return Unscored("; ".join(dict.fromkeys(one.reason.rstrip(".") for one in given if isinstance(one, Unscored))))
         parts[name] = failure_value if isinstance(part, Failure) else part
         if isinstance(part, Failure) and weight != 0:
             faults.append(f"{name}: {part}")

@@ -165,7 +165,8 @@ def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str
                 "own, on completions and columns alone"
             )
         columns = ", ".join(column for column in samples if column not in (*_ALWAYS, *besides)) or "only prompts"
-        raise Malformed(f"{name} needs the column {missing[0]!r}, which the dataset does not have (found: {columns})")
+        needed = f"column{'s' * (len(missing) > 1)} {' and '.join(map(repr, missing))}"
+        raise Malformed(f"{name} needs the {needed}, which the dataset does not have (found: {columns})")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return samples
     return {p.name: samples[p.name] for p in parameters if p.name in samples}

@@ -213,7 +213,8 @@ def _base(run: RunData) -> ModelOrigin:
         cached = try_to_load_from_cache(name, "README.md", revision=pin or None)
         held = _metadata(Path(cached)) if isinstance(cached, str) else {}
         return ModelOrigin(name, name, str(held.get("license") or ""), pin)
-    held = _metadata(local / "README.md") if name else {}
+    of_run = local / "model" / "README.md"
+    held = _metadata(of_run if of_run.is_file() else local / "README.md") if name else {}
     above = held.get("base_model")
     above = above[0] if isinstance(above, list) and above else above
     return ModelOrigin(name, str(above or ""), str(held.get("license") or ""), pin)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.loading.model_source import plain_folder, refuse_run
+from psigrad.language.loading.model_source import plain_folder
 from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan.shape import model_of
 
@@ -57,7 +57,6 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     """The same with a given model: a folder, hub name or GGUF file, or a folder or file with only a configuration, whose weights
     are then random; where it has no tokenizer one of letters is made.
     """
-    refuse_run(model)
     model = plain_folder(model)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.loading.model_source import refuse_run
+from psigrad.language.loading.model_source import meant
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
 
@@ -92,7 +92,7 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     """The configuration at `path`."""
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
-    refuse_run(path)
+    path = meant(path)
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
         return found

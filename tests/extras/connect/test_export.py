@@ -135,7 +135,7 @@ def test_cuts_of_the_families_and_of_none_that_is_known():
 @pytest.fixture(scope="module")
 def adapted(job, tmp_path_factory):
     config = sft_config(job, tmp_path_factory.mktemp("export") / "run", max_steps=2)
-    return sft.run(replace(config, model=replace(config.model, lora_rank=2))).folder
+    return sft.run(replace(config, model=replace(config.model, lora_rank=2, lora_save="both"))).folder
 
 
 def test_a_runs_adapter_its_merged_model_and_its_card(adapted, tmp_path, monkeypatch, capsys):

@@ -28,7 +28,7 @@ from psigrad_extras.investigate import comparison
 @pytest.fixture(scope="module")
 def result(job, tmp_path_factory) -> Result:
     config = online_config(job, tmp_path_factory.mktemp("runs") / "letters")
-    return online.run(replace(config, model=replace(config.model, lora_rank=2)))
+    return online.run(replace(config, model=replace(config.model, lora_rank=2, lora_save="both")))
 
 
 @pytest.fixture

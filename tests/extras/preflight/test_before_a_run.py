@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tiny_jobs import agent_config, online_config, sft_config
-from tiny_rewards import of_misspelt, of_nothing
+from tiny_rewards import of_misspelt, of_nothing, of_two
 
 from psigrad.errors import UserError
 from psigrad_extras.preflight import first_rows
@@ -31,6 +31,13 @@ def test_the_rewards_are_called_on_real_rows_before_any_model_is_loaded(job, tmp
 def test_a_reward_that_cannot_judge_is_a_sentence(reward, said, job, tmp_path):
     with pytest.raises(UserError, match=said):
         first_rows.try_rewards(on(job, tmp_path, reward))
+
+
+def test_all_columns_that_the_rewards_miss_are_named_at_once(job, tmp_path):
+    with pytest.raises(UserError) as refused:
+        first_rows.try_rewards(on(job, tmp_path, of_misspelt, of_two))
+    assert "of_misspelt needs the column 'anwser', " in str(refused.value)
+    assert "of_two needs the columns 'level' and 'solution', which the dataset does not have (found: " in str(refused.value)
 
 
 def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):

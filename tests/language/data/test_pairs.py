@@ -87,6 +87,8 @@ def test_steps_end_where_their_separator_does(tokenizer):
         ({"chosen": "abc", "rejected": "xyz"}, "preference", "do not begin alike"),
         ({"chosen": "a", "rejected": [1]}, "preference", "both must be strings or lists"),
         ({"prompt": "p", "chosen": "a"}, "preference", "'rejected' is missing"),
+        ({"prompt": "p", "better": "a"}, "preference", "'chosen' is missing, and so is rejected (found: prompt, better)"),
+        ({"q": "p", "a": "b"}, "unpaired-preference", "'prompt' is missing, and so are completion and label (found: q, a)"),
         ({"prompt": "p", "chosen": "a", "rejected": ""}, "preference", "empty string"),
         ({"prompt": "p", "completion": "a", "label": "good"}, "unpaired-preference", "true (desirable) or false"),
         ({"prompt": "p", "completion": "a"}, "unpaired-preference", "'label' is missing"),

@@ -179,6 +179,18 @@ def test_columns_are_renamed_and_made(columns: str, made: dict[str, Any]) -> Non
     assert from_rows([MATHS | {"prompt": "p"}], "prompt-only", columns=columns_of(columns)).rows
 
 
+def test_all_that_a_mapping_names_in_vain_is_named_at_once() -> None:
+    row = {"question": "q", "final_answer": "a"}
+    with pytest.raises(UserError, match=r"'qestion' is named in columns and is not there, nor is 'level' \(found: question"):
+        from_rows([row], "prompt-only", columns=columns_of("qestion=prompt,answer={level}"))
+    for form, column in (("prompt-only", "answer"), ("sft", "completion")):
+        with pytest.raises(UserError, match=rf"give --columns question=prompt,final_answer={column}\.$"):
+            from_rows([row], form)
+        assert from_rows([row], form, columns=columns_of(f"question=prompt,final_answer={column}")).rows
+    with pytest.raises(UserError, match=r"give --columns question=prompt\.$"):
+        from_rows([row | {"answer": "a"}], "prompt-only")
+
+
 @pytest.mark.parametrize(
     ("columns", "said"),
     [

@@ -106,7 +106,7 @@ def trained(model: Path, tmp_path: Path, name: str, method: str = "sft", **setti
 
 def test_a_run_goes_on_from_an_adapter_and_leaves_one_that_peft_opens(base, tmp_path):
     adapted(base, tmp_path / "adapter")
-    result = trained(tmp_path / "adapter", tmp_path, "run")
+    result = trained(tmp_path / "adapter", tmp_path, "run", lora_save="both")
     opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), result.model / "adapter")
     whole = AutoModelForCausalLM.from_pretrained(result.model)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_a_continued_adapter_resumes_bitwise(base, tmp_path):
     trained(tmp_path / "adapter", tmp_path, "parts", max_steps=2, save_steps=2, lr_scheduler_type="constant")
     straight = trained(tmp_path / "adapter", tmp_path, "straight", max_steps=4, save_steps=2, lr_scheduler_type="constant")
     parts = trained(tmp_path / "adapter", tmp_path, "parts", max_steps=4, save_steps=2, lr_scheduler_type="constant", extend=True)
-    held = [load_file(r.model / "adapter" / "adapter_model.safetensors") for r in (straight, parts, whole)]
+    held = [load_file(r.model / "adapter_model.safetensors") for r in (straight, parts, whole)]
     assert all(torch.equal(held[0][k], held[1][k]) for k in held[0])
     assert any(not torch.equal(held[0][k], held[2][k]) for k in held[0]), "negative control: another schedule"
 

@@ -108,7 +108,7 @@ def test_a_tokenizer_may_be_an_object_where_the_model_is_a_name(objects, job, tm
 def test_peft_config_is_the_lora_settings_and_ends_merged_in_the_module(objects, job, tmp_path):
     model, tokenizer = objects
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    online = {**ONLINE, "dataset": job / "train.jsonl", "reward": early_letters}
+    online = {**ONLINE, "dataset": job / "train.jsonl", "reward": early_letters, "lora_save": "both"}
     made = psigrad.train("grpo", model=model, tokenizer=tokenizer, peft_config=config, output_dir=tmp_path / "a", **online)
     named = psigrad.train("grpo", model=job / "base", lora_rank=4, lora_alpha=8, output_dir=tmp_path / "b", **online)
     assert digest(made.folder) == digest(named.folder)
@@ -123,7 +123,14 @@ def test_a_killed_run_with_an_object_resumes_bitwise(adapter, job, tmp_path):
     def train(folder: Path):
         model = AutoModelForCausalLM.from_pretrained(job / "base")
         config = peft.LoraConfig(r=4, target_modules="all-linear") if adapter else None
-        online = {**ONLINE, "dataset": job / "train.jsonl", "reward": early_letters, "peft_config": config, "eval_kl": True}
+        online = {
+            **ONLINE,
+            "dataset": job / "train.jsonl",
+            "reward": early_letters,
+            "peft_config": config,
+            "eval_kl": True,
+            "lora_save": "both",
+        }
         result = psigrad.train("grpo", model=model, output_dir=folder, **online)
         assert weights_digest(model) == weights_digest(AutoModelForCausalLM.from_pretrained(result.model))
 

@@ -1,14 +1,18 @@
-"""The folder of a run where a model is expected: the model in it is named."""
+"""The folder of a run where a model is expected: the model in it is meant. Commands: tests/extras/test_run_folders.py."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
+from tiny_jobs import sft_config
 
-from psigrad import cli
+from psigrad.config import Model
 from psigrad.errors import UserError
-from psigrad.language.loading.model_source import check_path
+from psigrad.language.loading.model_source import find_adapter, locate, meant
+from psigrad.language.recipes import api, sft
 
 
 @pytest.fixture
@@ -19,44 +23,49 @@ def run(tmp_path):
         if not name.endswith("11"):  # this one is in shards
             (tmp_path / "run" / name / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "run" / "config.json").write_text(json.dumps({"model": {"path": "base"}}))
+    (tmp_path / "run" / "events.jsonl").write_text("")
     return tmp_path / "run"
 
 
-def test_the_trained_model_is_named_else_the_newest_checkpoint(run):
-    newest = run / "checkpoints" / "step-00000010"
-    for given in (run, run / "checkpoints"):
-        with pytest.raises(UserError, match=rf"'{given}' is the folder of a run, not of a model; give '{newest}'\.$"):
-            check_path(str(given))
-    check_path(str(newest))
+def test_the_trained_model_is_meant_else_the_newest_checkpoint(run):
+    newest = str(run / "checkpoints" / "step-00000010")
+    for given in (run, run / "checkpoints", newest):
+        assert meant(str(given)) == locate(Model(path=str(given))) == newest
     (run / "model").mkdir()
-    (run / "model" / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=rf"\(the reference\) is the folder of a run, not of a model; give '{run}/model'\.$"):
-        check_path(str(run), "the reference")
-    check_path(str(run / "model"))
+    base = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"], "lora_alpha": 8}
+    (run / "model" / "adapter_config.json").write_text(json.dumps(base | {"base_model_name_or_path": newest}))
+    assert meant(str(run)) == meant(str(run / "model")) == str(run / "model")
+    assert find_adapter(Model(path=str(run))).folder == run / "model"
+
+
+def test_what_is_no_run_is_taken_as_it_is(run):
+    for given in ("", "org/name", str(run.parent), "psigrad"):
+        assert meant(given) == given
+
+
+def test_a_run_without_a_model_is_refused(run):
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(
+        UserError, match=r"run' is the folder of a run that has no language model yet; give the folder of a model\.$"
+    ):
+        meant(str(run))
 
 
 def test_a_run_of_transformers_is_one_too(tmp_path):
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"give '.*checkpoint-10'\.$"):
-        check_path(str(tmp_path))
+    assert meant(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # save_model puts the model beside them
-    check_path(str(tmp_path))
+    assert meant(str(tmp_path)) == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["eval", "--reward", "exact", "--model"],
-        ["check", "--model"],
-        ["plan", "grpo", "--model"],
-        ["plan", "grpo", "--lora-rank", "4", "--model"],
-        ["score", "--reward", "exact", "--tokenizer"],
-    ],
-)
-def test_every_command_says_so(command, run, capsys):
-    rows = run.parent / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "a", "completion": "b", "answer": "b"}) + "\n")
-    assert cli.main([*command, str(run), "--dataset", str(rows)]) == 2
-    assert f"give '{run / 'checkpoints' / 'step-00000010'}'." in capsys.readouterr().err
+def test_a_model_that_is_nowhere_is_named_before_the_settings_of_another_run(job, tmp_path):
+    made = sft_config(job, tmp_path / "run", max_steps=2)
+    sft.run(made)
+    for name in (str(job / "bsae"), "no-such/model-here"):
+        other = replace(made, model=replace(made.model, path=name), batch_size=3)
+        with pytest.raises(UserError, match=rf"There is no (folder|model) '{name}'"):
+            api.run(other)
+    with pytest.raises(UserError, match="is a run with other settings \\(batch_size was 4 and is 3"):
+        api.run(replace(made, batch_size=3))

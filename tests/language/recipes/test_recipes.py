@@ -146,16 +146,24 @@ def test_every_form_of_training_is_repeatable(form, job, tmp_path):
     # the evaluation at the end of the first part is not in the whole run: take the run back to its checkpoint at step 4
     longer = config("parts", 6)
     resumed = online.run(replace(longer, run=replace(longer.run, extend=True)))
-    assert (resumed.folder / "model/model.safetensors").read_bytes() == (whole.folder / "model/model.safetensors").read_bytes()
+    file = "model/adapter_model.safetensors" if form == "lora" else "model/model.safetensors"
+    assert (resumed.folder / file).read_bytes() == (whole.folder / file).read_bytes()
     trained = [row for row in lines(resumed.folder / "metrics.jsonl") if "reward" in row]
     assert trained == [row for row in lines(whole.folder / "metrics.jsonl") if "reward" in row]
     opened = AutoModelForCausalLM.from_pretrained(resumed.model)
     assert opened.dtype == (torch.bfloat16 if form == "bfloat16" else torch.float32)
 
 
-def test_lora_checkpoints_hold_the_adapter_and_the_model_is_whole(job, tmp_path):
+def test_lora_checkpoints_and_the_model_are_the_adapter_and_merged_it_is_whole(job, tmp_path):
     config = online_config(job, tmp_path / "run")
-    result = online.run(replace(config, model=Model(path=config.model.path, lora_rank=4)))
+    alone = replace(config, model=Model(path=config.model.path, lora_rank=4))
+    assert (
+        not list(online.run(alone).model.rglob("model.safetensors"))
+        and (tmp_path / "run/model/adapter_model.safetensors").exists()
+    )
+    result = online.run(
+        replace(alone, model=replace(alone.model, lora_save="merged"), run=replace(alone.run, output_dir=str(tmp_path / "b")))
+    )
     saved = {p.name for p in checkpoint.latest(result.folder / "checkpoints").path.iterdir()}
     assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
     base = AutoModelForCausalLM.from_pretrained(job / "base").state_dict()
