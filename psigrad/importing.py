@@ -31,6 +31,8 @@ def imported(path: str, kind: str) -> Any:
     The current folder is importable. Raises `UserError` where nothing of that name is found, or its module raises.
     """
     module_name, _, attribute = path.rpartition(":")
+    if not module_name:
+        raise UserError(f"The {kind} {path!r} says where, and not what; write {path if path.endswith('.py') else 'module'}:name.")
     module = _module(module_name, path, kind)
     if not hasattr(module, attribute):
         raise UserError(f"The {kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module)) or '.'}")

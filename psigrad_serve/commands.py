@@ -20,13 +20,14 @@ def serve(arguments: list[str]) -> int:
     if flags.asks_for_help(arguments):
         print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N]")
         print("       [--chat-template-path FILE] [--trust-remote-code]")
-        print("       psigrad serve MODEL --tinker [--state FOLDER]\n")
+        print("       [--state FOLDER]\n       psigrad serve MODEL --tinker [--state FOLDER]\n")
         print("The model behind the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).")
+        print("With --state the responses that a request may go on from are there after a restart too, and else in memory.")
         print("With --tinker it is the Tinker API: its client trains adapters of the model here, kept in --state.")
         print("It binds this machine only, and asks for the token that it prints, or that PSIGRAD_SERVE_TOKEN has.")
         return 0
     models, listed, rest = flags.parse_lists(arguments, "--name")
-    mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": "runs/tinker"}
+    mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": ""}
     given = flags.plain("serve", rest, {**_MODEL, **mine})
     port, host, token, tinker, state = (given.pop(name) for name in mine)
     path = _only("serve", models, usage)
@@ -38,14 +39,14 @@ def serve(arguments: list[str]) -> int:
     if tinker:
         from psigrad_serve.tinker_api import TinkerServer
 
-        with contextlib.closing(TinkerServer.of(path, names[0], state, given)) as trained:
+        with contextlib.closing(TinkerServer.of(path, names[0], state or "runs/tinker", given)) as trained:
             serving.serve(trained, listening, token, say)
         return 0
     from psigrad_serve.engine.served_model import opened_engine
     from psigrad_serve.served import Served
 
     with opened_engine(path, **given) as engine:
-        serving.serve(Served(engine, names), listening, token, say)
+        serving.serve(Served(engine, names, state=state), listening, token, say)
     return 0
 
 

@@ -201,11 +201,11 @@ class KeyGuard:
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
         given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-        key, _, session = given.partition(b".")
+        key, rest = given[: len(self.token)], given[len(self.token) :]
         request_id = f"req_{secrets.token_hex(12)}"
         state = scope.setdefault("state", {})
         named = scope["path"].split("/")
-        state["id"], state["session"] = request_id, session.decode("latin-1")
+        state["id"], state["session"] = request_id, rest.removeprefix(b".").decode("latin-1")
         if len(named) > 3 and named[1] == "s":
             state["session"] = named[2]
 
@@ -215,7 +215,7 @@ class KeyGuard:
                 message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
             await send(message)
 
-        if self.token and not hmac.compare_digest(key, self.token):
+        if self.token and not (hmac.compare_digest(key, self.token) and rest[:1] in (b"", b".")):
             why = "Incorrect API key provided" if given else "You didn't provide an API key"
             refused = ApiError(f"{why}; give the token that the server printed.", status=401, code="invalid_api_key")
             return await refused.response(scope["path"], request_id)(scope, receive, with_id)

@@ -19,9 +19,6 @@ from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, offers, read_form
 from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
 
-KEPT = 1000
-"""Responses that are remembered; the oldest are forgotten first."""
-
 
 class ResponsesTool(BaseModel):
     """A function that is offered."""
@@ -146,10 +143,7 @@ class Responses:
         said: dict[str, Any] = {"role": "assistant", "content": choice.text}
         if choice.calls:
             said["tool_calls"] = tool_calls(self.calls[0], choice.calls, 0)
-        held = self.served.kept
-        held[self._name("resp")] = [*self.messages, said]
-        while len(held) > KEPT:
-            held.popitem(last=False)
+        self.served.kept.add(self._name("resp"), [*self.messages, said])
 
     def _name(self, prefix: str) -> str:
         return f"{prefix}_{self.own_name}"
@@ -187,13 +181,14 @@ class Responses:
 def _before(served: Served, name: str | None) -> list[dict[str, Any]]:
     if name is None:
         return []
-    if name not in served.kept:
+    found = served.kept.find(name)
+    if found is None:
         raise ApiError(
             f"The response {name!r} is not remembered here; send its conversation as input.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return served.kept[name]
+    return found
 
 
 def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

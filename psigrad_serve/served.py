@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from psigrad.language.rollout.types import DrawnToken, SamplingParams
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.engine.streams import Steer
+from psigrad_serve.remembered import Remembered
 from psigrad_serve.steering import Forms, Wish, call_grammar
 from psigrad_serve.writer import Offered, Writer
 
@@ -107,13 +107,16 @@ def seed_of(seed: int, choice: int) -> int:
 
 
 class Served:
-    """A model with its engine under `names` (none: under any). `recorder` listens."""
+    """A model with its engine under `names` (none: under any). `recorder` listens. Responses are remembered in the folder
+    `state`, or where that is empty in memory.
+    """
 
-    def __init__(self, engine: SamplingEngine, names: Sequence[str] = (), recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, engine: SamplingEngine, names: Sequence[str] = (), recorder: Recorder | None = None, state: str = ""
+    ) -> None:
         self.engine, self.names, self.recorder = engine, tuple(names), recorder or Recorder()
         self.tokenizer, self.forms = engine.model.tokenizer, Forms(engine.model)
-        self.kept: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
-        """Conversations by the name of the response that ended them."""
+        self.kept = Remembered(state)
         self._forms: dict[str, CallForm] = {}
 
     def check_model(self, name: str) -> None:

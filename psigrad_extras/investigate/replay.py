@@ -42,9 +42,11 @@ from psigrad.records.rows import parse_row
 from psigrad.records.run_folder import NullRunFolder, to_line
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import prepare_torch
+from psigrad_extras.investigate.fitted_values import ASSUMED, FittedValues, fitted
 from psigrad_extras.investigate.what_if import MethodWatch, WatchedOptimizer, remember
 
 Row = dict[str, Any]
+Method = PolicyGradient | OnlinePreference
 _TOLD = ("allowed", "versions_changed", "ranks_changed")
 
 
@@ -60,6 +62,8 @@ class Replay:
     """What is not as it is recorded, the most telling first."""
     notes: list[str]
     """How this machine or these files are not the run's."""
+    assumed: list[str]
+    """What was taken for granted to show a method these samples."""
     methods: dict[str, dict[str, Any]]
     """Figures by method, the run's own first."""
     groups: list[Row]
@@ -199,6 +203,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     newest = checkpoint.latest(path / "checkpoints", number - 1)
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
+    fits = [name for name, one in algorithms.items() if one.needs_critic and not method(config).needs_critic]
     every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
     trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
@@ -235,22 +240,26 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         figures = {name: one.figures(watch) for name, one in watches.items()}
         groups = group_scored(rewards.found[number], config.num_generations, 1)
         shown = _groups(watches, groups, rows, job.model.tokenizer)[:most_groups]
-    return Replay(str(path), number, newest.step, differences, own.notes, figures, shown, seconds)
+        assumed = [ASSUMED.format(", ".join(fits))] if fits else []
+    return Replay(str(path), number, newest.step, differences, own.notes, assumed, figures, shown, seconds)
 
 
-def _try(job: Online, algorithm: PolicyGradient, config: OnlineConfig, state: State, found: list[Trajectory]) -> MethodWatch:
+def _try(job: Online, algorithm: Method, config: OnlineConfig, state: State, found: list[Trajectory]) -> MethodWatch:
     """What a method does with the step's completions. Where a step is one optimiser step, no weight has to move for it."""
     made = correct(algorithm, config, job.sampler, job.model, job.journal)
-    assert isinstance(made, PolicyGradient)
+    critic = job.critic if made.needs_critic else None
+    if isinstance(made, PolicyGradient) and made.needs_critic and not job.algorithm.needs_critic:
+        made = fitted(made, job.model, job.config.micro_batch_tokens)
     watch = MethodWatch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
     groups = list(group_scored(found, job.config.num_generations, made.min_group_size))
     if not groups:
         return watch
     known = made.initial_state()
     before = replace(state, algorithm={**known, **{k: v for k, v in state.algorithm.items() if k in known}})
-    critic = job.critic if made.needs_critic else None
     job = replace(job, algorithm=made, optimizer=watch.optimizer, token_figures=watch.watch_tokens, critic=critic)  # type: ignore[arg-type]
     watch.metrics = learn(job, groups, before, learning_rate(job.config.optim, state.step, job.total_steps)).metrics
+    if isinstance(made, PolicyGradient) and isinstance(made.psi, FittedValues):
+        watch.metrics = {**watch.metrics, **made.psi.figures}
     return watch
 
 
@@ -258,8 +267,9 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     """The settings that the step was made under: those of the first checkpoint from it on, or else of the end."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
-        raise UserError(f"{path} is no run of online RL: its config.json says {kind_of(found) if found else 'nothing'}; a replay "
-                        "draws completions again.")  # fmt: skip
+        lacks = "it has no config.json" if path.is_dir() else "it is not there"
+        says = f"its config.json says {kind_of(found)}" if found else lacks
+        raise UserError(f"{path} is no run of online RL: {says}; a replay draws completions again.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
         if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):
@@ -278,15 +288,11 @@ def _filters(sampling: Sampling) -> bool:
     return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
 
 
-def _other(config: OnlineConfig, name: str, spec: Any) -> PolicyGradient:
+def _other(config: OnlineConfig, name: str, spec: Any) -> Method:
     found = method(replace(config, algorithm=spec))
-    if isinstance(found, OnlinePreference):
-        raise UserError(f"{name} compares pairs and has no ratio and no advantage of a token; name a policy gradient.")
-    if found.needs_critic and not method(config).needs_critic:
-        raise UserError(
-            f"{name} reads a critic and this run has trained none, so its advantages would be made up; name a method without "
-            "one, such as rloo, or replay a run of ppo."
-        )
+    if isinstance(found, OnlinePreference) and config.asks:
+        raise UserError(f"{name} compares two completions of one prompt, and sessions of an agent ask prompts of their own; name "
+                        "a policy gradient.")  # fmt: skip
     return found
 
 
@@ -362,7 +368,7 @@ def lines_of(found: Replay) -> Iterator[str]:
     back = found.step - found.begun
     origin = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
     yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"
-    yield from found.notes
+    yield from (*found.notes, *found.assumed)
     if not found.differences:
         yield "Its metrics, its gradient and its rows are the recorded ones, bit for bit."
         return

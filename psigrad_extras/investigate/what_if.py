@@ -111,6 +111,8 @@ class MethodWatch:
             "cosine to the run's gradient": cosine(self.optimizer.gradient, own.optimizer.gradient),
             "optimiser steps": self.metrics.get("updates", 0),
         }
+        told = {"pairs": "pairs", "explained variance of its values": "explained_variance"}
+        found |= {said: self.metrics[name] for said, name in told.items() if name in self.metrics}
         if self.tokens is None:
             return found
         columns, prepared = self.columns(), self.tokens.prepared

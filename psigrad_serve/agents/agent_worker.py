@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from shutil import which
 from typing import IO, Any
 
 from psigrad.errors import UserError
@@ -105,6 +106,8 @@ class _Tail:
 def check_agent(agent: Callable[..., Any]) -> None:
     """Refuse a function that wants what an agent is not given."""
     if isinstance(agent, AgentCommand):
+        if which(program := agent.arguments[0]) is None:
+            raise UserError(f"agent_command: there is no program {program!r} here; give one by its path, or one that PATH finds.")
         return
     if "client" in inspect.signature(agent).parameters and find_spec("openai") is None:
         raise UserError("The agent asks for a client, and the package openai is not there: pip install openai.")

@@ -33,6 +33,7 @@ def replay(run: Path, n: int) -> dict[str, Any]:
     return {
         "name": known[n],
         "differences": [escape(str(line))[:300] for line in _list(found.get("differences"))[:50]],
+        "assumed": [escape(str(line))[:500] for line in _list(found.get("assumed"))[:20]],
         "methods": list(methods),
         "figures": [[name, [finite(number(dict(_items(own)).get(name))) for own in methods.values()]] for name in figures],
         "groups": [_group(group) for group in _list(found.get("groups"))[:8] if isinstance(group, dict)],

@@ -8,10 +8,14 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import openai
 import pytest
 from timing import until
+
+from psigrad_serve.served import Served
+from psigrad_serve.serving import running
 
 HI = [{"role": "user", "content": "Hi there"}]
 ASK = {"model": "tiny", "messages": HI}
@@ -76,6 +80,15 @@ def test_a_body_that_is_no_request_is_refused_in_both_apis_words(served, body, w
     assert status == 400 and words in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
     status, answer = posted(served, body, "/v1/messages")
     assert status == 400 and answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_a_token_of_ones_own_may_have_a_point(served):
+    """What stands behind the whole of it and another point is a session."""
+    body, keys = json.dumps({**ASK, "max_tokens": 1}).encode(), ("my.own", "my.own.two", "my", "my.", "my.ownx", ".own")
+    served.heard.completions.clear()
+    with running(Served(served.engine, ("tiny",), served.heard), "my.own") as at:
+        assert [posted(replace(served, at=at), body, key=key)[0] for key in keys] == [200, 200, 401, 401, 401, 401]
+    assert [told[0] for told in served.heard.completions] == ["", "two"]
 
 
 def test_what_is_not_there_is_said_in_json(served):

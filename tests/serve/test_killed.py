@@ -1,4 +1,4 @@
-"""What a server that is killed had acknowledged is with its clients; what it remembered is gone, and asking for it is refused."""
+"""What a server that is killed had acknowledged is with its clients; what it remembered is in --state, or is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from psigrad.errors import UserError
 from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.remembered import Remembered
 from psigrad_serve.served import Served
 from psigrad_serve.serving import running
 
@@ -31,23 +33,40 @@ def refuses(client: openai.OpenAI, name: str) -> None:
     assert refused.value.type == "invalid_request_error" and name in refused.value.message
 
 
-def test_a_server_that_was_started_again_says_that_it_remembers_no_response(small_model):
-    engine, answers = SamplingEngine(small_model), []
+@pytest.mark.parametrize("state", ["", "kept"])
+def test_a_server_that_was_started_again_remembers_with_a_state_and_says_so_without(small_model, state, tmp_path):
+    engine, answers, folder = SamplingEngine(small_model), [], state and str(tmp_path / state)
     for _ in range(2):
-        with running(Served(engine, ("tiny",)), "mine") as at, client_of(at.url) as client:
-            if answers:
+        with running(Served(engine, ("tiny",), state=folder), "mine") as at, client_of(at.url) as client:
+            if answers and not state:
                 refuses(client, answers[0].id)
             answers.append(client.responses.create(**ASK))
-            client.responses.create(**ASK, previous_response_id=answers[-1].id)  # control: this one is remembered
+            told = [client.responses.create(**ASK, previous_response_id=one.id) for one in (answers if state else answers[-1:])]
+            assert len({one.output_text for one in told}) == 1 and told[0].usage.input_tokens > answers[0].usage.input_tokens
     assert answers[0].output_text == answers[1].output_text and answers[0].id != answers[1].id
     engine.close()
+
+
+def test_the_oldest_are_forgotten_and_a_file_that_is_none_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("psigrad_serve.remembered.MOST", 3)
+    kept = Remembered(str(tmp_path / "new"))
+    for n in range(5):
+        kept.add(f"resp_{n}", [{"role": "user", "content": f"{n} \ud800 é"}])
+    again = Remembered(str(tmp_path / "new"))
+    assert [again.find(f"resp_{n}") is not None for n in range(5)] == [False, False, True, True, True]
+    assert again.find("resp_4") == [{"role": "user", "content": "4 \ud800 é"}]
+    (tmp_path / "responses.db").write_text("no database at all")
+    for folder in (tmp_path, tmp_path / "responses.db"):
+        with pytest.raises(UserError, match=r"Responses cannot be kept in .*; name another folder as --state"):
+            Remembered(str(folder))
 
 
 @contextlib.contextmanager
 def serving(folder) -> Iterator[tuple[subprocess.Popen, str]]:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "psigrad", "serve", str(folder), "--name", "tiny", "--port", str(port), "--threads", "1"]
+    command = [sys.executable, "-m", "psigrad", "serve", str(folder), "--name", "tiny", "--port", str(port), "--threads", "1",
+               "--state", str(folder.parent / "kept")]  # fmt: skip
     variables = {**os.environ, "PSIGRAD_SERVE_TOKEN": "mine"}
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -69,5 +88,5 @@ def test_kill_9_of_psigrad_serve(small_model, tmp_path):
             kinds += [event.type for event in under_way]
         assert not {"response.completed", "response.incomplete"} & set(kinds)
     with serving(tmp_path / "model") as (_, url), client_of(url) as client:
-        refuses(client, finished.id)
+        assert client.responses.create(**ASK, previous_response_id=finished.id).status in ("completed", "incomplete")
         assert client.responses.create(**ASK).output_text == finished.output_text

@@ -6,6 +6,8 @@ import openai
 import pytest
 import torch
 
+from psigrad.language.models.native.kernels import kernels
+
 
 @pytest.fixture(scope="module")
 def client(served):
@@ -21,7 +23,9 @@ def test_several_prompts_of_text_or_tokens_give_their_choices_in_order(client, s
     assert [c.index for c in by_ids.choices] == [0, 1, 2, 3]
     for place, prompt in ((0, ids[0]), (2, ids[1])):
         want, choice = served.sampled(prompt, 4, max_tokens=9), by_ids.choices[place]
-        assert tuple(choice.token_ids) == want.ids and tuple(choice.logprobs.token_logprobs) == want.logprobs
+        # without the kernels last bits depend on what is decoded beside it
+        logprobs = pytest.approx(want.logprobs, abs=1e-5) if isinstance(kernels(), str) else want.logprobs
+        assert tuple(choice.token_ids) == want.ids and tuple(choice.logprobs.token_logprobs) == logprobs
         assert choice.prompt_token_ids == prompt and len(choice.logprobs.top_logprobs[0]) == 2
     assert by_ids.usage.completion_tokens == sum(len(c.token_ids) for c in by_ids.choices)
     assert by_ids.usage.prompt_tokens == sum(map(len, ids))

@@ -36,6 +36,7 @@ FORMS = {
 
 REPLAY = {
     "differences": ["step 6: grad_norm is 1 in metrics.jsonl, and 2 again"],
+    "assumed": ["This run trained no critic."],
     "methods": {"grpo (the run's)": {"gradient norm": 0.5}, "dapo": {"gradient norm": "NaN", "clipped tokens": 3}},
     "groups": [{"row": 4, "prompt": "say <b>a:", "completions": [{"k": 0, "reward": 1.0, "tokens": [" a", "<i>"], "methods": {
         "grpo (the run's)": {"advantage": [1, 1], "ratio": [1, 1], "clipped": [0, 0], "weight": [0.25, "NaN"]},
@@ -384,6 +385,7 @@ def test_a_replay_is_shown_as_far_as_it_has_its_shape(root, studio):
     assert studio.post("/api/runs/about", {"run": ident}).json["replays"] == ["step-00000006", "step-00000007", "step-00000008"]
     found = studio.post("/api/runs/replay", {"run": ident, "n": 0}).json
     assert found["figures"] == [["gradient norm", [0.5, None]], ["clipped tokens", [None, 3.0]]]
+    assert found["assumed"] == ["This run trained no critic."]
     (group,) = found["groups"]
     first, second = group["completions"][0]["methods"]
     assert first["tokens"]["weight"] == [0.25, None] and first["tokens"]["mask"] == [True, False]

@@ -18,7 +18,8 @@ from psigrad.records.run_folder import RunFolder
 
 EVIL = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
 
-REPLAY = {"differences": [], "methods": {"grpo": {"gradient norm": 0.5}}, "groups": [{"row": 4, "prompt": EVIL, "completions": [
+REPLAY = {"differences": [], "assumed": ["This run trained no critic."], "methods": {"grpo": {"gradient norm": 0.5}},
+          "groups": [{"row": 4, "prompt": EVIL, "completions": [
     {"k": 0, "reward": 1.0, "tokens": [" a", EVIL], "methods": {"grpo": {
         "advantage": [1, 1], "ratio": [1, 1], "clipped": [0, 1], "weight": [0.25, -0.125]}}}]}]}  # fmt: skip
 
@@ -519,6 +520,7 @@ def test_a_replayed_step_is_read_token_by_token(opened, ids):
     page = opened(f"runs={ids['rloo']}&tab=about")
     page.get_by_role("button", name="step-00000006-dapo").click()
     expect(page.locator(".replay table")).to_contain_text("gradient norm0.5")
+    expect(page.locator(".replay")).to_contain_text("This run trained no critic.")
     tokens = page.locator(".replay .token")
     expect(tokens).to_have_text([" a", EVIL])
     expect(tokens.nth(0)).to_have_class("token up")

@@ -213,6 +213,10 @@ def _mcp() -> Lack | None:
     return None if there else Lack("the package mcp is not installed", advice="pip install mcp")
 
 
+def _named(variable: str, what: str) -> Lack | None:
+    return None if os.path.exists(os.environ.get(variable, "")) else Lack(f"{variable} names no {what}")
+
+
 NEEDS = {
     "bubblewrap": Need("the sandbox", _bubblewrap, ("bubblewrap", "util-linux")),
     "nobody": Need("the sandbox of an ordinary user", _nobody),
@@ -225,6 +229,8 @@ NEEDS = {
     "fish": Need("completion in fish", lambda: _program("fish"), ("fish",)),
     "curl": Need("programs that ask by curl", lambda: _program("curl"), ("curl",)),
     "node": Need("agents in JavaScript", _node),
+    "cookbook": Need("tinker-cookbook", lambda: _named("PSIGRAD_COOKBOOK", "Python that has it (make test-cookbook)")),
+    "ifeval": Need("IFEval's published answers", lambda: _named("PSIGRAD_IFEVAL", "folder with them")),
     "mcp": Need("MCP servers", _mcp),
     "root": Need("files of other users", _root),
 }

@@ -25,7 +25,7 @@ COOKBOOK = os.environ.get("PSIGRAD_COOKBOOK", "")
 pytestmark = [
     pytest.mark.tinker,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not COOKBOOK, reason="PSIGRAD_COOKBOOK names no Python that has tinker-cookbook"),
+    pytest.mark.needs("cookbook"),
 ]
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."

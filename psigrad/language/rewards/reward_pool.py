@@ -293,9 +293,7 @@ def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
     unscored = sum(reason is not None for reason in reasons)
     if not unscored or unscored / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
         return
-    raise RewardError(
-        f"{explain_unscored(reasons, f', above max_unscored {limit:g}')} Fix the reward function or raise the limit."
-    )
+    raise RewardError(f"{explain_unscored(reasons, f', above max_unscored {limit:g}')} Fix that or raise the limit.")
 
 
 def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:

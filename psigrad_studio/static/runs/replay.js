@@ -42,6 +42,7 @@ function draw(node, replay, colour) {
           tokenText(tokens, colour, most[method], `${method}, completion ${one.k}`, (text) => { told.textContent = text; }),
         ]),
       ])));
-  node.replaceChildren(el("p", {}, said), ...replay.differences.map((line) => el("p", { class: "bad small" }, line)), table,
+  node.replaceChildren(el("p", {}, said), ...replay.differences.map((line) => el("p", { class: "bad small" }, line)),
+    ...replay.assumed.map((line) => el("p", { class: "soft small" }, line)), table,
     el("div", { class: "row" }, choice), told, ...groups);
 }

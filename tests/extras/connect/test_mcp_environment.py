@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environment_example import check_that_it_improves
 
 from psigrad.errors import UserError
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
@@ -120,6 +121,12 @@ def test_the_example_behind_its_pipe_plays_episodes_side_by_side():
                 earned[n] += answer.reward
                 assert answer.done == (turn == 2)
     assert earned == pytest.approx([1.0, 1.0, 0.0])
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mcp")
+def test_the_example_improves(tmp_path):
+    check_that_it_improves("mcp", tmp_path)
 
 
 @pytest.mark.needs("mcp")

@@ -126,7 +126,7 @@ def rows_of(name: str) -> list[dict]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not FILES.is_dir(), reason="PSIGRAD_IFEVAL names no folder with the published rows and answers")
+@pytest.mark.needs("ifeval")
 @pytest.mark.parametrize(("loose", "single"), PAPER)
 def test_gpt_4_has_the_published_accuracies(loose, single):
     said = {row["prompt"]: row["response"] for row in rows_of("input_response_data_gpt4_20231107_145030.jsonl")}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from environment_example import check_that_it_improves
 
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Step
 from psigrad_extras.connect.verifiers_environment import adapt
 
-pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(1800)]
 LOCAL = {"type": "subprocess"}
 
 
@@ -49,3 +50,7 @@ def test_in_processes_that_can_be_killed():
         assert pool.begin(rows) == [None] * 4
         found = pool.step({0: "0", 1: "9", 2: "2", 3: "3"})
     assert [found[n].reward for n in range(4)] == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_the_example_improves(tmp_path):
+    check_that_it_improves("verifiers", tmp_path)

@@ -249,7 +249,7 @@ def test_the_message_names_the_commonest_reason_and_its_samples():
         check_unscored(mixed, 0.1)
     assert str(caught.value) == (
         "7 of 10 completions stayed unscored, above max_unscored 0.1; most often (6, samples 2, 3, 5, 6, 7, …): boom. "
-        "Fix the reward function or raise the limit."
+        "Fix that or raise the limit."
     )
 
 

@@ -14,6 +14,8 @@ from psigrad.language.rollout.episodes.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import NextTurn, RestartedDialogue, Sampler, SamplingParams
 
+pytestmark = pytest.mark.needs("compiler")
+
 PARAMS = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(200, 264)))
 PROMPTS = [(5, 6, 7), (5, 6, 7), (5, 6, 7), (9, 8), (9, 8), tuple(range(20, 44))]
 

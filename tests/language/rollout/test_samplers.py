@@ -295,6 +295,7 @@ def test_a_request_without_seeds_is_complete_at_once(models, requests_):
     assert sampler.sample([nothing], SETTINGS[0]) == [[]]
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("rows", [1, 4, 15, 16])
 def test_the_head_gives_the_logits_of_the_models_own(models, rows):
     model = models["qwen3"]

@@ -18,6 +18,7 @@ import torch
 from in_memory import make
 
 from psigrad.errors import UserError
+from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
@@ -200,6 +201,11 @@ def test_an_agent_that_asks_for_what_it_is_not_given_is_refused_at_once():
         AgentCommand(" ")
     with pytest.raises(UserError, match="No closing quotation"):
         AgentCommand("python 'a")
+    with pytest.raises(UserError, match=r"'my_agent.py' says where, and not what; write my_agent.py:name"):
+        imported_callable("my_agent.py", "agent")
+    check_agent(AgentCommand(f"{sys.executable} my_agent.py"))
+    with pytest.raises(UserError, match="there is no program 'pyhton' here"):
+        check_agent(AgentCommand("pyhton my_agent.py"))
 
 
 def no_way_out(row, client):

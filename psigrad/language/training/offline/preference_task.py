@@ -22,6 +22,7 @@ from psigrad.language.training.offline.offline import Share
 from psigrad.language.training.offline.sft_task import sum_terms, terms_of
 from psigrad.language.training.online.figures import Outcome, Tally
 from psigrad.language.training.online.online_run import Online, minibatches
+from psigrad.language.training.update import step_together
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
@@ -261,8 +262,7 @@ def learn_preferences(
         for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
             tally.steps += 1
             shares = shard(world, task.shares(rows.tolist(), config.micro_batch_tokens, world.size))
-            norm = run.optimizer.step([partial(tally.of, share, weight) for share, weight in shares], lr)
-            tally.end_step(None if norm is None else [norm])
+            tally.end_step(step_together([(run.optimizer, lr)], [partial(tally.of, share, weight) for share, weight in shares]))
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
     metrics = {**(tally.result() if tally.steps else {"updates": 0}), "pairs": len(picked.pairs)}
