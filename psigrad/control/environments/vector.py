@@ -298,9 +298,8 @@ def make(
         environments.cut_at = steps
         return environments
     except gym.error.DependencyNotInstalled as error:
-        raise UserError(
-            f"{env_given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
-        ) from error
+        said = f"{env_given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
+        raise UserError(said) from error
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
         message = str(error).strip().rstrip(".")
         raise UserError(
@@ -310,9 +309,8 @@ def make(
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
-            f"{reason_for(f'The environment {env_given!r}', error)} when it was made. Mend the environment."
-        ) from error
+        said = f"{reason_for(f'The environment {env_given!r}', error)} when it was made. Mend the environment."
+        raise UserError(said) from error
 
 
 def _serial(envs: Sequence[gym.Env[Any, Any]], limit: int | None) -> Environments:

@@ -324,12 +324,9 @@ def load(
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
         tensors: dict[str, Tensor] = {}  # with codes read below, one by one
-        if mapped and kind is None:
-            tensors = {name: file.get_tensor(name).to(dtype) for name, file in file_of.items()}
-        elif kind is None:
-            tensors = {
-                name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in file_of.items()
-            }
+        for name, file in file_of.items() if kind is None else ():
+            read = file.get_tensor(name)
+            tensors[name] = read.to(dtype) if mapped else torch.empty(wanted[name], dtype=dtype).copy_(read)
     if kind is not None:
         of_file = wanted.keys() - {"score.weight"}
         each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, file_of, kind)
