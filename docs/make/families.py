@@ -131,7 +131,18 @@ in float32, with windows of attention that are shorter than the texts. A way tha
 |---|---|---|---|---|
 {table}
 
-The loss that balances experts is not added, and a router's choice in training is that of the same weights, not a recorded one.
+## Experts
+
+The loss that keeps the load of experts even is added in every method but reward models, as TRL adds it: by the model's own
+`router_aux_loss_coef`, unless `--router-aux-loss-coef` says otherwise (0: none). It is transformers' `load_balancing_loss_func` over the
+tokens that a forward pass computes, so that a prompt which a group shares counts once; of a step it is the mean of its passes. The log has it
+as `aux_loss`. Routers that balance themselves (DeepSeek-V3, GLM 4.5) have none.
+
+A router that finds two experts as good is decided by rounding. With `--router-replay` the sampler records which experts each token was sent to
+and training sends it to the same ones, whatever its routers would choose now (R3, [arXiv:2510.11370](https://arxiv.org/abs/2510.11370)); the
+weights of the experts are those of the weights that train. Where nothing is tied that is what training computes by itself, to the last bit. It
+keeps one byte for each token, layer and expert chosen, for the embedded sampler and single completions; episodes, other samplers, padded models,
+and routers that choose otherwise than by `topk` are refused by name.
 
 This page is made by `python docs/make/families.py`.
 """

@@ -62,7 +62,10 @@ _JudgedRows = Annotated[Data, NotRead("eval_dataset", "eval_split")]
 # Where completions are drawn by evaluations alone, they have one temperature.
 _Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperature"), DRAWS]
 _AsItIs = Annotated[
-    Model, NotRead("adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_"))))
+    Model,
+    NotRead(
+        "adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_", "quantize_", "router_")))
+    ),
 ]
 _DURING_A_RUN = (
     "eval_steps", "eval_kl", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience",
@@ -259,6 +262,9 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     filter_metric: str = ""
     """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
     sum of all but soft_overlong's."""
+    router_replay: bool = False
+    """Train a model of experts with the experts that each token was sent to when it was sampled, whatever its routers would
+    choose now (R3, arXiv:2510.11370, as verl calls it). For the embedded sampler and single completions."""
     keep_activations_gb: Annotated[PositiveOrZero, RECORDED] = 1.0
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
     checkpointing). With 0, or when they need more, training runs its own forward pass."""
@@ -277,7 +283,7 @@ class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
 class RewardConfig(PackingSettings):
     """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
 
-    model: Model = field(default_factory=Model)
+    model: Annotated[Model, NotRead("router_aux_loss_coef")] = field(default_factory=Model)
     data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
     evaluation: Annotated[Evaluation, NotRead("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(

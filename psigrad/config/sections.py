@@ -85,7 +85,7 @@ class Model:
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, On(cuda="bfloat16")] = "float32"
     """Precision of the weights and of the forward pass, as TRL's on a GPU. The optimiser steps float32 masters of bfloat16
     weights. Products of float32 are made in TF32 on a GPU."""
-    quantize_base: Annotated[Literal["", "nf4", "int8", "gguf"], _ADAPTER] = ""
+    quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
     """Keep the layers below a LoRA adapter in codes: of 4 bits (nf4: QLoRA's, blocks of 64), of 8 (int8: blocks of 32), or as a
     GGUF file has them (gguf: Q4_0, Q4_K, Q6_K, Q8_0). lora_save=both then leaves the adapter alone. TRL: load_in_4bit,
     load_in_8bit."""
@@ -109,6 +109,9 @@ class Model:
     lora_save: Annotated[Literal["both", "merged", "adapter"], RECORDED] = "adapter"
     """What the run's model/ holds at the end: the adapter alone, the whole model with it merged in, or both, the adapter then in
     model/adapter. `psigrad export --to merged` makes the whole of the adapter. A reward model is left whole in any case."""
+    router_aux_loss_coef: PositiveOrZero | None = None
+    """Weight of the auxiliary loss that keeps the load of a model of experts even, in every method but reward models; empty: that
+    of the model's configuration, as TRL. 0: none."""
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
     """How packed sequences attend where the fused decoder does not compute. On a GPU "varlen" (torch's kernel, or flash-attn's)
     and "flex" (compiled FlexAttention) compute the scores that are needed, where "sdpa" pads; "auto" takes the first that runs

@@ -280,10 +280,10 @@ def make(
             f"The environment is of type {type(env).__name__}; expected an id such as CartPole-v1, an environment of Gymnasium, "
             "a vector environment, or a function that makes one."
         )
-    env_given, env = env, register(env)
+    given, env = env, register(env)
     try:
         spec = spec_of(env)
-        _check_keywords(env_given, spec, kwargs)
+        _check_keywords(given, spec, kwargs)
         if vectorization == "auto":
             whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING and not (wrappers or limit)
             vectorization = "vector_entry_point" if whole else "serial"
@@ -294,23 +294,23 @@ def make(
         around = [imported_callable(name, "wrapper") for name in wrappers]
         steps = 0 if vectorization == "vector_entry_point" else _cut_at(limit, spec)
         around += [partial(TimeLimit, max_episode_steps=steps)] if steps else []
-        environments = Environments(gym.make_vec(env, count, vectorization_mode=vectorization, wrappers=around or None, **kwargs))
-        environments.cut_at = steps
-        return environments
+        made = Environments(gym.make_vec(env, count, vectorization_mode=vectorization, wrappers=around or None, **kwargs))
+        made.cut_at = steps
+        return made
     except gym.error.DependencyNotInstalled as error:
-        said = f"{env_given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
-        raise UserError(said) from error
+        raise UserError(
+            f"{given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
+        ) from error
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
         message = str(error).strip().rstrip(".")
         raise UserError(
-            f"The environment {env_given!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1, or "
+            f"The environment {given!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1, or "
             "module:Name-v0 where a module registers it."
         ) from error
     except UserError:
         raise
     except Exception as error:
-        said = f"{reason_for(f'The environment {env_given!r}', error)} when it was made. Mend the environment."
-        raise UserError(said) from error
+        raise UserError(f"{reason_for(f'The environment {given!r}', error)} when it was made. Mend the environment.") from error
 
 
 def _serial(envs: Sequence[gym.Env[Any, Any]], limit: int | None) -> Environments:

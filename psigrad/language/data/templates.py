@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,17 +92,43 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
     elif row.completion or row.messages:
-        talk = Talk(tokenizer, row)
+        talk, found = _rendered(tokenizer, row, empty_thinking)
         stops = _stops_of(talk)
-        made = [_conversation(talk, context, stops) for context in contexts(talk, empty_thinking=empty_thinking)]
+        made = [_conversation(talk, context, stops) for context in found]
     else:
         raise UserError(f"{row.source} has no completion to train on; give a row of the form prompt-completion or messages.")
-    found = []
+    cut = []
     for ids, mask in made:
         mask[:1] = [False] * len(mask[:1])
         truncated = 0 < max_length < len(ids)
-        found.append(Example(ids[:max_length], mask[:max_length], True) if truncated else Example(ids, mask, False))
-    return found
+        cut.append(Example(ids[:max_length], mask[:max_length], True) if truncated else Example(ids, mask, False))
+    return cut
+
+
+def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
+    """Render the conversations among `rows`, and encode in one call what `examples` will ask for of them, where the tokenizer is
+    `fixed`: what it needs leaves the processor's caches while a template runs.
+    """
+    known, texts = dialect.specials_of(tokenizer), dict[str, None]()
+    if known.begun is None or known.cuts is None or not _is_plain(known.backend):
+        return
+    for row in rows:
+        if row.messages or isinstance(row.completion, list):
+            with contextlib.suppress(UserError):  # it is raised again when the row's turn comes
+                known.talks[id(row)] = found = _rendered(tokenizer, row, empty_thinking)
+                pieces = (piece for context in found[1] for piece in _pieces(context))
+                texts.update((_encodable(_last_cut(tokenizer, before) + text), None) for before, text, _ in pieces)
+    made = known.backend.encode_batch_fast([*texts], add_special_tokens=False)
+    known.ahead.update(zip(texts, (one.ids for one in made), strict=True))
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Talk, list[Context]]:
+    """A conversation and its contexts, those made ahead if they are there."""
+    made: tuple[Talk, list[Context]] | None = dialect.specials_of(tokenizer).talks.pop(id(row), None)
+    if made is None or made[0].row is not row:
+        talk = Talk(tokenizer, row)
+        made = talk, contexts(talk, empty_thinking=empty_thinking)
+    return made
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:
@@ -215,15 +241,22 @@ def _encodable(text: str) -> str:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False: `max_length` is our affair, the tokenizer's warning about its model's limit is not.
-    text, backend = _encodable(text), dialect.specials_of(tokenizer).backend
-    if special or backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
+    text, known = _encodable(text), dialect.specials_of(tokenizer)
+    if special or not _is_plain(known.backend):
         ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    elif (ahead := known.ahead.get(text)) is not None:
+        ids = ahead.copy()
     else:
-        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = known.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     # text that was rendered before has its BOS, and the tokenizer puts another before it
     check_known(tokenizer, ids)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
+
+
+def _is_plain(backend: Any) -> bool:
+    """Whether a text's tokens are what the tokenizer behind transformers' makes of it, and nothing else."""
+    return backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens)
 
 
 _NONE: list[int] = []
@@ -235,9 +268,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 
     Encoding `text` alone is not enough: SentencePiece tokenizers put a space before it.
     """
-    cuts = dialect.specials_of(tokenizer).cuts
-    # tokenizers cut a text at its added tokens before anything else: what stands before the last one changes nothing behind it
-    before = before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
+    before = _last_cut(tokenizer, before)
     known = dialect.specials_of(tokenizer).begun
     if known is None:
         base = _encode(tokenizer, before)
@@ -247,6 +278,14 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
         base = known[before] = _encode(tokenizer, before)
     joint = _encode(tokenizer, before + text)
     return joint[len(base) :] if joint[: len(base)] == base else _encode(tokenizer, text)
+
+
+def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
+    """What of a text bears on the tokens behind it. Tokenizers cut a text at its added tokens before anything else: what stands
+    before the last one changes nothing.
+    """
+    cuts = dialect.specials_of(tokenizer).cuts
+    return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tuple[list[int], list[bool]]:
@@ -267,19 +306,26 @@ def _conversation(talk: Talk, context: Context, stops: tuple[int, ...]) -> tuple
     tokenizer, row = talk.tokenizer, talk.row
     ids: list[int] = []
     runs: list[tuple[int, int]] = []
-    before, at = "", 0
-    for start, end in [*context.spans, (len(context.text), len(context.text))]:
-        for cut, trained in ((start, False), (end, True)):
-            piece = context.text[at:cut]
-            new = encode_after(tokenizer, before, piece) if piece else []
-            runs += [(len(ids), len(ids) + len(new))] if trained and piece else []
-            ids += new
-            before, at = piece or before, cut
+    for before, piece, trained in _pieces(context):
+        new = encode_after(tokenizer, before, piece)
+        runs += [(len(ids), len(ids) + len(new))] if trained else []
+        ids += new
     mask = [False] * len(ids)
     for turn, (first, last) in enumerate(runs, 1):
         last = _end_of_turn(tokenizer, row, ids, first, last, turn, stops)
         mask[first:last] = [True] * (last - first)
     return ids, mask
+
+
+def _pieces(context: Context) -> Iterator[tuple[str, str, bool]]:
+    """(what stands before, a text, whether it is trained): a context in pieces that are encoded one by one."""
+    before, at = "", 0
+    for start, end in [*context.spans, (len(context.text), len(context.text))]:
+        for cut, trained in ((start, False), (end, True)):
+            if piece := context.text[at:cut]:
+                yield before, piece, trained
+                before = piece
+            at = cut
 
 
 def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:

@@ -24,6 +24,7 @@ from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.backbone import without_bars
 from psigrad.language.models.coded_linear import code_linears
+from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
@@ -62,6 +63,7 @@ def load_model(
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     model.attend(settings.attention)
+    model.balance = balance_of(model.network, settings.router_aux_loss_coef)
     return model
 
 

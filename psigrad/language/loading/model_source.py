@@ -92,6 +92,11 @@ def lora_of(settings: Model) -> Lora | None:
             settings.lora_modules_to_save,
         )
     found = find_adapter(settings)
+    if found is None and settings.quantize_base:
+        raise UserError(
+            f"quantize_base is {settings.quantize_base}, which keeps what lies below a LoRA adapter in codes, and every weight "
+            "is to learn; give lora_rank=16, or leave quantize_base out."
+        )
     return None if found is None else found.lora
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models import attention
+from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.weights_only import WeightsOnly
@@ -49,6 +50,7 @@ class Pretrained(ABC):
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
     - `attends`: how packed sequences attend in transformers' modules; `why_sdpa` says why a GPU pads them all the same.
     - `texts`: those that ways to compute were compared on.
+    - `balance` is the auxiliary loss of a model of experts, `routing` what its sampler records and training follows.
     - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`processes/parallel/sharded.py`).
     """
 
@@ -64,6 +66,8 @@ class Pretrained(ABC):
     why_sdpa: str = ""
     root: nn.Module | None = None
     texts: Groups | None = None
+    balance: Balance | None = None
+    routing: Routing | None = None
 
     @property
     def device(self) -> torch.device:
@@ -136,11 +140,12 @@ class Pretrained(ABC):
         keep: ActivationCache | None = None,
         cached: CacheHit | None = None,
         wanted: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, S, E] where `layout` says who attends to whom, or [M, E] of the tokens `wanted`, places in the B·S;
         ids and positions are [B, S].
 
-        A fused decoder adds its activations to `keep`, or takes them from `cached`.
+        A fused decoder adds its activations to `keep`, or takes them from `cached`. Routers choose `experts` [layers, B·S, k].
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -149,17 +154,16 @@ class Pretrained(ABC):
             from psigrad.language.models.hf_attention import unpad
 
             layout = unpad(layout, self.attends)
-        hidden: Tensor = (
-            self.as_transformers()
-            .base_model(
+        with contextlib.nullcontext() if self.routing is None else self.routing.follow(experts):
+            made = self.as_transformers().base_model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 attention_mask=attention.no_mask(self.device),
                 use_cache=False,
                 layout=layout,
+                **({} if self.balance is None else self.balance.asked),
             )
-            .last_hidden_state
-        )
+        hidden: Tensor = self._balanced(made).last_hidden_state
         hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
 
@@ -173,18 +177,27 @@ class Pretrained(ABC):
         """Hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
-            return self.forward(inputs.input_ids, inputs.position_ids, inputs.layout, cached=inputs.cached, wanted=wanted)
-        hidden: Tensor = (
-            self.as_transformers()
-            .base_model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                attention_mask=inputs.attention_mask,
-                use_cache=False,
-            )
-            .last_hidden_state
-        )
+            ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
+            return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
+        hidden: Tensor = self._padded(self.as_transformers().base_model, inputs).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, wanted)
+
+    def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
+        """What transformers' `module` makes of padded inputs."""
+        made = module(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.attention_mask,
+            use_cache=False,
+            **({} if self.balance is None else self.balance.asked),
+        )
+        return self._balanced(made, inputs.attention_mask)
+
+    def _balanced(self, made: Any, mask: Tensor | None = None) -> Any:
+        """What a forward pass gave, its routers' load noted."""
+        if self.balance is not None:
+            self.balance.see(made, mask)
+        return made
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name, in the model's order."""

@@ -184,6 +184,8 @@ class LanguageModel(Pretrained):
         cache = self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
+        if self.routing is not None and isinstance(inputs, Groups):
+            forward = replace(forward, experts=self.routing.read(inputs, self.device))
 
         def compute() -> TokenStats:
             values = None
@@ -212,7 +214,7 @@ class LanguageModel(Pretrained):
         self, asked: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """As `_target_hidden`, of the reference: without gradient, and without the adapter where it is this model itself."""
-        theirs = replace(forward, cached=None)
+        theirs = replace(forward, cached=None, experts=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
             theirs = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
         with torch.no_grad():
@@ -249,12 +251,7 @@ class LanguageModel(Pretrained):
         """
         if inputs.layout is not None:
             return self.target_hidden(inputs), self.output_head()
-        out = self.as_transformers()(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.attention_mask,
-            use_cache=False,
-        )
+        out = self._padded(self.as_transformers(), inputs)
         return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows), nn.Identity()
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:

@@ -112,6 +112,8 @@ class Groups:
     completions: Sequence[Sequence[Ids]]
     masks: Sequence[Sequence[Sequence[bool]]] | None = None
     starts: Sequence[Sequence[int]] | None = None
+    experts: Sequence[tuple[str, Sequence[str]]] | None = None
+    """Which experts the tokens of each prompt, and of its completions, were sent to when sampled (`experts.Routing`)."""
 
     def begin(self) -> list[int]:
         """[N] how many tokens of its prompt each completion continues."""
@@ -183,6 +185,8 @@ class ForwardInputs:
     prefix_ends: Tensor | None = None
     cached: CacheHit | None = None
     """Activations of these tokens from sampling, if they were kept: the layers need not run."""
+    experts: Tensor | None = None
+    """[layers, S, k] the experts that routers are to choose."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, list_tools, rows_for
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
-from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method
+from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.placement import collector_of, sampler_of
 from psigrad.language.recipes.row_encoding import prepare
@@ -91,7 +91,7 @@ def open_job(
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal, longest_of(config, prepared, evaluator)))
-        algorithm = correct(algorithm, config, sampler, model, journal)
+        algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]

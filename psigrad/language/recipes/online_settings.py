@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 from psigrad.language.loading.teacher import Teacher, is_address
+from psigrad.language.models.experts import replay_routers
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.online.online_run import is_exact
@@ -75,6 +77,8 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             "prompts of their own; choose a policy gradient, such as grpo."
         )
     check_sampling(config.sampling)
+    if config.router_replay:
+        _check_replay(config, algorithm)
     _check_reference(config, algorithm, needs_reward)
     _check_critic(config, algorithm)
     if config.num_generations < algorithm.min_group_size:
@@ -94,6 +98,28 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
             "whole groups, so give at most as many minibatches as prompts_per_step."
         )
+
+
+def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
+    reasons = {
+        f"{algorithm.name} trains on pairs": isinstance(algorithm, OnlinePreference),
+        "episodes and agents have completions that are not sampled whole": config.plays,
+        f"sampling.sampler is {config.sampling.sampler!r}, which tells no experts": config.sampling.sampler != "embedded",
+        "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
+        "placement.cluster samples elsewhere": bool(config.placement.cluster),
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
+        raise UserError(f"router_replay trains with the experts that the embedded sampler recorded, and {why}; leave it out.")
+
+
+def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
+    """The sampler; where that is asked for it records the experts of each token from now on, and training follows them."""
+    if not config.router_replay:
+        return sampler
+    if not isinstance(sampler, EmbeddedSampler):
+        raise UserError(f"router_replay needs the embedded sampler, and this model has {kind_of(sampler)}; leave it out.")
+    replay_routers(model)
+    return sampler
 
 
 def _tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:

@@ -53,11 +53,15 @@ class Encoder(Generic[R]):
     tokenizer: PreTrainedTokenizerBase
     encode: Callable[[R], Any]
     keep: Keep | None = None
+    ahead: Callable[[Sequence[R]], None] | None = None
+    """What may be done for all rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
         """(what is trained on, what was refused, what was counted) of some rows."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with fixed(self.tokenizer):
+            if self.ahead is not None:
+                self.ahead(rows)
             for row in rows:
                 try:
                     made = self.encode(row)

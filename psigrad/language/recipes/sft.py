@@ -13,7 +13,7 @@ from psigrad.errors import UserError, several
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import Example, examples
+from psigrad.language.data.templates import Example, encode_ahead, examples
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.recipes.finish import generated_of, train_on_rows
@@ -52,8 +52,9 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     """The rows as texts with something to learn."""
     read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, tell)
     rows, held_out = for_model(tokenizer, read, config.data.plain_prompts, tell)
-    encode = partial(examples, tokenizer, max_length=limit, empty_thinking=config.train_empty_thinking)
-    encoder = Encoder(tokenizer, encode, _with_targets)
+    empty = config.train_empty_thinking
+    encode = partial(examples, tokenizer, max_length=limit, empty_thinking=empty)
+    encoder = Encoder(tokenizer, encode, _with_targets, partial(encode_ahead, tokenizer, empty_thinking=empty))
     learned, counts = encode_rows(rows, encoder, config.data, tell)
     tell_translations(tokenizer, rows, tell)
     found, texts = counts["rows"], counts["texts"]
@@ -65,9 +66,9 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
         tell("rows_cut", f"{cut} of {texts} rows are cut at {limit} tokens.", at=limit, count=cut)
     if not learned:
         raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
-    if empty := found - len(learned):
-        text = f"{empty} of {found} rows have no token to learn within {limit} tokens and are left out."
-        tell("rows_left_out", text, nothing_to_learn=empty, kept=len(learned))
+    if none := found - len(learned):
+        text = f"{none} of {found} rows have no token to learn within {limit} tokens and are left out."
+        tell("rows_left_out", text, nothing_to_learn=none, kept=len(learned))
     return PreparedRows(rows, held_out, learned, encode_rows(held_out, encoder, config.data)[0])
 
 

@@ -72,6 +72,7 @@ class SFTSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
+    router_aux_loss_coef: float | None
     attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]
@@ -233,6 +234,7 @@ class OnlineSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
+    router_aux_loss_coef: float | None
     attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]
@@ -346,6 +348,7 @@ class OnlineSettings(Given, total=False):
     lag: int
     max_refills: int
     filter_metric: str
+    router_replay: bool
     keep_activations_gb: float
     max_logp_difference: float
     record_tokens: int
@@ -438,6 +441,7 @@ class PreferenceSettings(Given, total=False):
     use_dora: bool
     lora_modules_to_save: str | Sequence[str]
     lora_save: Literal["both", "merged", "adapter"]
+    router_aux_loss_coef: float | None
     attention: Literal["auto", "sdpa", "varlen", "flex"]
     gradient_checkpointing: bool
     columns: str | Mapping[str, Any]

@@ -69,6 +69,10 @@ class Completion:
     sampling_logprobs: tuple[float, ...]
     finish_reason: FinishReason
     seed: int
+    experts: str = ""
+    """The experts that each of its tokens but the last was sent to, where that is recorded (`models/experts.py`)."""
+    prompt_experts: str = ""
+    """Those of the prompt's tokens."""
 
 
 class DrawnToken(NamedTuple):

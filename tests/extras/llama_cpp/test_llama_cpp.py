@@ -137,7 +137,7 @@ def test_q8_0_parts_only_where_two_tokens_are_about_as_likely(model, tmp_path):
         gap = best - logp.gather(-1, torch.tensor(theirs)[:, None])[:, 0]  # 0 where the two choose alike
         usual += (best - behind)[gap == 0].tolist()
         parts = gap.nonzero()[:, 0].tolist()
-        same, gaps = same + (not parts), gaps + [float(gap[parts[0]])] * bool(parts)
+        same, gaps = same + (not parts), gaps + [float(gap[i]) for i in parts[:1]]
     median = float(torch.tensor(usual).median())
     print(
         f"q8_0, off by {made.error:.2g}: {same} of {len(asked)} answers are the same; where they part, llama.cpp's token is "

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 import psigrad
+from psigrad.config import Model
+from psigrad.errors import UserError
+from psigrad.language.loading.model_source import lora_of
 from psigrad.language.models import language_model
 from psigrad.language.models.coded_linear import CodedLinear, code_linears, uncode_linears, unpack
 from psigrad.language.models.fused.gguf_weights import _read_coded
@@ -195,3 +198,11 @@ def test_a_run_trains_an_adapter_over_codes_and_leaves_it(tokenizer, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     assert (whole.model / "adapter_config.json").exists() and not (whole.model / "model.safetensors").exists()
     assert sum(x.numel() for x in load_file(whole.model / "adapter_model.safetensors").values()) > 0
+
+
+def test_codes_without_an_adapter_are_refused():
+    """Codes do not learn; told as a setting without effect, a model of 4 bits would be trained whole."""
+    with pytest.raises(UserError, match=r"quantize_base is nf4, .* every weight is to learn; give lora_rank=16, or leave"):
+        lora_of(Model(path="no/such", quantize_base="nf4"))
+    assert lora_of(Model(path="no/such", quantize_base="nf4", lora_rank=2)).rank == 2
+    assert lora_of(Model(path="no/such")) is None

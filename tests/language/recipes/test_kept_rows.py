@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -14,17 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
 from psigrad.config import Data, Evaluation, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import kept_rows
+from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.rendering import settle
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.kept_rows import NotKeptError, Packed, PreparedRows, pack, pack_row, unpack, unpack_row
 from psigrad.language.data.pairs import Answer, Judged, Pair, Steps
-from psigrad.language.data.templates import CHATML, Example, examples
+from psigrad.language.data.templates import CHATML, Example, encode_ahead, examples
 from psigrad.language.models import tiny
 from psigrad.language.recipes import row_encoding, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare, sum_parts
@@ -282,3 +285,41 @@ def test_answers_above_the_limit_are_left_out_and_counted(tokenizer: Any) -> Non
     assert ("rows_left_out", {"longer_than_max_length": 1, "kept": 1}) in told
     with pytest.raises(UserError, match="All 2 rows have more than 5 tokens"):
         prepare_answers(config, "preference", encoder, 5, journal)
+
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TALKS = [
+    [("user", "a b"), ("assistant", "b a")],
+    [("user", "a"), ("assistant", "\n b"), ("user", " a b"), ("assistant", "a\ud800b\n")],
+    [("system", "a"), ("user", "b"), ("assistant", "<think>\na\n</think>\n\nb"), ("user", "a"), ("assistant", "b")],
+    [("user", "no answer")],
+]
+
+
+@pytest.mark.parametrize("family", ["", "qwen3", "llama3", "gemma", "phi3", "gptoss"])
+def test_what_is_encoded_ahead_is_what_is_encoded_row_by_row(family: str) -> None:
+    """Byte for byte of what is kept, with what is refused and counted."""
+    tokenizer = tiny.tokenizer(["a b", "b a"], 270)
+    tokenizer.chat_template = CHATML
+    if family:
+        template = (TEMPLATES / f"{family}.jinja").read_text()
+        words = sorted(set(re.findall(r"<[|｜]?[a-zA-Z_▁]+[|｜]>|<(?:start|end)_of_turn>|</s>", template)))
+        tokenizer.add_special_tokens({"additional_special_tokens": words, "bos_token": "<bos>"})
+        tokenizer.chat_template = template
+    talks = [[{"role": role, "content": text} for role, text in talk] for talk in TALKS]
+    rows = [Row(f"x:{i}", messages=talk) for i, talk in enumerate(talks * 2)]
+    rows += [Row("x:p", prompt=talks[0][:1], completion=talks[0][1:]), Row("x:t", prompt="a", completion="b")]
+    for empty in (False, True):
+        encode = partial(examples, tokenizer, empty_thinking=empty)
+        plain = Encoder(tokenizer, encode, sft._with_targets)
+        ahead = replace(plain, ahead=partial(encode_ahead, tokenizer, empty_thinking=empty))
+        assert (found := row_encoding._encode(ahead, rows)) == row_encoding._encode(plain, rows)
+        assert found[1] and found[2]["rows"] == len(rows) - len(found[1])
+        wrong = replace(plain, ahead=partial(_spoil, tokenizer))
+        assert row_encoding._encode(wrong, rows) != found, "what is made ahead is what is taken"
+
+
+def _spoil(tokenizer: Any, rows: Any) -> None:
+    encode_ahead(tokenizer, rows)
+    for ids in specials_of(tokenizer).ahead.values():
+        ids.append(5)

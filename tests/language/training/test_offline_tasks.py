@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -293,6 +294,7 @@ class Asked:
     """A task that remembers which rows each step asked for."""
 
     name = "rows"
+    model = SimpleNamespace(balance=None)
 
     def __init__(self, weight):
         self.weight, self.asked = weight, []

@@ -86,6 +86,9 @@ class Specials:
     """The tokenizer of `tokenizers` behind it, where transformers adds nothing to what that makes of a text."""
     begun: dict[str, list[int]] | None = field(default=None, compare=False)
     """The tokens of texts behind which others were encoded, where the tokenizer is `fixed`."""
+    ahead: dict[str, list[int]] = field(default_factory=dict, compare=False)
+    """The tokens of texts that will be asked for; `talks` are the conversations that ask, by the id of their row."""
+    talks: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
 _specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
@@ -109,7 +112,7 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
 @contextlib.contextmanager
 def fixed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """A block in which the tokenizer stays as it is: nobody looks for its special tokens again."""
-    _fixed[tokenizer] = replace(specials_of(tokenizer), begun={})
+    _fixed[tokenizer] = replace(specials_of(tokenizer), begun={}, ahead={}, talks={})
     try:
         yield
     finally:

@@ -311,25 +311,26 @@ def load(
     wanted = {name: x.shape for name, x in weights.checkpoint_tensors().items()}
     with ExitStack() as stack:
         opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
-        file_of = {name: file for file in opened.values() for name in file.offset_keys()}
+        found = {name: file for file in opened.values() for name in file.offset_keys()}
         places = {name: path for path, file in opened.items() for name in file.offset_keys()}
         if scalar:
-            file_of.pop("lm_head.weight", None)
-        missing = [name for name in wanted if name not in file_of]
-        if kind != "gguf" and (file_of.keys() - wanted or missing not in ([], ["score.weight"])):
+            found.pop("lm_head.weight", None)
+        missing = [name for name in wanted if name not in found]
+        if kind != "gguf" and (found.keys() - wanted or missing not in ([], ["score.weight"])):
             return None
-        for name, file in file_of.items():
+        for name, file in found.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
         tensors: dict[str, Tensor] = {}  # with codes read below, one by one
-        for name, file in file_of.items() if kind is None else ():
-            read = file.get_tensor(name)
-            tensors[name] = read.to(dtype) if mapped else torch.empty(wanted[name], dtype=dtype).copy_(read)
+        if mapped and kind is None:
+            tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
+        elif kind is None:
+            tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     if kind is not None:
         of_file = wanted.keys() - {"score.weight"}
-        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, file_of, kind)
+        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, found, kind)
         tensors = _put_codes(weights, each, dtype)
         missing = [name for name in missing if name == "score.weight"]
     for name in missing:

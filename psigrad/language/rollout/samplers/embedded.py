@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from psigrad.errors import UserError
 from psigrad.language.models.attention import on_device
+from psigrad.language.models.experts import Routes
 from psigrad.language.models.fused.caches import ActivationCache, CachedCompletion
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
@@ -87,7 +90,8 @@ class EmbeddedSampler(OwnWeights):
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """The recorded steps for these requests, those of the last call where they fit; None where steps are not recorded."""
-        if not self.cuda_graphs or self.model.decoder is not None or self.model.root is not None or not requests:
+        own = self.model
+        if not self.cuda_graphs or own.decoder is not None or own.root is not None or own.routing is not None or not requests:
             return None
         slots, longest = _room_for(requests, params, self.max_batch)
         if self._recorded is None or not self._recorded.serves(slots, longest):
@@ -163,6 +167,7 @@ class _Batch:
         # where each prompt's first token and each written token but the last went among the kept rows
         self.prompt_rows: dict[int, int] = {}
         self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None
+        self.routes = None if model.routing is None else Routes(model.routing, *self.ids.shape)
 
     def can_admit(self) -> bool:
         return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
@@ -180,7 +185,11 @@ class _Batch:
             lengths = [len(self.requests[r].prompt_ids) for r, _ in groups]
             starts = np.cumsum([keep.next_row(sum(lengths)), *lengths])
             self.prompt_rows |= {r: int(start) for (r, _), start in zip(groups, starts, strict=False)}
-        logits = prefill(self.model, self.cache, [self.requests[r].prompt_ids for r, _ in groups], copies, keep)
+        prompts = [self.requests[r].prompt_ids for r, _ in groups]
+        with self._recording() as seen:
+            logits = prefill(self.model, self.cache, prompts, copies, keep)
+        if self.routes is not None:
+            self.routes.read([r for r, _ in groups], [*map(len, prompts)], seen)
         new = np.concatenate([members for _, members in groups])
         self.sequences = np.concatenate([self.sequences, new])
         self._draw(logits, new)
@@ -199,8 +208,15 @@ class _Batch:
             count = self.sequences.size
             self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.next_row(count) + np.arange(count)
         tokens = on_device(last, self.model.device)
-        hidden = self.model.forward(tokens[:, None], step.positions[:, None], step, keep)
+        with self._recording() as seen:
+            hidden = self.model.forward(tokens[:, None], step.positions[:, None], step, keep)
+        if self.routes is not None:
+            self.routes.write(self.sequences, counts - 1, seen)
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact), self.sequences)
+
+    def _recording(self) -> contextlib.AbstractContextManager[Any]:
+        """Where it is recorded which experts the tokens are sent to."""
+        return contextlib.nullcontext([]) if self.routes is None else self.routes.routing.record()
 
     def _keep(self) -> ActivationCache | None:
         """Where this forward pass is to be kept, while there is room."""
@@ -263,4 +279,5 @@ class _Batch:
             sampling_logprobs=tuple(self.logprobs[1, i, :count].tolist()),
             finish_reason="stop" if self.stopped[i] else "length",
             seed=int(self.seeds[i]),
+            **({} if self.routes is None else self.routes.of(int(self.owner[i]), i, int(count))),
         )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from psigrad.config import Evaluation, Optim, Run
+from psigrad.language.models.backbone import Pretrained
+from psigrad.language.models.experts import balanced
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import batch_at
 from psigrad.language.rollout.types import Sampler
@@ -32,6 +34,11 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """What the progress bar says."""
+        ...
+
+    @property
+    def model(self) -> Pretrained:
+        """What learns."""
         ...
 
     def __len__(self) -> int:
@@ -123,7 +130,8 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     sums: dict[str, Tensor] = {}
     with clock("time/update"):
         world = run.journal.world
-        shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
+        whole = run.task.shares(rows, config.micro_batch_tokens, world.size)
+        shares = shard(world, [partial(balanced, run.task.model, share, len(whole)) for share in whole])
         norm = run.optimizer.step([partial(_count, share, weight, sums) for share, weight in shares], lr)
         figures = sum_figures(world, {name: float(term) for name, term in sums.items()})
     number, tokens = state.step + 1, run.task.tokens(rows)

@@ -13,6 +13,7 @@ from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
 from psigrad.language.data.pairs import Answer, Judged, Pair, pair_of
 from psigrad.language.data.templates import Example
+from psigrad.language.models.experts import balanced
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
@@ -261,7 +262,8 @@ def learn_preferences(
     for iteration in range(config.num_iterations):
         for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
             tally.steps += 1
-            shares = shard(world, task.shares(rows.tolist(), config.micro_batch_tokens, world.size))
+            whole = task.shares(rows.tolist(), config.micro_batch_tokens, world.size)
+            shares = shard(world, [partial(balanced, run.model, share, len(whole)) for share in whole])
             tally.end_step(step_together([(run.optimizer, lr)], [partial(tally.of, share, weight) for share, weight in shares]))
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0

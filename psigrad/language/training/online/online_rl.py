@@ -177,7 +177,9 @@ def losses(
     """The losses of one optimiser step, a function per pass: those of the policy, unless only the critic `warms_up`; then,
     without its activations beside them, a critic's of its own. A pass with weight 0 is only made because others make one.
     """
-    device = prepared.batch.mask.device
+    device, passes = prepared.batch.mask.device, 1.0
+    if run.model.balance is not None:
+        passes = float(run.world.all_reduce(torch.tensor(sum(weight for _, weight in micros))))
 
     def policy(micro: MicroBatch, weight: float) -> Tensor:
         rows, own = rows_of(micro).to(device), teacher_inputs_of(prepared.batch, micro)
@@ -200,7 +202,8 @@ def losses(
             # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
             part = replace(part, batch=replace(part.batch, logp_old=evaluation.logp.detach()))
         share = algorithm.loss if run.critic is None else algorithm.policy_loss
-        return tally.add(share(part, evaluation, totals, prepared.state))
+        loss = share(part, evaluation, totals, prepared.state)
+        return tally.add(loss if run.model.balance is None else run.model.balance.add_to(loss, passes))
 
     def value(micro: MicroBatch, weight: float, critic: ValueModel) -> Tensor:
         part = prepared.select(rows_of(micro).to(device))

@@ -225,7 +225,11 @@ def rows_of(micro: MicroBatch) -> Tensor:
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
     """What the model reads for these rows: each prompt with the pieces of completions that were sampled behind it."""
     read = _contexts_of(batch, micro)
-    return Groups([prompt for prompt, _ in read], [[context.ids for _, context in own] for _, own in read])
+    rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
+    experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
+    recorded = any(prompt for prompt, _ in experts)
+    contexts = [[context.ids for _, context in own] for _, own in read]
+    return Groups([prompt for prompt, _ in read], contexts, experts=experts if recorded else None)
 
 
 def teacher_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
@@ -345,7 +349,7 @@ def reference_log_probs(
 
 def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
     """What the reference reads for these rows."""
-    return teacher_inputs_of(batch, micro) or inputs_of(batch, micro)
+    return teacher_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
 def settle_pieces(teacher: Teacher, batch: Batch, budget: int, temperature: float, world: World) -> None:

@@ -1,0 +1,229 @@
+"""Models of experts: the loss that keeps their load even, and in training the choice of experts that sampling made.
+
+A router sends each token to k of E experts. Rounding decides where two of them are as good: then sampler and trainer compute with
+other weights, and the log-probs differ by far more than rounding. A recorded choice is followed instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from psigrad.errors import UserError
+from psigrad.language.models.packing import Groups, lay_out
+from psigrad.objective import Loss
+
+
+class Balance:
+    """The auxiliary loss of a model of experts, and how much it counts.
+
+    Formula: E · Σ_e f_e · P_e, with f_e the assignments to expert e, P_e the sum of its probabilities, each over all tokens and
+    layers and divided by their number; 1·k where all are used alike.
+
+    Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
+    """
+
+    def __init__(self, coefficient: float, chosen: int) -> None:
+        """`chosen` is k."""
+        self.coefficient, self.chosen = coefficient, chosen
+        self._last: Tensor | None = None
+
+    @property
+    def asked(self) -> dict[str, bool]:
+        """What a forward pass of transformers' is told: it gives a router's logits where there will be a gradient."""
+        return {"output_router_logits": True} if torch.is_grad_enabled() else {}
+
+    def see(self, made: Any, mask: Tensor | None = None) -> None:
+        """Take the logits [S, E] of all routers from what a forward pass gave; `mask` [B, S] leaves padding out."""
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        logits = getattr(made, "router_logits", None)
+        if logits and torch.is_grad_enabled():
+            found: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], self.chosen, mask)
+            self._last = found
+
+    def add_to(self, loss: Loss, passes: float) -> Loss:
+        """The loss of one of `passes` forward passes, the last one, with its auxiliary loss: of a step it is their mean."""
+        last, self._last = self._last, None
+        if last is None:
+            return loss
+        share = self.coefficient * last / passes
+        whole = {"loss": loss.terms["loss"] + share.detach()} if "loss" in loss.terms else {}
+        return Loss(loss.value + share, {**loss.terms, **whole, "aux_loss": last.detach() / passes})
+
+
+def balance_of(network: Any, coefficient: float | None) -> Balance | None:
+    """What `coefficient` asks for; None takes the model's own. Raises `UserError` for a model without such a loss."""
+    config = network.config.get_text_config()
+    own, chosen = getattr(config, "router_aux_loss_coef", None), getattr(config, "num_experts_per_tok", None)
+    if not hasattr(config, "output_router_logits") or chosen is None:
+        if coefficient:
+            raise UserError(
+                f"router_aux_loss_coef is {coefficient:g}, and {type(network).__name__} has no routers whose load transformers "
+                "tells; leave it out."
+            )
+        return None
+    wanted = (own or 0.0) if coefficient is None else coefficient
+    return Balance(float(wanted), int(chosen)) if wanted else None
+
+
+def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
+    """What `share` computes, with the auxiliary loss where `model` has one."""
+    loss = share()
+    return loss if model.balance is None else model.balance.add_to(loss, passes)
+
+
+class Routing:
+    """The experts that tokens are sent to, as the routers of a network choose them: recorded, or followed."""
+
+    def __init__(self, network: Any) -> None:
+        self.routers = routers_of(network)
+        self.count = 0
+        """E."""
+        self.chosen = int(getattr(network.config.get_text_config(), "num_experts_per_tok", 0))
+        """k."""
+        self._followed: Tensor | None = None
+        self._seen: list[tuple[Tensor, Tensor]] | None = None
+        for place, router in enumerate(self.routers):
+            router.register_forward_hook(partial(self._route, place), with_kwargs=True)
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger[Any]]:
+        """In which a choice is kept."""
+        return np.uint8 if self.count <= 256 else np.uint16
+
+    def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
+        """What a router gives: logits, weights [S, k] and experts [S, k]."""
+        if self._followed is not None:
+            with _Choosing(self._followed[place], made[0].shape[-1]):
+                made = router.forward(*given, **named)
+        self.count = made[0].shape[-1]
+        if self._seen is not None:
+            self._seen.append(made[-2:])
+        return made
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Inside, each router's weights and choice [S, k] are appended to what this gives."""
+        self._seen = []
+        try:
+            yield self._seen
+        finally:
+            self._seen = None
+
+    @contextlib.contextmanager
+    def follow(self, choices: Tensor | None) -> Iterator[None]:
+        """Inside, the routers choose `choices` [layers, S, k]. Behind a pass with gradient it stays so: the backward pass may
+        compute layers again.
+        """
+        before, self._followed = self._followed, choices
+        try:
+            yield
+        finally:
+            if not torch.is_grad_enabled():
+                self._followed = before
+
+    def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
+        """[layers, S, k] as `inputs` have them, in the order in which their tokens are packed; None where they have none."""
+        if inputs.experts is None:
+            return None
+        texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]
+        held = np.frombuffer(b"".join(map(base64.b64decode, texts)), dtype=self.dtype)
+        found = torch.from_numpy(held.astype(np.int64)).view(-1, len(self.routers), self.chosen)
+        return found.transpose(0, 1).contiguous().to(device)
+
+
+class _Choosing(TorchFunctionMode):
+    """Inside, the best k of `count` are `choices` [S, k]: all else that a router does with them is its own."""
+
+    def __init__(self, choices: Tensor, count: int) -> None:
+        super().__init__()
+        self.choices, self.count = choices, count
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") != "topk":
+            return made
+        of = args[0] if args else (kwargs or {})["input"]
+        if of.shape != (len(self.choices), self.count) or made[1].shape != self.choices.shape:
+            return made  # the best groups of experts
+        return torch.return_types.topk((of.gather(-1, self.choices), self.choices))
+
+
+class Routes:
+    """What a sampler records of one call: the experts of each prompt, and of each token that it has written but the last."""
+
+    def __init__(self, routing: Routing, sequences: int, longest: int) -> None:
+        self.routing = routing
+        self.prompts: dict[int, str] = {}
+        shape = (sequences, longest, len(routing.routers), routing.chosen)
+        self.written = np.zeros(shape, dtype=routing.dtype)
+
+    def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
+        """[S, layers, k]."""
+        found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.routing.dtype)
+        return found
+
+    def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
+        """The prompts of these requests were read, one behind the other."""
+        parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
+        self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
+
+    def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
+        """These sequences' tokens at `places` were read."""
+        self.written[sequences, places] = self._found(seen)
+
+    def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
+        """What a completion of `count` tokens says of its experts."""
+        return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
+
+
+def _text(choices: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(choices).tobytes()).decode()
+
+
+def routers_of(network: Any) -> list[nn.Module]:
+    """The modules that transformers knows as routers and that give (logits, weights, experts), in the order of the layers."""
+    known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
+    recorders: list[Any] = known if isinstance(known, list) else [known]
+    kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)
+    return [module for module in network.base_model.modules() if isinstance(module, kinds)]
+
+
+@torch.no_grad()
+def replay_routers(model: Any) -> Routing:
+    """Record and follow the routers of `model` from now on. Raises `UserError` for one whose choice cannot be set."""
+    hf = model.as_transformers()
+    name = type(hf).__name__
+    if model.why_padded:
+        raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); leave it out.")
+    routing = Routing(hf)
+    if not routing.routers or not routing.chosen:
+        raise UserError(f"router_replay is for models of experts, and transformers knows no routers of {name}; leave it out.")
+    inputs = lay_out(model.texts, model.device, packed=True)
+    model.routing = routing
+    try:
+        with routing.record() as seen:
+            own = model.target_hidden(inputs)
+        choices = torch.stack([choice for _, choice in seen])
+        others = (choices + 1) % routing.count
+        same = model.target_hidden(replace(inputs, experts=choices))
+        with routing.record() as seen:
+            other = model.target_hidden(replace(inputs, experts=others))
+        followed = torch.equal(torch.stack([choice for _, choice in seen]), others)
+        weighed = all(bool((weights != 0).all()) for weights, _ in seen)
+        if not (followed and weighed and float((same - own).abs().max()) < 1e-3 * float((other - own).abs().max())):
+            raise ValueError("other experts than its own are not followed")
+    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        model.routing = None
+        raise UserError(f"router_replay cannot set what the routers of {name} choose ({error}); leave it out.") from error
+    return routing
