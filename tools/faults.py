@@ -3,6 +3,7 @@
     python tools/faults.py                    run all rows and print the table
     python tools/faults.py 6 12               these rows alone
     python tools/faults.py --long             with the tests that take longer
+    python tools/faults.py --reports A B      run nothing: count what --junitxml wrote of tests that ran apart
     python tools/faults.py --page FILE        write the table into a page, between its markers
 
 Each row is a set of tests; a row holds if all of them pass. `count` is how many faults they inject: kills, damaged files, hostile
@@ -84,10 +85,15 @@ def outcomes(rows: tuple[Row, ...], long: bool) -> dict[int, Outcome]:
         command += ["-m", "long or not long"] if long and not alone[1] else []
         environment = {**os.environ, "PYTHONPATH": str(ROOT)} if alone[1] else None
         subprocess.run(command, cwd=ROOT, env=environment, check=False)
-        cases = list(ET.parse(report).iter("testcase"))
+        return counted(rows, [report])
+
+
+def counted(rows: tuple[Row, ...], reports: list[Path]) -> dict[int, Outcome]:
+    """What came of each row's tests, by what pytest reported; of a test that ran more than once the last time."""
+    cases = {(c.get("classname", ""), c.get("name")): c for report in reports for c in ET.parse(report).iter("testcase")}
     found = {r.number: Outcome() for r in rows}
-    for case in cases:
-        file = case.get("classname", "").replace(".", "/") + ".py"
+    for (place, _), case in cases.items():
+        file = place.replace(".", "/") + ".py"
         failed = case.find("failure") is not None or case.find("error") is not None
         if case.find("skipped") is not None:
             continue
@@ -118,10 +124,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", type=int)
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--reports", type=Path, nargs="+", help="count what these say, and run nothing")
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
     rows = tuple(r for r in ROWS if not given.rows or r.number in given.rows)
-    found = outcomes(rows, given.long)
+    found = counted(rows, given.reports) if given.reports else outcomes(rows, given.long)
     made = table(rows, found)
     print(made)
     if given.page:

@@ -41,14 +41,27 @@ from planting import ROOT, WORK, Mutant, digest, mutant_of, named, places_of, sa
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 TESTS = (
     *(f"tests/{room}" for room in ("objective", "tabular", "language/training", "extras/experiments")),
-    *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
+    *(
+        f"tests/control/test_{name}.py"
+        for name in (
+            "dqn",
+            "networks",
+            "on_policy",
+            "other_libraries",
+            "sb3_agreement",
+            "spaces",
+            "steps",
+            "trust_region",
+            "vector",
+        )
+    ),
     "tests/studies/test_groups.py",
     *(f"tests/surface/test_{name}.py" for name in ("docs", "immutable")),
     *(f"tests/language/recipes/test_{name}.py" for name in ("row_limits", "sampling_recipes")),
     "tests/language/data/test_mixing.py",
     *(
         f"tests/language/models/test_{name}.py"
-        for name in ("logprob_bounds", "logprobs", "packed_forward", "gradients", "recomputed_gradients")
+        for name in ("logprob_bounds", "logprobs", "packed_forward", "gradients", "recomputed_gradients", "row_logprobs")
     ),
     *(f"tests/language/rollout/test_{name}.py" for name in ("distribution", "samplers", "episodes")),
 )
@@ -56,10 +69,12 @@ TESTS = (
 PATIENCE = 40.0
 # A test that takes longer than this is not used.
 LONGEST = 12.0
-# So many tests are tried first with what runs on import.
+# So many tests are tried first with what runs on import, and then four times as many: to collect their files takes long.
 FIRST = 12
 # Tests that fail in a fork with nothing changed, each with the reason.
 UNFIT: dict[str, str] = {}
+NO_EFFECT = "no effect"
+"""How the reason begins of a survivor that no test could notice."""
 BEGIN, END = "<!-- mutants -->", "<!-- end of mutants -->"
 # Tests of what a file says when it is imported: the constants of the methods.
 ABOUT = tuple(
@@ -117,10 +132,11 @@ class Coverage:
             ranks[0] = held | self.running(mutant.file, places.mentions(mutant.line))
             about = {test for test in self.seconds if test.startswith(ABOUT)}
             ranks.append(about | self.running(mutant.file, self.tests.get(mutant.file, ())))
-        chosen, total = dict[str, None](), 0.0
+        chosen = dict[str, None]()
         for rank in ranks:
+            total = 0.0
             for test in sorted(rank - chosen.keys(), key=lambda test: (self.seconds[test], test)):
-                if chosen and total + self.seconds[test] > patience:
+                if total and total + self.seconds[test] > patience:
                     break
                 total += self.seconds[test]
                 chosen[test] = None
@@ -200,8 +216,9 @@ class Judge:
         chosen = [test for test in self.coverage.of(mutant, patience) if test not in set(but)]
         tests = sorted(chosen, key=lambda test: (self.coverage.seconds[test] + 0.05) / (1 + self.kills[test]))
         cold = swaps is None or self.coverage.cold(mutant) or not any(forks.place(old) in self.functions for old, _ in swaps)
+        size = FIRST if cold else len(tests)
         while tests:
-            part = tests[:FIRST] if cold else tests  # to collect many files takes long
+            part = tests[:size]
             timed = [(test, self.coverage.seconds[test]) for test in part]
             if cold:
                 verdict = self.cold.noticed(Request(timed, mutant.file, after))
@@ -212,7 +229,7 @@ class Judge:
                 return verdict, chosen
             if verdict.how == "waits":
                 return verdict, chosen
-            tests = [test for test in tests if test != verdict.by] if verdict.killed else tests[len(part) :]
+            tests, size = ([t for t in tests if t != verdict.by], size) if verdict.killed else (tests[len(part) :], 4 * size)
         return Verdict(False), chosen
 
     def _passes(self, verdict: Verdict, cold: bool) -> bool:
@@ -249,6 +266,24 @@ def verdicts() -> dict[str, dict[str, Any]]:
     return {key: row for key, row in found.items() if not row["killed"] or row["how"] == "import" or is_there(row["by"])}
 
 
+def room_of(mutant: Mutant) -> str:
+    """The part of psigrad that it is planted in."""
+    return mutant.file.split("/")[1]
+
+
+def in_turn(mutants: list[Mutant]) -> list[Mutant]:
+    """The rooms in proportion, each in its own order: wherever the judging stops, as large a part of each is judged."""
+    people = [mutant for mutant in mutants if mutant.operator == "named"]
+    drawn = [mutant for mutant in mutants if mutant.operator != "named"]
+    sizes, met = Counter(map(room_of, drawn)), Counter[str]()
+    placed = []
+    for at, mutant in enumerate(drawn):
+        room = room_of(mutant)
+        met[room] += 1
+        placed.append((met[room] / sizes[room], at, mutant))
+    return people + [mutant for *_, mutant in sorted(placed, key=lambda row: row[:2])]
+
+
 def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold], tracer: Any, collected: Collected) -> None:
     """All that follows the collection of the tests."""
     on_import = forks.traced_lines(tracer)
@@ -281,7 +316,7 @@ def judge_all(asked: argparse.Namespace, mutants: list[Mutant], cold: list[Cold]
             return row is None
         return not set(coverage.of(mutant, asked.patience)) <= set(row["tried"])
 
-    open_ones = [mutant for mutant in mutants if untried(mutant)]
+    open_ones = [mutant for mutant in in_turn(mutants) if untried(mutant)]
     print(f"{len(open_ones):,} of {len(mutants):,} mutants to be judged", flush=True)
     end = time.time() + 60 * asked.minutes
     shares = [(judge, open_ones[i :: asked.jobs]) for i, judge in enumerate(judges)]
@@ -328,15 +363,15 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
     known = verdicts()
     judged = [mutant for mutant in drawn if mutant.key in known]
     killed = [mutant for mutant in judged if known[mutant.key]["killed"]]
+    idle = [m for m in judged if m not in killed and reasons.get(m.key, "").startswith(NO_EFFECT)]
     rooms = {}
-    for room in sorted({mutant.file.split("/")[1] for mutant in drawn}):
-        own = [mutant for mutant in drawn if mutant.file.split("/")[1] == room]
+    for room in sorted(set(map(room_of, drawn))):
+        own = [mutant for mutant in drawn if room_of(mutant) == room]
         first = list(itertools.takewhile(lambda mutant: mutant.key in known, own))
         rooms[room] = [
             len(own),
-            *(sum(m in some for m in own) for some in (judged, killed)),
-            len(first),
-            sum(m in killed for m in first),
+            *(sum(m in some for m in own) for some in (judged, killed, idle)),
+            *(sum(m in some for m in first) for some in (first, killed)),
         ]
     tests = Counter(row["kind"] for row in measured().values())
     lost = sorted((m for m in judged if not known[m.key]["killed"]), key=lambda mutant: (mutant.file, mutant.line))
@@ -357,22 +392,24 @@ def results(asked: argparse.Namespace, drawn: list[Mutant], people: Mapping[str,
 def page(found: Mapping[str, Any]) -> str:
     """The results as Markdown."""
 
-    def row(name: str, drawn: int, judged: int, killed: int, first: int, of_first: int) -> str:
+    def row(name: str, drawn: int, judged: int, killed: int, idle: int, first: int, of_first: int) -> str:
         low, high = wilson(of_first, first)
         share = f"{of_first:,} of {first:,}: {of_first / first:.1%} ({low:.1%} to {high:.1%})" if first else ""
-        return f"| {name} | {drawn:,} | {judged:,} | {killed:,} | {share} |"
+        return f"| {name} | {drawn:,} | {judged:,} | {killed:,} | {idle:,} | {judged - killed - idle:,} | {share} |"
 
     lines = [
-        "| room | drawn | judged | noticed | of the first in the sample's order, and 95 % interval |",
-        "|---|---|---|---|---|",
+        "| room | drawn | judged | noticed | without effect | neither | noticed of the first in the sample's order (95 %) |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [row(room, *counts) for room, counts in found["rooms"].items()]
-    lines += [f"| **all** | {found['drawn']:,} | {found['judged']:,} | {found['killed']:,} | |", ""]
-    if found["judged"] < found["drawn"]:
+    whole = found["judged"] == found["drawn"]
+    sums = [sum(counts) for counts in zip(*found["rooms"].values(), strict=True)]
+    lines += [row("**all**", *sums[:4], *(sums[4:] if whole else (0, 0))), ""]
+    if not whole:
         lines += [
-            "Not all of the sample is judged yet: of each room, those before the first that is not are a random part. They were"
+            "Not all is judged yet. Of each room those before the first that is not are a random part of it.",
+            "",
         ]
-        lines += ["tried with that room's tests; the others' are tried on what is left when the whole sample is judged.", ""]
     words = {"failed": "a test failed", "time": "ten times its processor time"}
     words |= {"died": "its process died", "import": "on import"}
     lines += ["Noticed by: " + ", ".join(f"{words[how]} {count}" for how, count in sorted(found["how"].items())) + ".", ""]

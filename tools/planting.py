@@ -32,7 +32,7 @@ SUBJECTS = (
     "psigrad/language/models/logprobs.py",
     "psigrad/language/rollout/samplers/distribution.py",
     "psigrad/language/training/update.py",
-    *(f"psigrad/language/training/online/{name}.py" for name in ("collect", "figures", "forward", "online_rl")),
+    *(f"psigrad/language/training/online/{name}.py" for name in ("collect", "figures", "online_rl", "online_run")),
 )
 SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")
 
@@ -141,6 +141,9 @@ def mutant_of(file: str, operator: str, after: str, copy: int = 1) -> Mutant | N
     same = common(before[start:][::-1], after[start:][::-1])
     rows = list(zip(before.splitlines(), after.splitlines(), strict=False))
     at = next((i for i, (a, b) in enumerate(rows) if a != b), len(rows) - 1)
+    at = next(
+        (i for i, (a, _) in enumerate(rows) if i >= at and a.strip()), at
+    )  # a decorator goes with the empty lines before it
     edit = (start, len(before) - same, after[start : len(after) - same])
     return Mutant(file, at + 1, operator, *(row.strip() for row in rows[at]), edit, copy)
 

@@ -169,6 +169,7 @@ OTHER = {
     "model.lora_modules_to_save": "lm_head", "record_tokens": 1, "run.save_steps": 1, "run.save_total_limit": 1,
     "server": "http://127.0.0.1:9", "prompts_per_step": 3, "optim.lr_scheduler_kwargs": '{"power":3}',
     "evaluation.metric_for_best_model": "loss", "evaluation.greater_is_better": "false",
+    "optim.optimizer": "muon",  # adamw_8bit keeps parts as small as these whole: language/training/test_frugal_adamw.py
 }  # fmt: skip
 OTHER_OF = {("grpo", "evaluation.metric_for_best_model"): "completions/mean_length",
             ("kto", "evaluation.eval_prompts"): 9,
@@ -189,6 +190,7 @@ BESIDES = {
     "server": "--server-attempts 1",
     **dict.fromkeys(("critic_shared", "critic_learning_rate", "critic_warmup_steps"), CRITIC),
     **{f"model.lora_{leaf}": LORA for leaf in ("alpha", "dropout", "target_modules", "modules_to_save", "save")},
+    "model.quantize_base": LORA, "optim.bf16_stochastic_round": "--dtype bfloat16",
     "model.use_rslora": f"{LORA} --lora-alpha 8", "model.use_dora": LORA, "ref_model_mixup_alpha": "--ref-model-sync-steps 1",
     "server_attempts": NO_SERVER, "optim.lr_scheduler_kwargs": "--lr-scheduler-type polynomial",
     "evaluation.metric_for_best_model": BEST, "evaluation.greater_is_better": BEST,

@@ -156,3 +156,25 @@ def test_no_gradient_steps_learn_nothing():
     for _ in range(4):
         made.iterate()
     assert made.timesteps == 16 and torch.equal(made.network.flat.detach(), start)
+
+
+def test_an_iteration_is_counted_once():
+    """By the count the numbers of an iteration are drawn; a run that goes on begins from it."""
+    made = build(Chain, total_timesteps=100, learning_starts=50)
+    for _ in range(3):
+        made.iterate(False)
+    assert made.iterations == 3 and made.timesteps == 3 * made.config.dqn.train_freq
+
+
+def test_lines_are_printed_by_episodes_as_stable_baselines_does_for_dqn_alone():
+    ppo = builder.build(builder.settings("ppo", Chain, {"tuned": False}))
+    assert build(Chain, total_timesteps=5000).prints_by_episode and not ppo.prints_by_episode
+
+
+def test_a_ring_goes_round_for_ever():
+    """Three places and eight transitions: the sixth to the eighth stay, the sixth where the third was."""
+    ring = ReplayBuffer(3, 1)
+    for i in range(8):
+        one = np.full((1, 1), i, np.float32)
+        ring.add(observation=one, next_observation=one, action=np.array([i]), reward=one[0], terminated=np.array([False]))
+    assert len(ring) == 3 and ring.tensors()["action"].tolist() == [6, 7, 5]

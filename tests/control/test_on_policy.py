@@ -207,6 +207,7 @@ def test_a_continuous_policy_finds_its_target():
     [
         ("reinforce_reward_to_go", {"n_steps": 8}, "n_steps=0"),
         ("a2c", {"n_steps": 8, "n_epochs": 2}, "n_epochs=1"),
+        ("a2c", {"n_steps": 8, "batch_size": 12}, "batch_size=0"),
         ("ppo_penalty", {"n_steps": 8}, "n_epochs"),
         ("gspo", {"n_steps": 0, "batch_size": 4}, "batch_size=0"),
         ("grpo", {"n_steps": 0, "n_envs": 1}, "n_envs"),
@@ -288,3 +289,34 @@ def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):
     ((rollout, before),) = collected
     moved = log_probs(rollout) - before
     assert told == [pytest.approx(float((moved.exp() - 1 - moved).mean()), rel=1e-3)] and told[0] > 1e-7
+
+
+def test_steps_of_unlike_rows_are_learned_from_in_closed_form_where_each_counts_by_itself(monkeypatch):
+    """Episodes of 2 and 3 steps: one pass over steps takes the closed form, one over whole rows of unlike lengths cannot."""
+    by_steps = method("a2c", lambda: Counter((2, 3)), n_steps=5, n_envs=2)
+    by_rows = method(replace(control_catalog.A2C, aggregate=sequence_mean), lambda: Counter((2, 3)), n_steps=5, n_envs=2)
+    for made, unused in ((by_steps, "record"), (by_rows, "record_closed")):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(made.network), unused, None)
+            assert made.iterate()["grad_norm"] > 0
+
+
+def test_entropies_are_there_unless_they_are_not_wanted():
+    made = method("a2c", n_steps=4, ent_coef=0.01)
+    _, seen, recorded, _, _ = prepared_of(made)
+    assert made._evaluate(recorded.output, seen.action).entropy.shape == seen.action.shape
+    assert made._evaluate(recorded.output, seen.action, entropies=False).entropy is None
+
+
+@pytest.mark.parametrize("batch_size", [24, 16])
+def test_each_minibatch_has_slopes_of_its_own(batch_size):
+    """Two or three minibatches in closed form, and by autograd: the same weights."""
+    found = []
+    for closed in (True, False):
+        made = method("ppo", n_steps=16, batch_size=batch_size, n_epochs=2, learning_rate=0.01)
+        assert made._differentiable and made.most_steps == 16 * 3
+        made._differentiable = closed
+        made.iterate(False)
+        found.append(made.network.flat.detach().clone())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert method("reinforce", n_steps=0).most_steps == np.inf

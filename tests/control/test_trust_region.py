@@ -124,3 +124,18 @@ def test_a_step_is_taken_by_the_settings(damping, monkeypatch):
     torch.testing.assert_close(more, torch.full_like(more, damping), rtol=0, atol=1e-6)
     assert named == {"max_kl": 0.02, "cg_steps": 3, "shrink": 0.7, "tries": 5}
     assert len(updates) == 4 * 2, "32 steps are two minibatches"
+
+
+def test_the_critics_error_is_the_mean_of_the_last_pass(monkeypatch):
+    """Values that stay where they are, as no step is taken: half the mean squared distance from the returns, in minibatches."""
+    given = {"tuned": False, "n_envs": 2, "n_steps": 16, "batch_size": 16, "total_timesteps": 100, "network.critic": "separate"}
+    made = builder.build(builder.settings("trpo", Chain, given | {"n_critic_updates": 3}))
+    made.restart()
+    seen, fit = [], made._fit_critic
+    monkeypatch.setattr(made, "_fit_critic", lambda algorithm, whole, *rest: seen.append(whole) or fit(algorithm, whole, *rest))
+    monkeypatch.setattr(made.optimizer, "step", lambda gradient, rate: None)
+    figures = made.iterate()
+    (whole,) = seen
+    value, returns = whole.prepared.batch.value[:, 0], whole.prepared.returns[:, 0]
+    error = float(made.algorithm.critic(value, value, returns).mean()) * made.algorithm.critic.coefficient
+    assert figures["value_loss"] == pytest.approx(error, rel=1e-5) and error > 0.01

@@ -14,6 +14,7 @@ from psigrad.tabular import MDP
 from psigrad.tabular.grid_world import UnboundedGrid
 from psigrad.tabular.simulation import Episode
 from psigrad.tabular.sweeps import rounding
+from psigrad.tabular.termination import closed_classes
 from psigrad.tabular.trajectories import sample_paths
 
 WALK = tabular.random_walk(5, left=0.0, right=1.0)
@@ -210,3 +211,28 @@ def test_a_sweep_in_place_bounds_what_is_left_from_both_sides(in_place, low):
     one = MDP(np.ones((1, 1, 1)), np.ones((1, 1)), 0.5)
     sweep = next(iter(tabular.policy_evaluation(one, [0], in_place=in_place)))
     assert (sweep.low, sweep.high) == pytest.approx((low, 1.0), abs=1e-12)
+
+
+def test_a_grid_without_end_ends_at_the_first_row_and_column():
+    """From (2, 2) one cell each way, right, left, up and down; from (1, 1) left and up lead nowhere."""
+    grid = UnboundedGrid(treasure_rate=0.0, trap_rate=0.0)
+
+    def after(start):
+        found = []
+        for action in range(4):
+            grid.reset(options={"cell": start})
+            found.append(grid.step(action)[0])
+        return found
+
+    assert after((2, 2)) == [(3, 2), (1, 2), (2, 1), (2, 3)]
+    assert after((1, 1)) == [(2, 1), (1, 1), (1, 1), (1, 2)]
+
+
+def test_a_class_is_closed_where_a_chain_comes_back_and_never_leaves():
+    """0 leads to the pair 1, 2, which goes round for ever; 3 stays, and ends; 4 goes to 3."""
+    chain = np.zeros((5, 5))
+    for state, after in enumerate((1, 2, 1, 3, 3)):
+        chain[state, after] = 1.0
+    ends = np.array([0.0, 0.0, 0.0, 0.5, 0.0])
+    assert [sorted(found.tolist()) for found in closed_classes(chain, ends)] == [[1, 2]]
+    assert sorted(sorted(found.tolist()) for found in closed_classes(chain, 0 * ends)) == [[1, 2], [3]]

@@ -31,7 +31,7 @@ from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.scoring import Mixture, ModelScorer
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.processes.sandbox import tier_of_this_machine
+from psigrad.processes.sandbox import executor_for, tier_of_this_machine
 from psigrad.runs.journal import Journal
 
 
@@ -108,7 +108,13 @@ class RewardSetup:
             yield pool
 
     def pool(self) -> RewardPool:
-        """The reward functions in processes of this machine."""
+        """The reward functions in processes of this machine.
+
+        Raises `SandboxError` where they judge programs and there is no sandbox: a step is not sampled for nothing.
+        """
+        for function in self.functions:
+            if isinstance(function, Code) and not function.service:
+                executor_for(allow_unsafe_code=function.allow_unsafe_code)
         return RewardPool(self.specs, weights=list(self.weights.values())[: len(self.specs)], **self._processes())
 
     def _processes(self) -> dict[str, Any]:

@@ -305,7 +305,7 @@ def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:
     reason, samples = max(counts.items(), key=lambda item: len(item[1]))
     shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
     unscored = sum(map(len, counts.values()))
-    most = f"most often ({len(samples)}, samples {shown}): {reason}."
+    most = f"most often ({len(samples)}, samples {shown}): {reason.rstrip('.')}."
     return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from psigrad.language.models import logprobs
 from psigrad.language.models.fused.caches import CachedLogProbs, version_of
 from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
+from psigrad.language.models.native.kernels import STRETCH
 
 
 @pytest.fixture
@@ -87,3 +88,31 @@ def test_closed_gradients_have_no_gradient_of_their_own(given, monkeypatch):
     (first,) = torch.autograd.grad(logprobs._Logits.apply(own, head.weight, None).square().sum(), own, create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|appears to not have been used"):
         torch.autograd.grad(first.sum(), own)
+
+
+def test_what_a_request_asks_for_says_how_it_can_be_computed():
+    """On a GPU in closed form, but for an entropy that is learned from, a divergence and a mean over the vocabulary."""
+    ask = logprobs.TokenStatsRequest
+    assert ask().closed and ask(accuracy=True).closed and ask(entropy="figure").closed
+    assert not (ask(entropy=True).closed or ask(mean_logp=True).closed or ask(reference_head=torch.nn.Identity()).closed)
+    with torch.no_grad():
+        assert ask(entropy=True).closed and not ask(mean_logp=True).closed
+    others = {"entropy": "figure", "accuracy": True, "mean_logp": True, "reference_head": torch.nn.Identity()}
+    assert ask(2.0).nothing_else and not any(ask(**{name: value}).nothing_else for name, value in others.items())
+
+
+@pytest.mark.needs("compiler")
+def test_many_tiles_of_states_and_tokens_have_the_bits_of_one(monkeypatch):
+    """Log-probs as a draw has them, and their gradient: 5 states by two at a time, 3 stretches of the vocabulary one by one."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 16, generator=draw).requires_grad_()
+    head, ids = torch.nn.Linear(16, 2 * STRETCH + 7, bias=False), torch.tensor([0, STRETCH, 2 * STRETCH + 6, 5, STRETCH - 1])
+    found = []
+    for elements, rows in ((1 << 20, 4096), (2 * STRETCH, 2)):
+        monkeypatch.setattr(logprobs, "TILE_ELEMENTS", elements)
+        monkeypatch.setattr(logprobs, "TILE_ROWS", rows)
+        logp = logprobs.token_stats(hidden, ids, head, 2 * STRETCH + 7, logprobs.TokenStatsRequest(0.7)).logp
+        found.append((logp.detach(), *torch.autograd.grad(logp.sum(), [hidden, head.weight])))
+    assert torch.equal(found[0][0], found[1][0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

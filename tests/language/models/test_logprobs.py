@@ -14,7 +14,7 @@ def relative(found, right) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 @pytest.mark.parametrize("tile", [(250, 100), (250, 7), (6, 4), (50 * 23 - 1, 100)], ids=str)
 @pytest.mark.parametrize("learns", [True, False], ids=["a head that learns", "a frozen head"])
 def test_log_probs_under_a_large_head_have_autograds_gradient(tile, temperature, learns, monkeypatch):

@@ -21,7 +21,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ON_GPU", 1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 @pytest.mark.parametrize("elements", [49, 350, 5000], ids=["a row at a time", "seven", "all"])
 @pytest.mark.parametrize("learns", [True, False], ids=["a head that learns", "a frozen head"])
 def test_they_and_their_gradient_are_autograds(elements, temperature, learns, as_on_a_gpu, monkeypatch):

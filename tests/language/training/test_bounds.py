@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from in_memory import make
 
 from psigrad.config import Optim
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models import tiny
-from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.rollout.types import Completion, Prompt, Trajectory
 from psigrad.language.training.learners import State
+from psigrad.language.training.online import collect
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import LENGTH_PENALTY, metric_of, to_batch
 from psigrad.language.training.optimizers import AdamW
@@ -99,3 +102,32 @@ def test_updates_are_counted_with_the_critics(tokenizer):
     assert run.updates() == 0
     training.step(run, State(algorithm=run.algorithm.initial_state()))
     assert run.updates() == run.optimizer.updates == 1
+
+
+def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_first_draws_them_all(monkeypatch):
+    asked = []
+    monkeypatch.setattr(collect, "_sample", lambda sampler, prompts, *rest: asked.append([p.index for p in prompts]) or [])
+    prompts = [Prompt(i, (i,), Row("x", prompt="p")) for i in range(4)]
+
+    def of(rank, central):
+        world = SimpleNamespace(
+            rank=rank, size=2, broadcast=lambda found: "of rank 0", all_gather=lambda own: [[["a"], ["c"]], [["b"], ["d"]]]
+        )
+        given = {"num_generations": 1, "seed_of": max, "model": None, "version": 0}
+        return collect.rollout(SimpleNamespace(central=central), None, prompts, None, world=world, **given)
+
+    assert of(0, False) == of(1, False) == ["a", "b", "c", "d"] and asked == [[0, 2], [1, 3]]
+    asked.clear()
+    assert of(0, True) == of(1, True) == "of rank 0" and asked == [[0, 1, 2, 3]]
+
+
+def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_else(monkeypatch):
+    """An environment plays for one at a time; completions of a single turn go on beside it."""
+    done = []
+    monkeypatch.setattr(training, "cycle", lambda name, state, total, turn, evaluate, *rest: evaluate(state))
+    ahead = (SimpleNamespace(result=lambda: done.append("played")),)
+    run = replace(make(tiny.tokenizer(["say a: b"], 270)), evaluate=lambda step: done.append(f"evaluated {step}"))
+    run.journal.callbacks = SimpleNamespace()
+    for episodes in (None, object()):
+        training.train(replace(run, episodes=episodes), State(step=3, pending=ahead), None)
+    assert done == ["evaluated 3", "played", "evaluated 3"]

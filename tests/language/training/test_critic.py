@@ -111,8 +111,10 @@ def test_while_the_critic_warms_up_the_policy_stays(tokenizer, tmp_path):
     assert shown["learning_rate"] == 0.0 and shown["value_loss"] > 0 and not {"policy_loss", "grad_norm"} & shown.keys()
     training.step(run, state)
     assert any(not torch.equal(p, before[0][n]) for n, p in run.model.trainable().items()), "one step later it learns"
+    assert run.journal.rows[1]["grad_norm"] > 0
 
 
+@pytest.mark.needs("compiler")
 def test_no_activations_of_policy_and_critic_lie_side_by_side(tokenizer, tmp_path, monkeypatch):
     events, held, caches = [], {"policy": set(), "critic": set()}, [None]
     run = with_critic(tokenizer, tmp_path, micro_batch_tokens=40)

@@ -11,7 +11,7 @@ from in_memory import make
 
 from psigrad.intervals import mean_interval, wilson
 from psigrad.language.models import tiny
-from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.rollout.types import Completion, Cut, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
 from psigrad.language.training.online.collect import _penalise_cut
 from psigrad.language.training.online.figures import Tally, collection_metrics
@@ -115,3 +115,49 @@ def test_what_is_computed_before_the_update_is_at_the_temperature_of_the_samples
     with torch.no_grad():
         other = reference_log_probs(run.reference, batch, 4096, 1.5 - temperature)
     assert not torch.allclose(found.logp_ref, other), "negative control: the temperature matters"
+
+
+def test_every_figure_of_a_collection_by_hand():
+    """Two groups of two: lengths 1 to 3, one cut; an episode of 3 turns whose policy chose 2 of 4 tokens; one that failed."""
+
+    def row(k, tokens, finish="stop", **given):
+        logp = (-0.5,) * tokens
+        return Trajectory(k // 2, k, (1,), Completion((7,) * tokens, logp, logp, finish, k), 0, **given)
+
+    said = (
+        {"role": "tool", "content": "error: no such tool"},
+        {"role": "tool", "content": "4"},
+        {"role": "user", "content": "?"},
+    )
+    episode = row(3, 4, mask=(True, False, False, True), turns=3, messages=said, cuts=(Cut(1, "cut", ""),), status="unscored")
+    rows = [
+        row(0, 1, reward=1.0, status="scored", parts={"a": 1.0, "b": None}),
+        row(1, 3, "length", reward=0.0, status="scored", parts={"a": 0.0, "b": 2.0}),
+        row(2, 3, reward=0.5, status="failed", parts={"a": 0.5}),
+        episode,
+    ]
+    expected = {
+        "reward": 0.5,
+        "reward_std": 0.5**0.5 / 2,
+        "frac_reward_zero_std": 0.5,
+        "rewards/a/mean": 0.5,
+        "rewards/a/std": 0.5,
+        "rewards/b/mean": 2.0,
+        "rewards/b/std": 0.0,
+        "completions/mean_length": 9 / 4,
+        "completions/min_length": 1,
+        "completions/max_length": 3,
+        "completions/clipped_ratio": 1 / 4,
+        "completions/mean_terminated_length": 6 / 3,
+        "entropy": 0.5 * 11 / 9,
+        "samples": 4,
+        "failed": 1,
+        "unscored": 1,
+        "turns/mean": 6 / 4,
+        "observations/cut": 1,
+        "tools/call_frequency": 2 / 4,
+        "tools/failure_frequency": 1 / 2,
+    }
+    assert collection_metrics(rows, 2) == {name: pytest.approx(value) for name, value in expected.items()}
+    plain = collection_metrics(rows[:3], 3)
+    assert not {"turns/mean", "observations/cut", "tools/call_frequency"} & plain.keys()

@@ -38,6 +38,7 @@ def found(monkeypatch):
     return seen
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatches):
     # not seed 0, whose first minibatch has no signal: Adam's first steps make much of the rounding of a KL of 0
@@ -55,6 +56,7 @@ def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatche
     assert moved > 0.1 and apart < 1e-3 * moved
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_some_completions_run_forward_again_now_and_then_others_each_time(job, tmp_path, monkeypatch, minibatches):
     monkeypatch.setattr(online_run, "COMPARED", 4)
@@ -79,6 +81,7 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
     assert max(gaps) < 1e-5
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_sampler_that_says_other_log_probs_stops_the_run_at_once(job, tmp_path, monkeypatch, found, step):
     steps, calls = EmbeddedSampler.steps, []

@@ -12,8 +12,8 @@ from psigrad.language.models import tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.figures import Tally
-from psigrad.objective import Batch
+from psigrad.language.training.online.figures import Tally, TokenFigures, round_all
+from psigrad.objective import Batch, PolicyOutputs, Prepared
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +93,25 @@ def test_the_share_of_tokens_whose_bits_differ_is_of_those_that_were_compared():
     name = "sampling/sampling_logp_difference/"
     found = {key.removeprefix(name): value for key, value in tally.result().items() if key.startswith(name)}
     assert found == {"mean": pytest.approx(0.75 / 3), "max": 0.5, "share": pytest.approx(2 / 3)}
+
+
+def test_people_read_four_digits_of_a_figure_of_a_token():
+    assert round_all([0.123456, -2, 1e-5]) == [0.1235, -2.0, 0.0]
+
+
+def test_a_pass_that_counts_nowhere_goes_through_every_output_with_gradient_0():
+    """Of log-probs and values; entropies are without a gradient here, and are left out."""
+    logp, value = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[3.0, -1.0]], requires_grad=True)
+    loss = training.idle(PolicyOutputs(2 * logp, torch.ones(1, 2), value**2))
+    loss.backward()
+    assert loss.item() == 0.0 and logp.grad.tolist() == value.grad.tolist() == [[0.0, 0.0]]
+
+
+def test_a_row_without_chosen_tokens_has_no_figures_of_tokens():
+    """Of two rows the policy chose the second token of the first and nothing of the other."""
+    mask = torch.tensor([[False, True, False], [False, False, False]])
+    batch = Batch(mask, torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2).long())
+    prepared = Prepared(batch, torch.zeros(2, 3), torch.tensor([True, False]), torch.ones(2).bool(), {}, {})
+    seen = TokenFigures(2, prepared)
+    seen.see(torch.tensor([0, 1]), PolicyOutputs(torch.full((2, 3), -0.5)))
+    assert seen.rows() == [{"trained_logprobs": [0.0, -0.5]}, {"kept": False}]

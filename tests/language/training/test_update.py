@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from psigrad.config import Optim
+from psigrad.errors import UserError
 from psigrad.language.models.gradients import embedding, sums_for
+from psigrad.language.training import update
 from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
 
 
@@ -190,3 +193,44 @@ def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
             True,
         ]
     assert all(x.grad is not None for x in busy.whole_masters()) and all(x.grad is None for x in idle.whole_masters())
+
+
+def test_a_rule_of_whole_matrices_is_refused_where_they_lie_in_shards(monkeypatch):
+    """AdamW steps what a process holds of them; a shard is another tensor than the parameter."""
+    weights = {"w": torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))}
+    for held, optim, said in (
+        (lambda p: p, Optim(optimizer="muon"), ""),
+        (lambda p: p.detach()[:1], Optim(), ""),
+        (lambda p: p.detach()[:1], Optim(optimizer="muon"), "optimizer muon needs whole matrices"),
+        (lambda p: p.detach()[:1], Optim(bf16_stochastic_round=True), "bf16_stochastic_round needs whole matrices"),
+    ):
+        monkeypatch.setattr(update, "held_of", held)
+        with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+            Optimizer(weights, optim)
+
+
+def test_the_norm_of_shards_is_that_of_what_all_processes_hold(monkeypatch):
+    """Gradients 3 and 4 here and as much elsewhere: √(2·25). What is not in shards counts once: √(2·25 + 16)."""
+
+    class Two:
+        size, rank = 1, 0
+
+        def all_reduce(self, x):
+            return 2 * x
+
+    weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("sharded", "whole")}
+    monkeypatch.setattr(update, "held_of", lambda p: torch.nn.Parameter(p.detach()) if p is weights["sharded"] else p)
+    optimizer = Optimizer(weights, Optim(learning_rate=1.0, max_grad_norm=0.0), world=Two())
+    optimizer.clear()
+    (weights["sharded"] * torch.tensor([3.0, 4.0])).sum().backward()
+    assert optimizer.norm() == pytest.approx(50**0.5)
+    (weights["whole"] * torch.tensor([0.0, 4.0])).sum().backward()
+    assert optimizer.norm() == pytest.approx(66**0.5)
+
+
+def test_a_head_whose_gradient_is_made_twice_is_that_of_a_process_alone():
+    for size, recomputes in ((1, True), (2, False)):
+        world = SimpleNamespace(size=size, rank=0)
+        assert (
+            Optimizer({"w": torch.nn.Parameter(torch.ones(2))}, Optim(), recompute=True, world=world).sums.recompute is recomputes
+        )

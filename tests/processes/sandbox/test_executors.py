@@ -30,6 +30,23 @@ def test_without_a_sandbox_code_is_refused_with_what_to_install(no_sandbox):
         executor_for()
 
 
+def test_a_machine_without_bubblewrap_refuses_code_and_environments_and_says_what_to_install(monkeypatch, tmp_path):
+    """A PATH without it, not a stand-in for the answer: asked as the machine is asked."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    choice.tier_of_this_machine.cache_clear()
+    try:
+        with pytest.raises(SandboxError, match=r"bwrap, .*not found; install bubblewrap .*allow_unsafe_code"):
+            executor_for()
+        with pytest.raises(SandboxError, match="environment_sandbox is set and this machine has no sandbox: bwrap"):
+            choice.enclosure_of_workers()
+        assert isinstance(executor_for(allow_unsafe_code=True), Unsafe)
+        setup = RewardSetup.of(OnlineConfig(reward=("code",)))
+        with pytest.raises(SandboxError, match="There is no sandbox for code on this machine"), setup.scorer(None):
+            pytest.fail("a run would sample a step before it is told")
+    finally:
+        choice.tier_of_this_machine.cache_clear()
+
+
 def test_without_a_sandbox_programs_run_only_where_that_is_allowed_in_so_many_words(no_sandbox):
     executor = executor_for(allow_unsafe_code=True)
     assert isinstance(executor, Unsafe)
