@@ -85,6 +85,7 @@ ABOUT = tuple(
         "objective/test_bounds.py",
         "objective/test_catalog.py",
         "objective/test_enumerated",
+        "objective/test_presets.py",
     )
 )
 
