@@ -227,6 +227,10 @@ ELSEWHERE = {
     "sampling.sampler": "language/rollout/test_samplers.py::"
     "test_embedded_and_generate_write_the_same_tokens_and_the_trainer_agrees",
     "sampling.cuda_graphs": "gpu/test_gpu.py::test_a_recorded_step_writes_what_a_step_writes",
+    # the tiny model of these runs has no experts
+    "model.router_aux_loss_coef": "language/models/test_experts.py::"
+    "test_a_run_adds_the_models_own_share_unless_it_is_told_another",
+    "router_replay": "language/models/test_experts.py::test_grpo_follows_the_experts_of_sampling",
     "cache_reference": "language/training/test_offline_tasks.py::test_the_reference_is_computed_once_and_found_by_content",
     "filter_metric": "language/training/test_learn.py::"
     "test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named",

@@ -53,13 +53,15 @@ def test_each_function_has_the_whole_time(pool_of, score):
     assert result == Scored(4.0, {f"slow{i}": 1.0 for i in range(4)})
 
 
-def test_the_first_function_at_fault_gives_the_reason_whatever_the_number_of_workers(pool_of, zoo, score):
+def test_all_functions_at_fault_give_their_reasons_in_their_order_whatever_the_number_of_workers(pool_of, zoo, score):
     def boom(completions, **columns):
         raise OSError("second")
 
+    line = boom.__code__.co_firstlineno + 1
     for workers in (1, 3):
         (result,) = score(pool_of(zoo("act"), RewardSpec("boom", boom), timeout=30.0, workers=workers), ["raise"])
-        assert result == Unscored("act raised ValueError: boom (zoo.py, line 33)")
+        second = f"boom raised OSError: second (test_apart.py, line {line})"
+        assert result == Unscored(f"act raised ValueError: boom (zoo.py, line 33); {second}")
 
 
 def test_ours_outweighs_the_policys_fault(scorer_of, zoo, score):
