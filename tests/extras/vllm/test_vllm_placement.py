@@ -78,6 +78,7 @@ def test_the_room_of_a_text_is_the_runs():
     assert longest_of(OnlineConfig(tools=("x",)), prepared, None) == 0
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("trials", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_an_honest_engine_in_half_precision_passes_and_one_with_a_layer_one_percent_off_does_not(trials):
     """The engine is the fused kernels, which round elsewhere than transformers' modules; see benchmarks/vllm_probe.py."""

@@ -73,7 +73,8 @@ def test_a_padded_model_is_told(job, tmp_path, capsys):
     assert said.startswith("Sequences are padded, not packed, which takes two to five times") and "MambaForCausalLM" in said
     online.run(online_config(job, tmp_path / "packed", max_steps=1))
     assert "padded" not in capsys.readouterr().err
-    assert "Slower" not in dict(facts(load(tmp_path / "packed")))
+    # nothing, or that there is no compiler
+    assert "padded" not in dict(facts(load(tmp_path / "packed"))).get("Slower", "")
 
 
 @pytest.mark.parametrize(
