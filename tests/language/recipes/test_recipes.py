@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -41,6 +42,32 @@ def documented(beginning: str) -> set[str]:
 
 def test_negative_control_a_key_of_another_event_is_not_documented_for_this():
     assert documented("failed") == {"reason", "traceback"} and not documented("unheard_of")
+
+
+def kinds_in(source: str) -> dict[str, set[str]]:
+    """The events that a source tells by their names: kind -> keys."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("tell", "_tell", "event"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str) and not first.value.startswith("on_"):
+                found.setdefault(first.value, set()).update(word.arg for word in node.keywords if word.arg)
+    return found
+
+
+def test_every_event_that_is_told_is_documented():
+    found: dict[str, set[str]] = {}
+    for package in ("psigrad", "psigrad_extras", "psigrad_serve"):
+        for path in (ROOT / package).rglob("*.py"):
+            for kind, keys in kinds_in(path.read_text()).items():
+                found.setdefault(kind, set()).update(keys)
+    page = (ROOT / "docs" / "runs.md").read_text()
+    assert len(found) > 30
+    assert not [kind for kind in found if not re.search(rf"^\|[^|]*\b{kind}\b", page, re.MULTILINE)]
+    lacking = {kind: keys - documented(kind) - {"machine"} for kind, keys in found.items()}
+    assert not {kind: keys for kind, keys in lacking.items() if keys}
+    # negative control
+    assert kinds_in("journal.tell('slow', text, why=1, much=2)\nself.event('on_step')") == {"slow": {"why", "much"}}
 
 
 def test_a_run_leaves_its_folder(job, tmp_path):
