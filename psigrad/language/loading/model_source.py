@@ -24,6 +24,7 @@ from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
 from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config
+from psigrad.records.rows import parse_row
 
 # What a revision of a hub model is made of; other frameworks' weights are left out.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -156,8 +157,8 @@ def check_there(settings: Model, run: str) -> None:
 
     path = meant(settings.path)
     check_path(path)
-    begun = Path(run) / "config.json"
-    if not run or not begun.is_file() or Path(path).expanduser().exists() or f'"path": {json.dumps(path)}' in begun.read_text():
+    settled = parse_row(begun.read_bytes()) if run and (begun := Path(run) / "config.json").is_file() else None
+    if settled is None or (settled.get("model") or {}).get("path") == path or Path(path).expanduser().exists():
         return
     go_offline_without_network()
     try:
