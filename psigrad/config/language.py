@@ -59,8 +59,9 @@ _NO_SAMPLERS = ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "e
 _Placed = Annotated[Placement, NotRead(*_NO_SAMPLERS)]
 _Rows = Annotated[Data, NotRead("max_prompt_length")]
 _JudgedRows = Annotated[Data, NotRead("eval_dataset", "eval_split")]
-# Where completions are drawn by evaluations alone, they have one temperature.
+# Where completions are drawn by evaluations alone, they have one temperature and one number for each prompt.
 _Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperature"), DRAWS]
+_GROUPS: dict[str, str] = {"num_generations": "evaluation.num_generations_eval"}
 _AsItIs = Annotated[
     Model,
     NotRead(
@@ -342,7 +343,9 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN)] = field(default_factory=lambda: Evaluation(eval_prompts=0))
+    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN, **_GROUPS)] = field(
+        default_factory=lambda: Evaluation(eval_prompts=0)
+    )
     run: _AtOnce = field(default_factory=Run)
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
@@ -365,7 +368,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data())
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN, "metric")] = field(
+    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN, "metric", **_GROUPS)] = field(
         default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8)
     )
     run: _AtOnce = field(default_factory=Run)

@@ -138,7 +138,9 @@ def load_subject(config: OnlineConfig) -> Subject:
     encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])))
     dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, say)[0]))
     room = model.max_length - short.max_completion_length
-    prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
+    fitting = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))
+    unlike = list({tuple(p.ids): p for p in fitting}.values())  # with the same prompt everywhere the wrong one would not show
+    prompts = (unlike if len(unlike) > 1 else fitting)[:PROMPTS]
     if len(prompts) < 2:
         raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
     params = samplers.sampling_params(short, model, [p.row for p in prompts])
@@ -201,8 +203,11 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
     for f in findings:
         start = f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}"
         lines.append(f"{start}  {f.value:8.2g}  {f.bound:8.2g}  {f.control:13.2g}  {f.note}".rstrip())
-    if unsure := ", ".join(f.name for f in findings if f.verdict == "unproven"):
-        lines.append(f"Unproven: {unsure}. A fault drowns in this precision's rounding; check once with --dtype float32.")
+    if unsure := [f for f in findings if f.verdict == "unproven"]:
+        names, nothing = ", ".join(f.name for f in unsure), all(f.control == 0 for f in unsure)
+        drowns = "A fault drowns in this precision's rounding; check once with --dtype float32."
+        cause = "A fault would not show here: the prompts are alike, or the model says the same to all." if nothing else drowns
+        lines.append(f"Unproven: {names}. {cause}")
     return "\n".join(lines)
 
 
@@ -214,9 +219,11 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 def check_data(subject: Subject) -> Finding:
     """data."""
-    room = subject.model.max_length - subject.config.sampling.max_completion_length
+    most, positions = subject.config.sampling.max_completion_length, subject.model.max_length
+    room = positions - most
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
-    note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; there is room for {max(0, room)}" if bad else ""
+    leaves = f"max_completion_length {most} leaves {max(0, room)} of the model's {positions}"
+    note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; {leaves}" if bad else ""
     what = f"prompts of {len(subject.dataset)} that are empty or too long"
     return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)
 

@@ -354,6 +354,17 @@ def test_a_sampled_row_has_no_reward_where_nobody_scored_it(job, alone):
     assert {json.loads(line)["reward"] for line in (alone / "rows.jsonl").open()} == {None}
 
 
+def test_one_number_of_completions_has_two_names_where_completions_are_drawn_by_evaluations_alone():
+    for cls in (EvalConfig, SampleConfig):
+        for name in ("num_generations", "evaluation.num_generations", "num_generations_eval"):
+            assert load(cls, flags=resolve_names(cls, {name: 3})).evaluation.num_generations_eval == 3
+        assert load(cls, flags={"evaluation": {"num_generations": 3}}).evaluation.num_generations_eval == 3
+    online = load(OnlineConfig, flags=resolve_names(OnlineConfig, {"num_generations": 3}))
+    assert (online.num_generations, online.evaluation.num_generations_eval) == (3, 1)
+    with pytest.raises(UserError, match="num_generations': it is a setting of the online methods"):
+        resolve_names(SFTConfig, {"num_generations": 3})
+
+
 def test_one_temperature_has_two_names_where_completions_are_drawn_by_evaluations_alone():
     for cls in (EvalConfig, SampleConfig, SFTConfig, PreferenceConfig):
         for name in ("temperature", "sampling.temperature", "eval_temperature"):

@@ -92,7 +92,8 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     there = max(made.seconds * work.steps, 1.0)
     # of an episode nobody knows how many turns it has, nor how long they are waited for
     plays = getattr(config, "plays", False)
-    spent = " a turn" if plays else f", about {seconds(there)} here and evaluations" if made.seconds else ""
+    apart = ", evaluations apart" * (config.evaluation.eval_prompts != 0)
+    spent = " a turn" if plays else f", about {seconds(there)} here{apart}" if made.seconds else ""
     steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
     print(f"psigrad: {steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.", file=sys.stderr)
     default = type(config)().run

@@ -44,7 +44,9 @@ def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
     plan.foretell(sft_config(job, tmp_path / "run"))
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens
-    assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " here and evaluations." in said
+    assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " s here, evaluations apart." in said
+    plan.foretell(sft_config(job, tmp_path / "run", eval_strategy="no"))
+    assert capsys.readouterr().err.endswith(" s here.\n"), "what is not done is not told of"
     plan.foretell(agent_config(job, tmp_path / "agent"))
     assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
 
