@@ -61,7 +61,7 @@ _Rows = Annotated[Data, NotRead("max_prompt_length")]
 _JudgedRows = Annotated[Data, NotRead("eval_dataset", "eval_split")]
 # Where completions are drawn by evaluations alone, they have one temperature and one number for each prompt.
 _Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperature"), DRAWS]
-_GROUPS: dict[str, str] = {"num_generations": "evaluation.num_generations_eval"}
+_GROUPS = {"num_generations": "evaluation.num_generations_eval"}
 _AsItIs = Annotated[
     Model,
     NotRead(

@@ -176,7 +176,7 @@ def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> di
         if not isinstance(made.get(section), dict) or leaf not in made[section]:
             continue
         value, (of, own) = made[section].pop(leaf), instead.split(".") if instead else ("", "")
-        if (tuple(value) if isinstance(value, list) else value) == getattr(getattr(cls(), section), leaf, None):
+        if (tuple(value) if isinstance(value, list) else value) == getattr(getattr(cls(), section), leaf):
             continue
         if not instead and value is False:  # what is never on here is off
             continue

@@ -358,7 +358,6 @@ def test_one_number_of_completions_has_two_names_where_completions_are_drawn_by_
     for cls in (EvalConfig, SampleConfig):
         for name in ("num_generations", "evaluation.num_generations", "num_generations_eval"):
             assert load(cls, flags=resolve_names(cls, {name: 3})).evaluation.num_generations_eval == 3
-        assert load(cls, flags={"evaluation": {"num_generations": 3}}).evaluation.num_generations_eval == 3
     online = load(OnlineConfig, flags=resolve_names(OnlineConfig, {"num_generations": 3}))
     assert (online.num_generations, online.evaluation.num_generations_eval) == (3, 1)
     with pytest.raises(UserError, match="num_generations': it is a setting of the online methods"):

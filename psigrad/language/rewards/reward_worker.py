@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from psigrad.errors import kind_of
+from psigrad.errors import kind_of, nearest
 from psigrad.language.rewards.code import Code, Wrong
 from psigrad.language.rewards.outcomes import Failure, Preparable, Unscored, transcript_of, turns_of
 from psigrad.processes.workers import unpack
@@ -166,7 +166,9 @@ def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str
             )
         columns = ", ".join(column for column in samples if column not in (*_ALWAYS, *besides)) or "only prompts"
         needed = f"column{'s' * (len(missing) > 1)} {' and '.join(map(repr, missing))}"
-        raise Malformed(f"{name} needs the {needed}, which the dataset does not have (found: {columns})")
+        raise Malformed(
+            f"{name} needs the {needed}, which the dataset does not have (found: {columns}{nearest(missing[0], samples)})"
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return samples
     return {p.name: samples[p.name] for p in parameters if p.name in samples}

@@ -61,6 +61,8 @@ def test_a_column_that_a_function_needs_and_the_rows_lack_is_named_beside_those_
     results = score(InlineScorer([RewardSpec("exact", exact)]), ["a", "b"], solution=["a", "b"], level=[1, 2])
     said = "exact needs the column 'answer', which the dataset does not have (found: solution, level)"
     assert [result.reason for result in results] == [said, said]
+    near = score(InlineScorer([RewardSpec("exact", exact)]), ["a"], anwser=["a"])
+    assert near[0].reason.endswith("(found: anwser; did you mean 'anwser'?)"), "the nearest of all that there is"
 
 
 @pytest.mark.parametrize("name", ["of_kind", "of_kind_async"])
