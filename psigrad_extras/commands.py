@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,16 @@ def check(arguments: list[str]) -> int:
     rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
     if not as_json:
         terminal.print_lines([*lines(rows), *first_rows.try_rewards(config)])
-    checks = check.run(config)
+    checks = check.run(config, _told)
+    _told("")
     print(check.report(checks, as_json=as_json, rows=rows))
     return 0 if check.all_pass(checks) else 1
+
+
+def _told(name: str) -> None:
+    """The name of the check that is at work, on a terminal's last line; an empty one takes it away."""
+    if sys.stderr.isatty():
+        print("\r\x1b[K" + (name and f"checking {name} …"), end="", file=sys.stderr, flush=True)
 
 
 def plan(arguments: list[str]) -> int:

@@ -156,8 +156,9 @@ def load_subject(config: OnlineConfig) -> Subject:
 FRESH = Lora(4)
 
 
-def run(config: OnlineConfig) -> list[Finding]:
+def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -> list[Finding]:
     """Check `config.model` with `config.data` and the other settings of a run. Nothing is trained and nothing is left behind.
+    `told` hears the name of each check before it begins: a large model takes minutes.
 
     Raises `UserError` where the model or the dataset cannot be read.
     """
@@ -179,10 +180,10 @@ def run(config: OnlineConfig) -> list[Finding]:
         check_adapter,
     ):
         start = time.perf_counter()
+        told(name := (check.__doc__ or "").splitlines()[0].rstrip("."))
         try:
             finding = check(subject)
         except (UserError, RuntimeError, ValueError) as error:
-            name = (check.__doc__ or "").splitlines()[0].rstrip(".")
             finding = Finding(name, "could not be checked", float("inf"), 0.0, float("inf"), note=reason_of(error))
         found.append(replace(finding, seconds=time.perf_counter() - start))
     return found
@@ -202,7 +203,8 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
     lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
     for f in findings:
         start = f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}"
-        lines.append(f"{start}  {f.value:8.2g}  {f.bound:8.2g}  {f.control:13.2g}  {f.note}".rstrip())
+        value, bound, control = (f"{x:.0f}" if x >= 100 and x == x // 1 else f"{x:.2g}" for x in (f.value, f.bound, f.control))
+        lines.append(f"{start}  {value:>8}  {bound:>8}  {control:>13}  {f.note}".rstrip())
     if unsure := [f for f in findings if f.verdict == "unproven"]:
         names, nothing = ", ".join(f.name for f in unsure), all(f.control == 0 for f in unsure)
         drowns = "A fault drowns in this precision's rounding; check once with --dtype float32."

@@ -231,6 +231,8 @@ def test_a_control_that_shows_nothing_leaves_a_check_unproven(models, tmp_path):
     assert "Unproven: packing" in (said := check.report(found)) and "the model says the same to all" in said
     rounded = check.Finding("packing", "", value=1e-2, bound=5e-2, control=4e-2)  # in bfloat16
     assert check.report([rounded]).endswith("check once with --dtype float32.")
+    counted = check.Finding("data", "", value=0, bound=0.0, control=120)
+    assert check.report([counted]).splitlines()[1].split() == ["ok", "data", "0", "0", "120"]
     proven = [f for f in found if f.verdict == "ok"]
     assert "Unproven" not in check.report(proven)
 
