@@ -58,7 +58,10 @@ MY_MODULE = '''
 def my_reward(completions, answer, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
-right_answer = score = my_reward
+right_answer = my_reward
+
+def score(completions, **columns):
+    return [float(len(str(text)) % 3) for text in completions]
 
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -79,8 +82,7 @@ class Guess:
 '''
 AGENT = """
 def solve(row, client):
-    prompt = [{"role": "user", "content": row["prompt"]}]
-    answer = client.chat.completions.create(model="policy", messages=prompt)
+    answer = client.chat.completions.create(model="policy", messages=list(row["prompt"]))
     return float(len(answer.choices[0].message.content) > 2)
 """
 
