@@ -38,7 +38,6 @@ from psigrad.runs import session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
-
 Setup = tuple[RewardSetup, RewardSetup | None]
 """The reward, and the held-out metric where it is another."""
 
