@@ -106,9 +106,13 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
         return text
 
 
-@cache
 def names_of(cls: Any) -> dict[str, str]:
     """Leaf, and dotted, name -> dotted name of every setting; a section has its own name."""
+    return _names_of(cls)
+
+
+@cache
+def _names_of(cls: Any) -> dict[str, str]:
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_of(cls).items()},
