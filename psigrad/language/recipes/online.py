@@ -80,7 +80,7 @@ def open_job(
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        prepared = _prepared(config, model, journal, episodes, setup)
+        prepared = _prepare_rows(config, model, journal, episodes, setup)
         rows, held_out = prepared.rows, prepared.held_out
         evaluates = bool(held_out) and scores
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
@@ -138,7 +138,7 @@ def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterat
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _prepared(
+def _prepare_rows(
     config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
     """The rows that can be judged, and the tokens of their prompts."""
