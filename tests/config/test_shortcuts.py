@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
+from cases import repeat_for
 
 from psigrad import cli
 from psigrad.cli import flags
@@ -16,14 +17,11 @@ from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.errors import UserError
 from psigrad.language.recipes import online_settings
 from psigrad.objective import PolicyGradient, catalog
-from psigrad.objective.parts import keep
 from psigrad.objective.parts.advantage import gae, group_mean, whitened
-from psigrad.objective.parts.aggregate import sequence_mean
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.aggregate import has_signal, not_truncated, sequence_mean, top_entropy
+from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.group_advantage import group_mean_batch_std
-from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.ratio import sequence
+from psigrad.objective.parts.ratio import KL, sequence
 from psigrad.objective.parts.surrogate import clip, truncated_weight
 from psigrad.objective.preferences import preference_catalog
 
@@ -53,7 +51,7 @@ def resolved(name: str, *given: str):
     return resolve_online(config.algorithm) if declaration.online else resolve_loss(config.loss)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n != "online_dpo"])
+@repeat_for("name", [n for n in METHODS if n != "online_dpo"])
 def test_the_parts_that_a_setting_changes_are_those_of_the_object(name):
     known = {**catalog.METHODS, **preference_catalog.METHODS}
     assert read(shortcuts.describe_method(name)) == seen(known[name].algorithm)
@@ -101,10 +99,10 @@ WRITTEN = {
     ("grpo", "--entropy_coeff", "0.02"): replace(catalog.GRPO, entropy=bonus(0.02)),
     ("grpo", "--loss_agg_mode", "seq-mean-token-mean"): replace(catalog.GRPO, aggregate=sequence_mean),
     ("dapo", "--importance_sampling_level", "sequence", "--no-mask-truncated-completions"): replace(
-        catalog.DAPO, ratio=sequence, keep=(keep.has_signal,)
+        catalog.DAPO, ratio=sequence, keep=(has_signal,)
     ),
     ("grpo", "--dynamic-sampling", "--top_entropy_quantile", "0.2", "--mask_truncated_completions", "true"): replace(
-        catalog.GRPO, keep=(keep.not_truncated, keep.has_signal, keep.top_entropy(0.2))
+        catalog.GRPO, keep=(not_truncated, has_signal, top_entropy(0.2))
     ),
     ("top_entropy", "--top_entropy_quantile", "null"): replace(catalog.TOP_ENTROPY, keep=catalog.DAPO.keep),
     ("vapo", "--epsilon", "0.2", "--epsilon-high", "0.28"): catalog.VAPO,
@@ -115,7 +113,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("given", WRITTEN, ids=" ".join)
+@repeat_for("given", WRITTEN)
 def test_a_flag_says_what_the_parts_say(given):
     assert seen(replace(resolved(*given), name="")) == seen(replace(WRITTEN[given], name=""))
 

@@ -6,14 +6,13 @@ import math
 from dataclasses import fields, is_dataclass
 
 import pytest
+from cases import repeat_for
 
 from psigrad.objective.catalog import METHODS
 from psigrad.objective.parts.advantage import k_step, length_gae, moving_average
-from psigrad.objective.parts.aggregate import fixed_length
-from psigrad.objective.parts.correction import divergence_rejection, masked_importance, truncated_importance
+from psigrad.objective.parts.aggregate import clip_covariance, fixed_length, top_entropy, top_k
 from psigrad.objective.parts.group_advantage import pass_at_k
-from psigrad.objective.parts.keep import clip_covariance, top_entropy, top_k
-from psigrad.objective.parts.kl import KL, adaptive
+from psigrad.objective.parts.ratio import KL, adaptive, divergence_rejection, masked_importance, truncated_importance
 from psigrad.objective.parts.surrogate import (
     clip,
     covariance_penalty,
@@ -105,7 +104,7 @@ def test_every_preset_is_here():
     assert NUMBERS.keys() == METHODS.keys() and PAIRS.keys() == LOSSES.keys() and ONLINE.keys() == {"online_dpo"}
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@repeat_for("name", NUMBERS)
 def test_a_method_has_these_numbers(name):
     method = METHODS[name]
     assert numbers(method.algorithm) + ([dict(method.defaults)] if method.defaults else []) == list(NUMBERS[name])
@@ -170,7 +169,7 @@ BORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("part", "name", "refused", "taken"), BORDERS, ids=lambda x: getattr(x, "__name__", str(x)))
+@repeat_for(("part", "name", "refused", "taken"), BORDERS)
 def test_a_setting_ends_where_it_says(part, name, refused, taken):
     for value in refused:
         with pytest.raises(ValueError, match="expected"):

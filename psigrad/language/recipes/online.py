@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,15 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, list_tools, rows_for
-from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
+from psigrad.language.recipes.finish import finish, note_rows, optimizer_of, sampler_of
 from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
-from psigrad.language.recipes.placement import collector_of, sampler_of
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
-from psigrad.language.rollout.types import Prompts
+from psigrad.language.rollout.types import Prompts, Sampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import Begun, Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
@@ -37,6 +37,9 @@ from psigrad.records.pins import hash_code
 from psigrad.runs import session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
+
+Setup = tuple[RewardSetup, RewardSetup | None]
+"""The reward, and the held-out metric where it is another."""
 
 
 def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
@@ -62,7 +65,7 @@ def open_job(
     config: OnlineConfig,
     journal: Journal,
     checkpoint: Path | None,
-    setup: tuple[RewardSetup, RewardSetup | None],
+    setup: Setup,
     given: GivenModel | None = None,
     *,
     scores: bool = True,
@@ -77,7 +80,7 @@ def open_job(
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        prepared = _prepared(config, model, journal, episodes, rewards, metric)
+        prepared = _prepare_rows(config, model, journal, episodes, setup)
         rows, held_out = prepared.rows, prepared.held_out
         evaluates = bool(held_out) and scores
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
@@ -120,15 +123,26 @@ def open_job(
         yield job, begun
 
 
-def _prepared(
-    config: OnlineConfig,
-    model: LanguageModel,
-    journal: Journal,
-    episodes: Player | None,
-    rewards: RewardSetup,
-    metric: RewardSetup | None,
+@contextlib.contextmanager
+def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
+    """Threads that collect while steps train, where others sample and a lag gives them the time: one for each collection that is
+    under way, but only one where environments play.
+    """
+    if not (sampler.central and config.lag and world.rank == 0):
+        yield None
+        return
+    threads = ThreadPoolExecutor(1 if config.plays else config.lag + 1, "collector")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _prepare_rows(
+    config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
     """The rows that can be judged, and the tokens of their prompts."""
+    rewards, metric = setup
 
     def make(tell: Tell) -> PreparedRows[Any]:
         given, held = rows_for(config, episodes, model.tokenizer, tell)
@@ -136,7 +150,7 @@ def _prepared(
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
         return PreparedRows(rows, held_out, prompts.made, [])
 
-    asked = [one for setup in (rewards, metric) if setup for one in setup.functions if hasattr(one, "check_row")]
+    asked = [one for judge in setup if judge for one in judge.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
     tools = schemas(list_tools(config))
     room = model.max_length, completion_room(config)
