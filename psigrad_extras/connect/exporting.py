@@ -15,7 +15,7 @@ from torch import Tensor
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.loading.model_source import locate, meant, plain_folder
-from psigrad.language.models.backbone import LOADING_ERRORS
+from psigrad.language.models.backbone import LOADING_ERRORS, without_bars
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
 
@@ -65,7 +65,8 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
+        with without_bars():
+            network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
         tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"

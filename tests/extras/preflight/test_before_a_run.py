@@ -9,6 +9,7 @@ import pytest
 from tiny_jobs import agent_config, online_config, sft_config
 from tiny_rewards import of_misspelt, of_nothing, of_two
 
+from psigrad.config import Evaluation
 from psigrad.errors import UserError
 from psigrad_extras.preflight import first_rows
 from psigrad_extras.preflight.plan import plan
@@ -45,7 +46,7 @@ def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens
     assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " s here, evaluations apart." in said
-    plan.foretell(sft_config(job, tmp_path / "run", eval_strategy="no"))
+    plan.foretell(replace(sft_config(job, tmp_path / "run"), evaluation=Evaluation(eval_prompts=0)))
     assert capsys.readouterr().err.endswith(" s here.\n"), "what is not done is not told of"
     plan.foretell(agent_config(job, tmp_path / "agent"))
     assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
