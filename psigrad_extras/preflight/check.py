@@ -139,7 +139,7 @@ def load_subject(config: OnlineConfig) -> Subject:
     dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, say)[0]))
     room = model.max_length - short.max_completion_length
     fitting = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))
-    unlike = list({tuple(p.ids): p for p in fitting}.values())  # with the same prompt everywhere the wrong one would not show
+    unlike = list({tuple(p.ids): p for p in fitting}.values())  # where all are the same a wrong one would not show
     prompts = (unlike if len(unlike) > 1 else fitting)[:PROMPTS]
     if len(prompts) < 2:
         raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
@@ -166,19 +166,12 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
     check_sampling(config.sampling)
     found: list[Finding] = []
     subject = load_subject(config)
-    for check in (
-        check_data,
-        check_text,
-        *((check_tools,) if config.tools or str(config.environment).startswith("mcp:") else ()),
-        check_packing,
-        check_sharing,
-        check_sampling_logps,
-        check_micro_batches,
-        check_processes,
-        check_reference,
-        check_saving,
-        check_adapter,
-    ):
+    tools = (check_tools,) if config.tools or str(config.environment).startswith("mcp:") else ()
+    checks = (
+        check_data, check_text, *tools, check_packing, check_sharing, check_sampling_logps, check_micro_batches, check_processes,
+        check_reference, check_saving, check_adapter,
+    )  # fmt: skip
+    for check in checks:
         start = time.perf_counter()
         told(name := (check.__doc__ or "").splitlines()[0].rstrip("."))
         try:
@@ -206,10 +199,10 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
         value, bound, control = (f"{x:.0f}" if x >= 100 and x == x // 1 else f"{x:.2g}" for x in (f.value, f.bound, f.control))
         lines.append(f"{start}  {value:>8}  {bound:>8}  {control:>13}  {f.note}".rstrip())
     if unsure := [f for f in findings if f.verdict == "unproven"]:
-        names, nothing = ", ".join(f.name for f in unsure), all(f.control == 0 for f in unsure)
-        drowns = "A fault drowns in this precision's rounding; check once with --dtype float32."
-        cause = "A fault would not show here: the prompts are alike, or the model says the same to all." if nothing else drowns
-        lines.append(f"Unproven: {names}. {cause}")
+        cause = "A fault drowns in this precision's rounding; check once with --dtype float32."
+        if all(f.control == 0 for f in unsure):
+            cause = "A fault would not show here: the prompts are alike, or the model says the same to all."
+        lines.append(f"Unproven: {', '.join(f.name for f in unsure)}. {cause}")
     return "\n".join(lines)
 
 
@@ -221,8 +214,7 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 def check_data(subject: Subject) -> Finding:
     """data."""
-    most, positions = subject.config.sampling.max_completion_length, subject.model.max_length
-    room = positions - most
+    room = (positions := subject.model.max_length) - (most := subject.config.sampling.max_completion_length)
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
     leaves = f"max_completion_length {most} leaves {max(0, room)} of the model's {positions}"
     note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; {leaves}" if bad else ""
