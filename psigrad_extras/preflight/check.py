@@ -164,8 +164,7 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
     """
     machine.prepare_torch(config.run)
     check_sampling(config.sampling)
-    found: list[Finding] = []
-    subject = load_subject(config)
+    found, subject = list[Finding](), load_subject(config)
     tools = (check_tools,) if config.tools or str(config.environment).startswith("mcp:") else ()
     checks = (
         check_data, check_text, *tools, check_packing, check_sharing, check_sampling_logps, check_micro_batches, check_processes,
