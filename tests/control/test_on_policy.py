@@ -174,6 +174,15 @@ def test_with_lambda_0_a_critic_of_actions_learns_the_reward_and_its_expectation
     torch.testing.assert_close(prepared.returns[0], torch.stack([1 + 0.9 * prepared.batch.value[0, 1], torch.tensor(2.0)]))
 
 
+def test_a_critic_of_states_learns_what_its_method_says_and_no_lambda_return():
+    """Rewards 1, 2: the residual's target is r + γ V(s'), where a λ-return would be 1 + 0.9·2."""
+    made = method("td_actor_critic", lambda: Counter((2, 3)), n_steps=0, n_envs=1, gamma=0.9)
+    *_, prepared = prepared_of(made)
+    target = torch.stack([1 + 0.9 * prepared.batch.value[0, 1], torch.tensor(2.0)])
+    torch.testing.assert_close(prepared.returns[0], target)
+    assert abs(float(target[0]) - 2.8) > 0.1
+
+
 @pytest.mark.parametrize(
     "name",
     [
