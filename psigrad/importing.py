@@ -69,8 +69,8 @@ def imported_module(name: str, kind: str) -> ModuleType:
 
 @contextlib.contextmanager
 def exits_guarded(tell: Callable[[str], None] = lambda reason: None) -> Iterator[None]:
-    """For the length of the block `os._exit`, and `os.exec…`, which would put another program in this one's place, end the process
-    with status 1 or the one asked for; `tell` is given the reason first. Forked children end as they like.
+    """For the length of the block `os._exit`, and `os.exec…`, which would put another program in this one's place, end the
+    process with status 1 or the one asked for; `tell` is given the reason first. Forked children end as they like.
     """
     if os._exit.__name__ == "leave":  # guarded already, by who says more
         yield
