@@ -329,3 +329,15 @@ def test_each_minibatch_has_slopes_of_its_own(batch_size):
         found.append(made.network.flat.detach().clone())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
     assert method("reinforce", n_steps=0).most_steps == np.inf
+
+
+@pytest.mark.parametrize("batch_size", [0, 8])
+def test_rows_without_an_end_are_cut_into_minibatches_of_steps(batch_size, monkeypatch):
+    """Two rows of 16 steps that all go on: two passes of four minibatches of 8 steps, or of one of all."""
+    made = method("ppo", lambda: Counter((100,)), n_steps=16, n_envs=2, batch_size=batch_size, n_epochs=2)
+    sizes, update = [], made._update
+    monkeypatch.setattr(
+        made, "_update", lambda algorithm, part, *rest: sizes.append(len(part.action)) or update(algorithm, part, *rest)
+    )
+    made.iterate()
+    assert sizes == ([8] * 8 if batch_size else [32] * 2)
