@@ -336,8 +336,11 @@ def test_rows_without_an_end_are_cut_into_minibatches_of_steps(batch_size, monke
     """Two rows of 16 steps that all go on: two passes of four minibatches of 8 steps, or of one of all."""
     made = method("ppo", lambda: Counter((100,)), n_steps=16, n_envs=2, batch_size=batch_size, n_epochs=2)
     sizes, update = [], made._update
-    monkeypatch.setattr(
-        made, "_update", lambda algorithm, part, *rest: sizes.append(len(part.action)) or update(algorithm, part, *rest)
-    )
+
+    def counted(algorithm, part, *rest):
+        sizes.append(len(part.action))
+        return update(algorithm, part, *rest)
+
+    monkeypatch.setattr(made, "_update", counted)
     made.iterate()
     assert sizes == ([8] * 8 if batch_size else [32] * 2)
