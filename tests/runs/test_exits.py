@@ -120,9 +120,9 @@ def test_a_module_that_ends_the_process_where_it_is_imported_does_not_end_it_wel
     """Whatever a command is given by name: it is imported once here, before a run has a folder."""
     leaves = tmp_path / "leaves.py"
     leaves.write_text("import os\nos._exit(0)\n\ndef f(*given, **also): return 0.0\n")
-    model = f"--model {job / 'base'} --dataset {job / 'train.jsonl'} --output-dir {tmp_path / 'run'} --no-report --no-progress"
-    given = words.format(model=model.replace(" --no-report", "") if words.startswith("eval") else model, leaves=leaves,
-                         rows=job / "train.jsonl").split()  # fmt: skip
+    model = f"--model {job / 'base'} --dataset {job / 'train.jsonl'}"
+    model += "" if words.startswith("eval") else f" --output-dir {tmp_path / 'run'}"
+    given = words.format(model=model, leaves=leaves, rows=job / "train.jsonl").split()
     assert status_of(lambda: cli.main(given)) == 1
 
 
