@@ -1,11 +1,13 @@
-"""What runs in each of vLLM's workers: a transfer engine that takes weights from a file, and their reading back.
+"""What runs in each of vLLM's workers: a transfer engine that takes weights from files, and the reading back of any weights.
 
 vLLM imports this module by name (`worker_extension_cls`), in each of its processes and before it loads the model.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter, packed_ipc_consumer
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from psigrad_extras.vllm.vllm_engine import BACKEND, Readback
+from psigrad_extras.vllm.vllm_engine import BACKEND, Readback, scaling_of, wrong_in_adapter
 
 
 class WeightUpdates:
@@ -24,16 +27,41 @@ class WeightUpdates:
 
     model_runner: Any
 
-    def psigrad_choose(self, path: str, changed: list[str], transposed: list[str]) -> None:
+    def psigrad_choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> None:
         """See `Readback.choose`."""
-        config = self.model_runner.model_config.hf_text_config
-        self._psigrad = Readback(self.model_runner.model, bool(getattr(config, "tie_word_embeddings", False)))
-        self._psigrad.choose(read(path), changed, transposed)
+        self._readback().choose(self._read(bucket), changed, transposed)
 
-    def psigrad_compare(self, path: str, transposed: list[str]) -> tuple[list[str], list[str]]:
-        """(weights that it does not compute with, parameters that can't be compared)."""
-        sent = read(path)
-        return self._psigrad.wrong(sent, transposed), self._psigrad.unknown(sent, transposed)
+    def psigrad_compare(self, bucket: dict[str, Any], transposed: list[str]) -> None:
+        """See `Readback.compare`."""
+        self._readback().compare(self._read(bucket), transposed)
+
+    def psigrad_compare_adapter(self, folder: str, number: int) -> None:
+        """See `wrong_in_adapter`."""
+        manager, place = self.model_runner.lora_manager._adapter_manager, Path(folder)
+        scaling = scaling_of(json.loads((place / "adapter_config.json").read_text()))
+        sent, slot = read(str(place / "adapter_model.safetensors")), manager.lora_index_to_id.index(number)
+        self._psigrad = wrong_in_adapter(manager.modules, slot, sent, scaling, manager.packed_modules_mapping), []
+
+    def psigrad_found(self) -> tuple[list[str], list[str]]:
+        """(weights that it does not compute with, parameters that can't be compared) of what was compared since the last call."""
+        held, self._psigrad = getattr(self, "_psigrad", None), None
+        return held.found() if isinstance(held, Readback) else held or ([], [])
+
+    def _readback(self) -> Readback:
+        if getattr(self, "_psigrad", None) is None:
+            config = self.model_runner.model_config.hf_text_config
+            self._psigrad: Any = Readback(self.model_runner.model, bool(getattr(config, "tie_word_embeddings", False)))
+        found: Readback = self._psigrad
+        return found
+
+    def _read(self, bucket: dict[str, Any]) -> dict[str, Tensor]:
+        """The weights of a bucket, in a file or in the GPU's memory."""
+        if "path" in bucket:
+            return read(bucket["path"])
+        names = ("ipc_handles", "names", "shapes", "dtype_names", "tensor_sizes")
+        handles, *what = (bucket[name] for name in names)
+        self._importer = getattr(self, "_importer", None) or PackedBufferImporter()
+        return dict(packed_ipc_consumer(handles, *what, torch.accelerator.current_device_index(), self._importer))
 
 
 @dataclass
@@ -43,7 +71,7 @@ class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class InFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the weights are."""
+    """Where the weights of a bucket are."""
 
     path: str
 

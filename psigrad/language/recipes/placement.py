@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 from psigrad import extras
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
@@ -24,16 +26,20 @@ def sampler_of(
     journal: Journal | None = None,
     longest: int = 0,
 ) -> Iterator[Sampler]:
-    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy. `longest`
-    bounds prompt and completion together, where that is known.
+    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy, unless it
+    is vLLM's. `longest` bounds prompt and completion together, where that is known.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal) as sampler:
             yield sampler
         return
     tell = None if journal is None else journal.tell
-    twin = model if model.root is None else load_model(config.model, config.run, None)
-    with contextlib.closing(samplers.make(config.sampling, twin, tell, longest)) as sampler:
+    drawn = config.sampling
+    # vLLM takes weights out of shards; the policy's log-probs of a filtered draw come of a whole copy
+    itself = model.root is None or (drawn.sampler == "vllm" and not (drawn.top_p < 1 or drawn.top_k or drawn.min_p))
+    twin = model if itself else load_model(config.model, config.run, None)
+    whole = partial(load_model, config.model, replace(config.run, device="cpu"), None)
+    with contextlib.closing(samplers.make(drawn, twin, tell, longest, whole)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
 
