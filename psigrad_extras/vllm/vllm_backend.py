@@ -54,11 +54,11 @@ _PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
 
 def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
     """The GPUs of an engine beside a trainer on `device`, as CUDA_VISIBLE_DEVICES has them: the trainer's own, and the next ones
-    where the engine divides its model. Empty on a CPU.
+    where the engine divides its model. Beside a model on a CPU those that the process may see.
     """
-    if device.type != "cuda":
-        return ""
     first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
+    if device.type != "cuda":
+        return named
     every = named.split(",") if named else [str(number) for number in range(first + count)]
     if first + count > len(every):
         raise UserError(

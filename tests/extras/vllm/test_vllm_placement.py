@@ -25,6 +25,7 @@ from psigrad_extras.vllm.vllm_probe import exactly, log_probs, written
     ("device", "count", "visible", "expected"),
     [
         ("cpu", 1, None, ""),
+        ("cpu", 1, "5", "5"),
         ("cuda", 1, None, "0"),
         ("cuda:3", 1, None, "3"),
         ("cuda:2", 2, None, "2,3"),

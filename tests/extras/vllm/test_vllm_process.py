@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import os
 import signal
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
 from engine_stand_in import completion
 from safetensors.torch import load_file
@@ -424,3 +426,10 @@ def test_every_matrix_of_an_adapter_is_read_in_the_slot_where_it_is():
     assert wrong_in_adapter(one, 1, sent, scaling, fused) == ["l.k_proj.lora_B.weight", "l.v_proj.lora_A.weight"]
     missing = {name: layer for name, layer in layers().items() if name != "l.o_proj"}
     assert wrong_in_adapter(missing, 1, sent, scaling, fused) == [f"{name} (not taken)" for name in o]
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["whole", "adapter"])
+def test_weights_go_to_each_engine_out_of_shards_and_only_rank_0_loads_a_copy_to_compare(tmp_path, rank):
+    a_model().save(tmp_path / "model")
+    ranks.run(2, "vllm_shards", "samples", tmp_path / "model", rank, tmp_path / "said.json", lockstep=True)
+    assert json.loads((tmp_path / "said.json").read_text()) == [[[True, True], [0]], [[True, True], []]]
