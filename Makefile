@@ -101,7 +101,7 @@ test-studio: test-machine
 CLUSTER_VENV ?= .venv-cluster
 $(CLUSTER_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(CLUSTER_VENV)
-	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check ray==2.60.0
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(CLUSTER_VENV)/lib/python3*/site-packages)/psigrad.pth
 	@touch $(CLUSTER_VENV)/.installed
 
