@@ -43,16 +43,23 @@ def why_merged(model: LanguageModel) -> str:
         return "vLLM has no DoRA, and no modules that are trained whole"
     if any(isinstance(module, CodedLinear) for module in model.network.modules()):
         return "its base is kept in codes, which vLLM's copy would not be"
-    named = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in model.trainable()}
-    if strange := named & {"lm_head", "embed_tokens"}:
+    if strange := _layers(model) & {"lm_head", "embed_tokens"}:
         return f"it is on {', '.join(sorted(strange))}"
     return "" if config.r <= _RANKS[-1] else f"vLLM's ranks end at {_RANKS[-1]}"
 
 
+def _layers(model: LanguageModel) -> set[str]:
+    """The layers that have a part of the adapter, by the last part of their names."""
+    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in model.trainable()}
+
+
 def adapter_settings(model: LanguageModel) -> dict[str, Any]:
-    """What `vllm.LLM` is told of the adapter."""
+    """What `vllm.LLM` is told of the adapter. Without the names of layers the head would have one too, and on CPUs vLLM 0.32 then
+    has no log-probs of prompts.
+    """
     rank = next(iter(model.adapter.peft_config.values())).r  # type: ignore[union-attr]
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(size for size in _RANKS if size >= rank)}
+    size = next(size for size in _RANKS if size >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": size, "lora_target_modules": sorted(_layers(model))}
 
 
 def describe(model: LanguageModel, folder: Path) -> None:

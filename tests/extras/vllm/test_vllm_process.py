@@ -390,7 +390,8 @@ def test_where_vllm_takes_no_adapter_it_gets_whole_weights(engine, fault):
 
 def test_adapters_that_only_whole_weights_can_carry_are_told():
     assert vllm_weights.why_merged(a_model(LORA)) == ""
-    assert vllm_weights.adapter_settings(a_model(LORA)) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    told = vllm_weights.adapter_settings(a_model(Lora(rank=9, target_modules=("q_proj", "o_proj"))))
+    assert told == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "lora_target_modules": ["o_proj", "q_proj"]}
     assert "DoRA" in vllm_weights.why_merged(a_model(Lora(rank=4, dora=True)))
     assert "trained whole" in vllm_weights.why_merged(a_model(Lora(rank=4, modules_to_save=("lm_head",))))
     assert "it is on lm_head" in vllm_weights.why_merged(a_model(Lora(rank=4, target_modules=("lm_head",))))
