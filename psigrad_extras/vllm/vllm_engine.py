@@ -272,11 +272,12 @@ _MULTIPLY = {"LinearBase", "ParallelLMHead"}
 @dataclass
 class Readback:
     """Compares `model`, a module of vLLM's, with weights that were sent to it in buckets, each of whole layers; `tied` heads are
-    made of the embedding.
+    made of the embedding. `pack(layer, matrices)` is how the experts of a layer are stored where they are not as they were sent.
     """
 
     model: Any
     tied: bool
+    pack: Callable[[Any, Tensor], Tensor] | None = None
     columns: dict[str, list[int]] = field(default_factory=dict)
     bad: dict[str, None] = field(default_factory=dict)
     strange: dict[str, None] = field(default_factory=dict)
@@ -329,7 +330,12 @@ class Readback:
                 if "RoutedExperts" in _kinds(module) and parameter.ndim == 3:  # [experts, rows, columns]
                     sources, rows = _expert_sources(module, head, leaf, len(parameter)), parameter.flatten(0, 1)
                 if any(source in sent for source in sources):
-                    yield Held(f"{name}.{leaf}", module, rows, _pieces(module, leaf, rows, sources, sent, transposed))
+                    pieces = _pieces(module, leaf, rows, sources, sent, transposed)
+                    if self.pack is not None and rows is not parameter and pieces and all(len(p.values) for p in pieces):
+                        whole = torch.cat([p.values for p in pieces]).view(parameter.shape).to(parameter.dtype)
+                        stored = self.pack(module, whole).view(rows.shape)
+                        pieces = [p._replace(values=p.of(stored)) for p in pieces]
+                    yield Held(f"{name}.{leaf}", module, rows, pieces)
 
 
 def _expert_sources(module: Any, head: str, leaf: str, count: int) -> list[str]:

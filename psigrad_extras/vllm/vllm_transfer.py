@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter, packed_ipc_consumer
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from psigrad_extras.vllm.vllm_engine import BACKEND, Readback, scaling_of, wrong_in_adapter
 
@@ -50,7 +52,8 @@ class WeightUpdates:
     def _readback(self) -> Readback:
         if getattr(self, "_psigrad", None) is None:
             config = self.model_runner.model_config.hf_text_config
-            self._psigrad: Any = Readback(self.model_runner.model, bool(getattr(config, "tie_word_embeddings", False)))
+            tied, pack = bool(getattr(config, "tie_word_embeddings", False)), pack_experts if current_platform.is_cpu() else None
+            self._psigrad: Any = Readback(self.model_runner.model, tied, pack)
         found: Readback = self._psigrad
         return found
 
@@ -106,6 +109,9 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             repack_head(self.model)
+            for module in self.model.modules():
+                if experts := _experts_of(module):
+                    experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """See vLLM."""
@@ -123,6 +129,18 @@ def repack_head(model: Any) -> None:
     """
     if hasattr(model, "lm_head"):
         dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+
+def _experts_of(module: Any) -> Any:
+    """What multiplies by the experts of a layer on a CPU: vLLM packs them when it starts, and its reload forgets to."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    return kernel.fused_experts if kernel is not None and hasattr(module, "w13_weight") else None
+
+
+def pack_experts(module: Any, matrices: Tensor) -> Tensor:
+    """Matrices [experts, rows, columns] as the layer stores them on a CPU."""
+    packed: Tensor = cpu_prepack_moe_weight(matrices, _experts_of(module).isa)
+    return packed
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
