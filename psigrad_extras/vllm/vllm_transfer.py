@@ -28,6 +28,8 @@ class WeightUpdates:
     """What vLLM's workers are given besides their own methods; there is one for each device."""
 
     model_runner: Any
+    _psigrad: Any = None
+    _importer: Any = None
 
     def psigrad_choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> None:
         """See `Readback.choose`."""
@@ -46,14 +48,15 @@ class WeightUpdates:
 
     def psigrad_found(self) -> tuple[list[str], list[str]]:
         """(weights that it does not compute with, parameters that can't be compared) of what was compared since the last call."""
-        held, self._psigrad = getattr(self, "_psigrad", None), None
-        return held.found() if isinstance(held, Readback) else held or ([], [])
+        held, self._psigrad = self._psigrad, None
+        found: tuple[list[str], list[str]] = held.found() if isinstance(held, Readback) else held or ([], [])
+        return found
 
     def _readback(self) -> Readback:
-        if getattr(self, "_psigrad", None) is None:
+        if self._psigrad is None:
             config = self.model_runner.model_config.hf_text_config
             tied, pack = bool(getattr(config, "tie_word_embeddings", False)), pack_experts if current_platform.is_cpu() else None
-            self._psigrad: Any = Readback(self.model_runner.model, tied, pack)
+            self._psigrad = Readback(self.model_runner.model, tied, pack)
         found: Readback = self._psigrad
         return found
 
@@ -63,7 +66,7 @@ class WeightUpdates:
             return read(bucket["path"])
         names = ("ipc_handles", "names", "shapes", "dtype_names", "tensor_sizes")
         handles, *what = (bucket[name] for name in names)
-        self._importer = getattr(self, "_importer", None) or PackedBufferImporter()
+        self._importer = self._importer or PackedBufferImporter()
         return dict(packed_ipc_consumer(handles, *what, torch.accelerator.current_device_index(), self._importer))
 
 

@@ -57,7 +57,8 @@ def adapter_settings(model: LanguageModel) -> dict[str, Any]:
     """What `vllm.LLM` is told of the adapter. Without the names of layers the head would have one too, and on CPUs vLLM 0.32 then
     has no log-probs of prompts.
     """
-    rank = next(iter(model.adapter.peft_config.values())).r  # type: ignore[union-attr]
+    wrapped: Any = model.adapter
+    rank = next(iter(wrapped.peft_config.values())).r
     size = next(size for size in _RANKS if size >= rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": size, "lora_target_modules": sorted(_layers(model))}
 
