@@ -230,7 +230,7 @@ def in_vllm(sent: dict[str, torch.Tensor], size: int, rank: int) -> nn.Module:
 
 def read_back(held: Readback, model: nn.Module, *buckets: dict[str, torch.Tensor], transposed=()) -> tuple[list[str], list[str]]:
     """What is found in `model` after the buckets, by columns that were chosen before."""
-    again = Readback(model, held.tied, held.columns)
+    again = Readback(model, held.tied, columns=held.columns)
     for bucket in buckets:
         again.compare(bucket, transposed)
     return again.found()
