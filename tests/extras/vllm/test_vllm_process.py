@@ -317,7 +317,7 @@ def test_experts_are_read_back_one_by_one(size, rank):
     assert read_back(Readback(model, tied=False), model, sent) == ([], [])
     turn = Readback(model, tied=False, pack=lambda layer, matrices: matrices.flip(2))
     turn.compare(sent)
-    assert turn.found()[0] == list(sent), "they are stored in another order, and are not"
+    assert sorted(turn.found()[0]) == sorted(sent), "they are stored in another order, and are not"
     for parameter in model.mlp.experts.routed_experts.parameters():
         parameter.data = parameter.data.flip(2)
     again = Readback(model, tied=False, pack=turn.pack)
