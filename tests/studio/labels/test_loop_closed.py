@@ -51,7 +51,7 @@ def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
     for name in ("long", "short", "weighted"):  # a reward model for each aspect: opposite votes make opposite models
         data = Data(dataset=str(tmp_path / f"{name}.jsonl"))
         result = reward.run(replace(reward_config(job, tmp_path / name, max_steps=20, save_steps=0), data=data))
-        scores = reward.score(str(result.model), texts)
+        scores = [row["reward"] for row in reward.score_rows(str(result.model), texts)]
         long, brief = fmean(scores[::2]), fmean(scores[1::2])
         assert (long > brief) == (name == "long"), (name, brief, long)
     for name in ("dpo", "rm", "kto"):
