@@ -109,7 +109,7 @@ def test_the_command_of_the_ray_job_on_kubernetes(settings, cluster, tmp_path):
     ray = str(Path(sys.executable).with_name("ray"))
     said = run(ray, "job", "submit", f"--address={cluster}", "--entrypoint-num-cpus=0", "--", *asked.split())
     assert "succeeded" in said
-    run(*asked.replace(str(tmp_path / "run"), str(tmp_path / "typed")).split()[1:])
+    run(*asked.replace(f"{tmp_path / 'run'} ", f"{tmp_path / 'typed'} ").split()[1:])
     same(tmp_path / "run", tmp_path / "typed")
 
 
