@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from statistics import fmean
 
+import pytest
 from tiny_jobs import make_job, online_config, preference_config, reward_config
 
 from psigrad.config import Data
@@ -14,6 +15,7 @@ from psigrad_studio.labels import assignments, export, intake
 from psigrad_studio.labels.questions import Question
 
 
+@pytest.mark.one_database
 def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
     job = make_job(tmp_path)
     online.run(online_config(job, tmp_path / "grpo", max_steps=3, save_steps=0))
