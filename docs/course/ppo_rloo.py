@@ -23,7 +23,7 @@ from psigrad.language.models import tiny
 from psigrad.objective import Batch, terminal
 from psigrad.objective.catalog import GRPO, PPO, RLOO
 from psigrad.objective.parts.advantage import gae, leave_one_out, whitened
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL
 from psigrad_extras.preflight.plan.memory import by_weights
 
 # %% tags=["parameters"]

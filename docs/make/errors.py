@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from psigrad.cli.mistakes import entries
+from psigrad.cli.mathematics import mistakes
 
 PAGE = Path(__file__).parents[1] / "errors.md"
 HEAD = """# Errors
@@ -16,7 +16,7 @@ command below gives the error, and a test runs them all. What a run says when it
 
 def section(name: str) -> str:
     """One entry: what is said, why, what to do, and what gives it."""
-    entry = entries()[name]
+    entry = mistakes()[name]
     files = "".join(f"\n```\n{text.rstrip()}\n```\n\nin `{file}`, and\n" for file, text in entry.get("files", {}).items())
     commands = "\n".join(f"psigrad {entry[key]}" for key in ("before", "example") if key in entry)
     given = f"**An example.**\n{files}\n```\n{commands}\n```"
@@ -25,7 +25,7 @@ def section(name: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    return "\n\n".join([HEAD.strip(), *map(section, entries())]) + "\n"
+    return "\n\n".join([HEAD.strip(), *map(section, mistakes())]) + "\n"
 
 
 if __name__ == "__main__":

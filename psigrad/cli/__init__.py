@@ -119,10 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
         from psigrad import redaction
-        from psigrad.cli import mistakes
 
         stop = "" if str(error).endswith((".", "!", "?", "…", ")")) else "."
-        more = f"{stop} More: psigrad explain {name}." if (name := mistakes.name_of(str(error))) else ""
+        more = f"{stop} More: psigrad explain {name}." if (name := maths.name_of_mistake(str(error))) else ""
         print(f"psigrad: {redaction.hide(str(error))}{more}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from psigrad.cli import flags, mistakes
+import functools
+import re
+from importlib import resources
+from typing import Any
+
+from psigrad.cli import flags
 from psigrad.config.nested import put, read_value
 from psigrad.errors import UserError
+
+
+@functools.cache
+def mistakes() -> dict[str, dict[str, Any]]:
+    """The errors that users meet most by name, as `psigrad explain NAME` and docs/errors.md show them: what each says, why it is,
+    what to do, an example, and the files that the example reads.
+    """
+    import yaml
+
+    found: dict[str, dict[str, Any]] = yaml.safe_load(resources.files("psigrad.cli").joinpath("mistakes.yaml").read_text())
+    return found
+
+
+def name_of_mistake(message: str) -> str:
+    """The name of the first entry that a message is one of, or an empty string."""
+    return next((n for n, e in mistakes().items() if re.search(re.escape(e["says"]).replace("…", ".*"), message, re.DOTALL)), "")
+
+
+def tell(name: str) -> str:
+    """An entry as text."""
+    entry = mistakes()[name]
+    return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}\n\nThis gives it: psigrad {entry['example']}"
 
 
 def explain(arguments: list[str]) -> int:
@@ -15,8 +42,8 @@ def explain(arguments: list[str]) -> int:
         print("NAME may also be that of an error, as its message has it: psigrad explain no-reward")
         print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
         return 0
-    if len(arguments) == 1 and arguments[0] in mistakes.entries():
-        print(mistakes.tell(arguments[0]))
+    if len(arguments) == 1 and arguments[0] in mistakes():
+        print(tell(arguments[0]))
         return 0
     methods: list[dict[str, object]] = []
     for text in arguments:

@@ -13,18 +13,7 @@ from psigrad import objective
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported
 from psigrad.objective import PolicyGradient, catalog
-from psigrad.objective.parts import (
-    advantage,
-    aggregate,
-    correction,
-    critic,
-    entropy,
-    group_advantage,
-    keep,
-    kl,
-    ratio,
-    surrogate,
-)
+from psigrad.objective.parts import advantage, aggregate, critic, group_advantage, ratio, surrogate
 from psigrad.objective.preferences import online_preference, preference_catalog
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
@@ -33,21 +22,15 @@ T = TypeVar("T")
 Spec = str | Mapping[str, Any] | PolicyGradient
 LossSpec = str | Mapping[str, Any] | Preference | KahnemanTversky
 
-# slot -> the modules whose public names may fill it
-SLOTS = {
-    "psi": (advantage, group_advantage),
-    "ratio": (ratio,),
-    "surrogate": (surrogate,),
-    "aggregate": (aggregate,),
-    "kl": (kl,),
-    "keep": (keep,),
-    "critic": (critic,),
-    "entropy": (entropy,),
-    "correction": (correction,),
+SLOTS = ("psi", "ratio", "surrogate", "aggregate", "kl", "keep", "critic", "entropy", "correction")
+# slot -> what may fill it, by name
+PARTS: dict[str, dict[str, Any]] = {
+    "psi": {name: getattr(module, name) for module in (advantage, group_advantage) for name in module.__all__},
+    "surrogate": {name: getattr(surrogate, name) for name in surrogate.__all__},
 }
-PARTS = {slot: {name: getattr(module, name) for module in modules for name in module.__all__} for slot, modules in SLOTS.items()}
-PARTS |= {slot: {part.__name__: part for part in parts} for slot, parts in preference_catalog.PARTS.items()}
-DEFAULT_PART = {"kl": kl.KL, "critic": critic.value_loss, "entropy": entropy.bonus}
+for module in (ratio, aggregate, critic, preference_catalog):
+    PARTS |= {slot: {part.__name__: part for part in parts} for slot, parts in module.PARTS.items()}
+DEFAULT_PART = {"kl": ratio.KL, "critic": critic.value_loss, "entropy": critic.bonus}
 PRESETS: dict[str, Any] = {
     name: method.algorithm
     for methods in (catalog.METHODS, online_preference.METHODS, preference_catalog.METHODS)
@@ -217,7 +200,7 @@ def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
         if key not in allowed:
             hint = nearest(key, allowed) or "."
             raise UserError(f"{label} has no parameter {key!r}; expected {', '.join(allowed) or 'none'}{hint}")
-    if part is kl.KL and isinstance(parameters.get("coefficient"), Mapping):
+    if part is ratio.KL and isinstance(parameters.get("coefficient"), Mapping):
         parameters = {**parameters, "coefficient": _part("kl", {"part": "adaptive", **parameters["coefficient"]}, None)}
     try:
         return part(**parameters)

@@ -25,7 +25,17 @@ from psigrad.objective.parts.advantage import (
     total_return,
     whitened,
 )
-from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, sequence_sum, token_mean
+from psigrad.objective.parts.aggregate import (
+    clip_covariance,
+    fixed_length,
+    has_signal,
+    not_truncated,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+    top_entropy,
+    top_k,
+)
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.group_advantage import (
     decoupled_group_mean,
@@ -34,8 +44,7 @@ from psigrad.objective.parts.group_advantage import (
     pass_at_k,
     process_group_mean,
 )
-from psigrad.objective.parts.keep import clip_covariance, has_signal, not_truncated, top_entropy, top_k
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import (
     clip,
     covariance_penalty,

@@ -11,20 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from psigrad.objective import stats
-from psigrad.objective.batch import Batch, Loss, PolicyOutputs, Prepared, Totals, inside, zero_outside
+from psigrad.objective.batch import (
+    Batch,
+    Loss,
+    PolicyOutputs,
+    Prepared,
+    Totals,
+    all_equal,
+    explained_variance,
+    group_size,
+    inside,
+    masked_mean,
+    zero_outside,
+)
 from psigrad.objective.lazy_torch import Tensor, torch
-from psigrad.objective.parts import aggregate as aggregates
-from psigrad.objective.parts import kl as kls
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import Psi, StatefulPsi, needs_of, no_reward, whitened
-from psigrad.objective.parts.aggregate import Aggregate
-from psigrad.objective.parts.correction import Correction
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.aggregate import Aggregate, Keep, has_signal, sequence_mean
+from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.group_advantage import pass_at_k
-from psigrad.objective.parts.keep import Keep, has_signal
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL, Correction
 from psigrad.objective.parts.surrogate import (
     PENALTY_KEY,
     Surrogate,
@@ -100,7 +106,7 @@ class PolicyGradient:
                 "or clip.",
             ),
             (
-                self.ratio is ratio.trajectory and self.aggregate is not aggregates.sequence_mean,
+                self.ratio is ratio.trajectory and self.aggregate is not sequence_mean,
                 f"ratio trajectory is one number for the whole completion and aggregate {_name(self.aggregate)} would count "
                 "it once per step; set aggregate=sequence_mean.",
             ),
@@ -136,7 +142,7 @@ class PolicyGradient:
     @property
     def needs_exact_kl(self) -> bool:
         """Whether the evaluation must hold a divergence summed over the vocabulary."""
-        return self.kl is not None and self.kl.estimator in kls.MEASURED and self.kl.coefficient != 0
+        return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
 
     @property
     def min_group_size(self) -> int:
@@ -172,7 +178,7 @@ class PolicyGradient:
         self._check_batch(batch)
         shaped = batch
         if self.kl is not None and self.kl.where == "reward" and self.needs_reference and batch.logp_ref is not None:
-            penalty_NT = kls.estimate(self.kl.estimator, batch.logp_old - batch.logp_ref)
+            penalty_NT = ratio.estimate(self.kl.estimator, batch.logp_old - batch.logp_ref)
             shaped = replace(batch, reward=batch.reward - self.kl.beta(state) * penalty_NT)
         new_state = dict(state)
         if isinstance(self.psi, StatefulPsi):
@@ -182,19 +188,19 @@ class PolicyGradient:
             advantage = self.psi(shaped)
         advantage = advantage.detach() if batch.whole else zero_outside(batch.mask, advantage.detach())
         keep, counts, marks = self._choose(batch, advantage)
-        adapts = self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive)
+        adapts = self.kl is not None and isinstance(self.kl.coefficient, ratio.adaptive)
         figures = self._batch_metrics(batch, shaped, keep, counts, state) if metrics or adapts else {}
-        if self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive):
+        if self.kl is not None and isinstance(self.kl.coefficient, ratio.adaptive):
             updated = self.kl.coefficient.update(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
-            new_state[kls.STATE_KEY] = updated
+            new_state[ratio.KL_KEY] = updated
         felt = advantage != 0 if marks is None else (advantage != 0) | (marks != 0)
         felt = felt if counts is None else felt & counts
         needs_gradient = keep if self._always_has_gradient() else keep & felt.any(1)
         returns = self._returns(shaped, advantage)
         if metrics and returns is not None and batch.value is not None:
-            figures["explained_variance"] = stats.explained_variance(batch.value, returns, batch.mask)
-            figures["value/mean"] = float(stats.masked_mean(batch.value, batch.mask))
-            figures["returns/mean"] = float(stats.masked_mean(returns, batch.mask))
+            figures["explained_variance"] = explained_variance(batch.value, returns, batch.mask)
+            figures["value/mean"] = float(masked_mean(batch.value, batch.mask))
+            figures["returns/mean"] = float(masked_mean(returns, batch.mask))
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -308,7 +314,7 @@ class PolicyGradient:
     def _check_batch(self, batch: Batch) -> None:
         (batch if self.needs_reference or batch.logp_ref is None else replace(batch, logp_ref=None)).check_finite()
         if self.min_group_size > 1 and bool(batch.present.any()):
-            largest = int(stats.group_size(batch.group)[batch.present].max())
+            largest = int(group_size(batch.group)[batch.present].max())
             if largest < self.min_group_size:
                 raise ValueError(
                     f"Every group has {largest} trajectory and {self.name or _name(self.psi)} compares trajectories of a "
@@ -328,15 +334,15 @@ class PolicyGradient:
 
     def _batch_metrics(self, batch: Batch, shaped: Batch, keep: Tensor, counts: Tensor | None, state: State) -> dict[str, float]:
         def mean_N(x_N: Tensor) -> float:
-            return float(stats.masked_mean(x_N.to(batch.reward.dtype), batch.present))
+            return float(masked_mean(x_N.to(batch.reward.dtype), batch.present))
 
         metrics = {
             "reward": mean_N(batch.sequence_reward),
-            "frac_reward_zero_std": mean_N(stats.all_equal(batch.sequence_reward, batch.group)),
+            "frac_reward_zero_std": mean_N(all_equal(batch.sequence_reward, batch.group)),
             "frac_kept": mean_N(keep),
         }
         if counts is not None:
-            metrics["frac_kept_steps"] = float(stats.masked_mean(counts.to(batch.reward.dtype), batch.mask & keep[:, None]))
+            metrics["frac_kept_steps"] = float(masked_mean(counts.to(batch.reward.dtype), batch.mask & keep[:, None]))
         if batch.logp_ref is not None and (self.needs_reference or bool(batch.logp_ref.isfinite().all())):
             metrics["objective/kl"] = mean_N((batch.logp_old - batch.logp_ref).sum(1))
         if shaped is not batch:
@@ -345,7 +351,7 @@ class PolicyGradient:
             metrics["objective/kl_coefficient"] = self.kl.beta(state)
         if batch.logp_sampler is not None:
             gap = (batch.logp_old - batch.logp_sampler).abs()
-            metrics["sampling/sampling_logp_difference/mean"] = float(stats.masked_mean(gap, batch.mask))
+            metrics["sampling/sampling_logp_difference/mean"] = float(masked_mean(gap, batch.mask))
             metrics["sampling/sampling_logp_difference/max"] = float(gap.max()) if gap.numel() else 0.0
         return metrics
 
@@ -364,7 +370,7 @@ class PolicyGradient:
 
     @staticmethod
     def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: PolicyOutputs) -> Tensor:
-        if kl.estimator in kls.MEASURED:
+        if kl.estimator in ratio.MEASURED:
             return within(_require(evaluation.kl, "kl", "the exact KL term"))
         logp_ref = within(_require(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)

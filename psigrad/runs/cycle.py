@@ -31,10 +31,11 @@ def cycle(
     journal: Journal,
     updates: Callable[[], int],
     less_memory: str = "",
+    wait: Callable[[], None] = lambda: None,
 ) -> S:
     """From `state` to step `total`. `step` returns the next state and a note for the progress bar; `updates` counts the updates
     of the weights, and of whatever else a state does not hold. `eval_steps` and `save_steps` count turns of the cycle.
-    `less_memory` says what to do about a step that ran out of it.
+    `less_memory` says what to do about a step that ran out of it; `wait` ends when what `save` does beside the steps is done.
 
     The journal's callbacks are told, and what they ask for is done. Everything of step s is in the run folder before checkpoint
     s is, so a resumed run repeats nothing and lacks nothing. A stop that was asked for is served between steps: the state is
@@ -47,7 +48,7 @@ def cycle(
         evaluate(state)
         state = hooks.after_evaluation(replace(state, evaluated=True))
     saves = _Saves(state, save, settings, journal, updates, less_memory)
-    with bar(name, total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue():
+    with bar(name, total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue(wait):
         while state.step < total and not state.ended:
             if journal.stop_requested():
                 saves.keep(state)
@@ -124,9 +125,8 @@ class _Saves(Generic[S]):
         return after, note
 
     @contextlib.contextmanager
-    def rescue(self) -> Iterator[None]:
+    def rescue(self, wait: Callable[[], None]) -> Iterator[None]:
         """A block for the whole loop. A callback that fails fails on all ranks and has moved no weight."""
-        wait: Callable[[], None] = getattr(self.save, "wait", lambda: None)  # a save may go on beside the steps
         try:
             yield
             wait()

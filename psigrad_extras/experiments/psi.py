@@ -23,6 +23,7 @@ from torch import Tensor
 from psigrad.errors import UserError
 from psigrad.intervals import Interval, over_seeds
 from psigrad.objective import Batch, PolicyGradient, Prepared
+from psigrad.objective.batch import group_sum
 from psigrad.objective.parts import aggregate, ratio
 from psigrad.objective.parts.advantage import (
     Psi,
@@ -41,7 +42,6 @@ from psigrad.objective.parts.advantage import (
 )
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.surrogate import score
-from psigrad.objective.stats import group_sum
 from psigrad.records.report.plots import GREY
 from psigrad.tabular import Paths, all_paths, sample_paths
 from psigrad.tabular.mdp import FloatArray

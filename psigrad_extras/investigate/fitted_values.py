@@ -13,8 +13,8 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, lay_out
 from psigrad.language.training.online.online_run import fill
 from psigrad.objective import Batch, PolicyGradient
+from psigrad.objective.batch import discounted_sum, explained_variance
 from psigrad.objective.parts.advantage import whitened
-from psigrad.objective.stats import discounted_sum, explained_variance
 
 _PARTS, _MOST_DIRECTIONS = 8, 256
 

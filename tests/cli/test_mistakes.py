@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from psigrad import cli
-from psigrad.cli import mistakes
+from psigrad.cli import mathematics as maths
 
 ROOT = Path(__file__).parents[2]
 # Where a model or a worker is asked, it takes a second.
 MARKED = [
     pytest.param(name, marks=pytest.mark.slow if {"base", "score"} & set(entry["example"].split()) else ())
-    for name, entry in mistakes.entries().items()
+    for name, entry in maths.mistakes().items()
 ]
 
 
@@ -32,7 +32,7 @@ def test_the_example_gives_the_error_and_the_error_names_its_entry(name, job, tm
     monkeypatch.chdir(tmp_path)
     for file in job.iterdir():
         (tmp_path / file.name).symlink_to(file)
-    entry = mistakes.entries()[name]
+    entry = maths.mistakes()[name]
     for file, text in entry.get("files", {}).items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text + "\n" if text else "")
@@ -50,15 +50,15 @@ def test_explain_prints_an_entry(capsys):
 
 
 def test_an_error_without_an_entry_names_none():
-    assert mistakes.name_of("Something that is nowhere else.") == ""
-    assert mistakes.name_of("There is no flag --x; `psigrad grpo --help` lists them.") == "unknown-flag"
+    assert maths.name_of_mistake("Something that is nowhere else.") == ""
+    assert maths.name_of_mistake("There is no flag --x; `psigrad grpo --help` lists them.") == "unknown-flag"
 
 
 def test_no_entry_has_the_name_of_a_method_and_the_page_is_up_to_date():
     from psigrad.objective.catalog import METHODS
 
-    assert not set(mistakes.entries()) & set(METHODS) and len(mistakes.entries()) >= 40
+    assert not set(maths.mistakes()) & set(METHODS) and len(maths.mistakes()) >= 40
     made = runpy.run_path(str(ROOT / "docs" / "make" / "errors.py"))
     assert made["PAGE"].read_text() == made["page"](), "run: python docs/make/errors.py"
-    assert all(set(entry) <= {"says", "why", "do", "before", "example", "files"} for entry in mistakes.entries().values())
-    assert json.dumps(mistakes.entries())
+    assert all(set(entry) <= {"says", "why", "do", "before", "example", "files"} for entry in maths.mistakes().values())
+    assert json.dumps(maths.mistakes())

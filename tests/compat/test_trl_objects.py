@@ -13,7 +13,7 @@ import psigrad
 from psigrad.compat.conversion import convert_object
 from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL
 
 
 def trained(job, tmp_path, method, args, **more):

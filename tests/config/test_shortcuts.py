@@ -16,14 +16,11 @@ from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.errors import UserError
 from psigrad.language.recipes import online_settings
 from psigrad.objective import PolicyGradient, catalog
-from psigrad.objective.parts import keep
 from psigrad.objective.parts.advantage import gae, group_mean, whitened
-from psigrad.objective.parts.aggregate import sequence_mean
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.aggregate import has_signal, not_truncated, sequence_mean, top_entropy
+from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.group_advantage import group_mean_batch_std
-from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.ratio import sequence
+from psigrad.objective.parts.ratio import KL, sequence
 from psigrad.objective.parts.surrogate import clip, truncated_weight
 from psigrad.objective.preferences import preference_catalog
 
@@ -101,10 +98,10 @@ WRITTEN = {
     ("grpo", "--entropy_coeff", "0.02"): replace(catalog.GRPO, entropy=bonus(0.02)),
     ("grpo", "--loss_agg_mode", "seq-mean-token-mean"): replace(catalog.GRPO, aggregate=sequence_mean),
     ("dapo", "--importance_sampling_level", "sequence", "--no-mask-truncated-completions"): replace(
-        catalog.DAPO, ratio=sequence, keep=(keep.has_signal,)
+        catalog.DAPO, ratio=sequence, keep=(has_signal,)
     ),
     ("grpo", "--dynamic-sampling", "--top_entropy_quantile", "0.2", "--mask_truncated_completions", "true"): replace(
-        catalog.GRPO, keep=(keep.not_truncated, keep.has_signal, keep.top_entropy(0.2))
+        catalog.GRPO, keep=(not_truncated, has_signal, top_entropy(0.2))
     ),
     ("top_entropy", "--top_entropy_quantile", "null"): replace(catalog.TOP_ENTROPY, keep=catalog.DAPO.keep),
     ("vapo", "--epsilon", "0.2", "--epsilon-high", "0.28"): catalog.VAPO,

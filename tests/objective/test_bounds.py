@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve, resolve_loss
-from psigrad.objective import Batch, PolicyOutputs, Totals, stats
+from psigrad.objective import Batch, PolicyOutputs, Totals
+from psigrad.objective.batch import _holes, discounted_sum, step_covariance
 from psigrad.objective.catalog import GRPO, METHODS, PPO
 from psigrad.objective.explain import explain
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import gae, k_step
-from psigrad.objective.parts.correction import divergence_rejection
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.group_advantage import _choose_ratio, decoupled_group_mean, length_weighted_mean
-from psigrad.objective.parts.kl import KL, adaptive
+from psigrad.objective.parts.ratio import KL, adaptive, divergence_rejection
 from psigrad.objective.parts.surrogate import (
     clip,
     covariance_penalty,
@@ -39,7 +38,6 @@ from psigrad.objective.preferences.reward_model import (
     ranking_loss,
 )
 from psigrad.objective.slopes import slopes
-from psigrad.objective.stats import _holes, discounted_sum
 from psigrad.objective.trust_region import step
 
 DPO = resolve_loss("dpo")
@@ -218,7 +216,7 @@ def test_marks_are_a_share_of_the_steps_and_one_at_least():
 
 def test_steps_outside_have_no_covariance():
     x, y = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[2.0, 6.0, -9.0]])
-    found = stats.step_covariance(x, y, torch.tensor([[True, True, False]]))
+    found = step_covariance(x, y, torch.tensor([[True, True, False]]))
     assert found.tolist() == [[1.0, 1.0, 0.0]]
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, PolicyOutputs, catalog, stats
-from psigrad.objective.batch import terminal
-from psigrad.objective.parts.correction import divergence_rejection
+from psigrad.objective import Batch, PolicyOutputs, catalog
+from psigrad.objective.batch import rank_in_group, terminal
 from psigrad.objective.parts.group_advantage import pass_at_k
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL, divergence_rejection
 from psigrad.objective.parts.surrogate import divergence_mask
 
 INF = float("inf")
@@ -36,9 +35,9 @@ def test_a_sequence_is_rejected_by_k3_of_the_trainer_over_the_sampler(gap, weigh
 def test_the_rank_in_a_group_is_counted_from_the_greatest_and_ties_go_by_order():
     """Groups 7: 1, 3, 3 and 2: 5, 0."""
     x, group = torch.tensor([1.0, 5.0, 3.0, 0.0, 3.0]), torch.tensor([7, 2, 7, 2, 7])
-    assert stats.rank_in_group(x, group).tolist() == [2, 0, 0, 1, 1]
+    assert rank_in_group(x, group).tolist() == [2, 0, 0, 1, 1]
     x = torch.tensor([1.0, 2.0]).repeat(4096)  # as few comparisons as a sort: a table of all pairs would be 512 MB
-    assert stats.rank_in_group(x, torch.arange(8192) // 8).tolist() == [4, 0, 5, 1, 6, 2, 7, 3] * 1024
+    assert rank_in_group(x, torch.arange(8192) // 8).tolist() == [4, 0, 5, 1, 6, 2, 7, 3] * 1024
 
 
 def test_the_weight_of_dppo_is_capped():

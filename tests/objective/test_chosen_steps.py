@@ -11,12 +11,11 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyOutputs, terminal
-from psigrad.objective.parts.aggregate import token_mean
+from psigrad.objective.batch import scramble
+from psigrad.objective.parts.aggregate import clip_covariance, not_truncated, token_mean, top_entropy
 from psigrad.objective.parts.group_advantage import decoupled_group_mean, process_group_mean
-from psigrad.objective.parts.keep import clip_covariance, not_truncated, top_entropy
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import clip, covariance_penalty, with_imitation
-from psigrad.objective.stats import scramble
 
 
 def rows(seed: int = 0, n: int = 4, t: int = 6) -> Batch:

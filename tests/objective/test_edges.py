@@ -11,11 +11,18 @@ import torch
 from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.objective.parts.advantage import gae, length_gae, reward_to_go, whitened
-from psigrad.objective.parts.correction import divergence_rejection, masked_importance, truncated_importance
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.group_advantage import group_mean_batch_std, pass_at_k
-from psigrad.objective.parts.kl import KL, adaptive, estimate
-from psigrad.objective.parts.ratio import MAX_LOG_RATIO, exp_ratio
+from psigrad.objective.parts.ratio import (
+    KL,
+    MAX_LOG_RATIO,
+    adaptive,
+    divergence_rejection,
+    estimate,
+    exp_ratio,
+    masked_importance,
+    truncated_importance,
+)
 from psigrad.objective.parts.surrogate import (
     adapt,
     clip,

@@ -20,14 +20,12 @@ from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective.batch import terminal
 from psigrad.objective.catalog import METHODS as PRESETS
-from psigrad.objective.parts import keep
+from psigrad.objective.parts import aggregate
 from psigrad.objective.parts.advantage import best_of_group, gae, group_mean, k_step, length_gae, ones, reward_to_go, whitened
-from psigrad.objective.parts.aggregate import sequence_sum
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.aggregate import clip_covariance, sequence_sum
+from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.group_advantage import pass_at_k
-from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.ratio import none
+from psigrad.objective.parts.ratio import KL, none
 from psigrad.objective.parts.surrogate import clip, score, with_imitation
 
 EOS = 0
@@ -633,8 +631,8 @@ FORMULAS = [
 ]  # fmt: skip
 # presets whose own numbers would decide nothing in so small a world
 BUILT = {
-    "top_entropy": replace(resolve("top_entropy"), keep=(*resolve("dapo").keep, keep.top_entropy(0.6))),
-    "clip_cov": replace(resolve("clip_cov"), keep=(keep.clip_covariance(0.99, 0.05, 5.0),)),
+    "top_entropy": replace(resolve("top_entropy"), keep=(*resolve("dapo").keep, aggregate.top_entropy(0.6))),
+    "clip_cov": replace(resolve("clip_cov"), keep=(clip_covariance(0.99, 0.05, 5.0),)),
     "vapo": replace(resolve("vapo"), psi=whitened(length_gae(0.8)), surrogate=with_imitation(clip(0.2, 0.28), 0.1, right=0.5)),
 }
 

@@ -13,7 +13,7 @@ from psigrad.objective import Batch
 from psigrad.objective.catalog import DISTILL, DR_GRPO, GRPO, PPO_PENALTY
 from psigrad.objective.explain import _part_lines, explain
 from psigrad.objective.parts.advantage import group_mean
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import kl_penalty
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss, process_squared_loss

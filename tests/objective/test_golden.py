@@ -10,10 +10,8 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.parts.advantage import batch_mean, group_mean, leave_one_out, moving_average, whitened
-from psigrad.objective.parts.aggregate import sequence_sum
-from psigrad.objective.parts.keep import has_signal
-from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.ratio import none
+from psigrad.objective.parts.aggregate import has_signal, sequence_sum
+from psigrad.objective.parts.ratio import KL, none
 from psigrad.objective.parts.surrogate import clip, clip_fractions, dual_clip, score, truncated_weight
 
 
@@ -167,7 +165,7 @@ def test_moving_average_is_debiased_and_comes_from_earlier_batches_only() -> Non
 def test_the_adaptive_coefficient_follows_ziegler() -> None:
     # KL per sequence 3 · 1 = 3 nats against a target of 6: error -.5, clipped to -.2; 2 sequences, horizon 10: beta .1 · (1 -
     # .04).
-    from psigrad.objective.parts.kl import adaptive
+    from psigrad.objective.parts.ratio import adaptive
 
     method = replace(resolve("grpo"), kl=KL("loss", "k3", adaptive(0.1, target=6.0, horizon=10)))
     batch = Batch(

@@ -13,13 +13,9 @@ from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
-from psigrad.objective.parts.aggregate import sequence_mean, token_mean
-from psigrad.objective.parts.correction import masked_importance, truncated_importance
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
-from psigrad.objective.parts.keep import clip_covariance, has_signal
-from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.ratio import token
+from psigrad.objective.parts.aggregate import clip_covariance, has_signal, sequence_mean, token_mean
+from psigrad.objective.parts.critic import bonus, value_loss
+from psigrad.objective.parts.ratio import KL, masked_importance, token, truncated_importance
 from psigrad.objective.parts.surrogate import clip, covariance_penalty, dual_clip, kl_penalty, unclipped, with_imitation
 
 GRPO = resolve("grpo")

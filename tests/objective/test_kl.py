@@ -10,7 +10,7 @@ import torch
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs
-from psigrad.objective.parts.kl import KL, adaptive, estimate
+from psigrad.objective.parts.ratio import KL, adaptive, estimate
 from psigrad.objective.parts.surrogate import adapt, kl_penalty
 
 G = torch.Generator().manual_seed(0)

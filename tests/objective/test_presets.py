@@ -9,11 +9,9 @@ import pytest
 
 from psigrad.objective.catalog import METHODS
 from psigrad.objective.parts.advantage import k_step, length_gae, moving_average
-from psigrad.objective.parts.aggregate import fixed_length
-from psigrad.objective.parts.correction import divergence_rejection, masked_importance, truncated_importance
+from psigrad.objective.parts.aggregate import clip_covariance, fixed_length, top_entropy, top_k
 from psigrad.objective.parts.group_advantage import pass_at_k
-from psigrad.objective.parts.keep import clip_covariance, top_entropy, top_k
-from psigrad.objective.parts.kl import KL, adaptive
+from psigrad.objective.parts.ratio import KL, adaptive, divergence_rejection, masked_importance, truncated_importance
 from psigrad.objective.parts.surrogate import (
     clip,
     covariance_penalty,

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.parts.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
-from psigrad.objective.parts.aggregate import token_mean
+from psigrad.objective.parts.aggregate import not_truncated, token_mean
 from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.keep import not_truncated
 from psigrad.objective.parts.ratio import token
 from psigrad.objective.parts.surrogate import clip
 

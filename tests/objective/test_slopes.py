@@ -11,9 +11,8 @@ from psigrad.config.algorithms import resolve
 from psigrad.control.methods import presets as control_catalog
 from psigrad.objective import Batch, PolicyOutputs
 from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.critic import bonus, value_loss
+from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import clip, dual_clip
 from psigrad.objective.slopes import has_slopes, slopes
 

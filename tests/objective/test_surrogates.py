@@ -9,10 +9,9 @@ import torch
 
 from psigrad.objective import Batch
 from psigrad.objective.parts.advantage import best_of_group
-from psigrad.objective.parts.correction import masked_importance, truncated_importance
+from psigrad.objective.parts.aggregate import not_truncated, top_k
 from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.keep import not_truncated, top_k
-from psigrad.objective.parts.ratio import sequence, token, trajectory
+from psigrad.objective.parts.ratio import masked_importance, sequence, token, trajectory, truncated_importance
 from psigrad.objective.parts.surrogate import clip, dual_clip, kl_penalty, score, truncated_weight, unclipped
 
 G = torch.Generator().manual_seed(1)

@@ -22,11 +22,9 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from psigrad.config.algorithms import resolve
 from psigrad.language.models.logprobs import TokenStatsRequest
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
-from psigrad.objective.parts.aggregate import fixed_length, token_mean
-from psigrad.objective.parts.correction import masked_importance, truncated_importance
-from psigrad.objective.parts.entropy import bonus
-from psigrad.objective.parts.keep import top_entropy
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.aggregate import fixed_length, token_mean, top_entropy
+from psigrad.objective.parts.critic import bonus
+from psigrad.objective.parts.ratio import KL, masked_importance, truncated_importance
 from psigrad.objective.parts.surrogate import clip, dual_clip, off_policy_mask, truncated_weight
 
 N, T, GROUP_SIZE, MAX_LENGTH = 8, 6, 4, 9

@@ -19,7 +19,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.training.update import Optimizer
 from psigrad.objective.batch import Batch, PolicyOutputs, terminal
 from psigrad.objective.catalog import GRPO
-from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import clip
 
 LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY, COLUMNS = 2, 64, 192, 4, 12, 16

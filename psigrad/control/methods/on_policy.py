@@ -21,12 +21,12 @@ from psigrad.control.networks.actor_critic import ActorCritic, ForwardPass, Netw
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
+from psigrad.objective.batch import discounted_sum, td_errors
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import needs_of, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
 from psigrad.objective.parts.surrogate import clip, kl_penalty
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
-from psigrad.objective.stats import discounted_sum, td_errors
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,7 @@ from psigrad.objective.parts.advantage import (
     whitened,
 )
 from psigrad.objective.parts.aggregate import token_mean
-from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.surrogate import clip, kl_penalty, score
 from psigrad.objective.policy_gradient import PolicyGradient
 

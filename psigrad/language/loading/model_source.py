@@ -1,7 +1,7 @@
 """Where a model comes from: a folder, the hub, a GGUF file, or an adapter of peft, which goes on or is merged into its base.
 
-GGUF files and adapters to merge are converted once, into a cache. The folder there is named by what it was made of, so that
-another file of the same name is converted anew.
+GGUF files and adapters to merge are converted once, into a cache of the last few. The folder there is named by what it was made
+of, so that another file of the same name is converted anew.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
 from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config
 from psigrad.records.rows import parse_row
 
+CONVERSIONS = 16
+"""Converted models that the cache holds, at most."""
 # What a revision of a hub model is made of; other frameworks' weights are left out.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
@@ -292,6 +294,7 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad" / "models"
     place = cache / name
     if place.is_dir():
+        _note_use(place)
         return str(place)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as folder:
@@ -304,7 +307,16 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
             if not place.is_dir():
                 raise
             shutil.rmtree(made)
+    _note_use(place)
     return str(place)
+
+
+def _note_use(place: Path) -> None:
+    """Make a conversion the newest of the cache, and drop those beyond `CONVERSIONS`; what is being read stays readable."""
+    with contextlib.suppress(OSError):  # of another user, or another process was first
+        os.utime(place)
+        for old in sorted(place.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-CONVERSIONS]:
+            shutil.rmtree(old)
 
 
 @contextlib.contextmanager

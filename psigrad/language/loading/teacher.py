@@ -15,7 +15,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
 from psigrad.objective import PolicyGradient, PolicyOutputs
-from psigrad.objective.parts.kl import span_kl
+from psigrad.objective.parts.ratio import span_kl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

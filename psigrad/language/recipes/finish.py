@@ -1,4 +1,6 @@
-"""How a run ends: what every offline recipe does once its rows are tokens, and what every recipe leaves behind."""
+"""What recipes share: the optimiser and the sampler that their settings ask for, the rest of every offline recipe once its rows
+are tokens, and how every run ends.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from psigrad import extras
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import reason_of
 from psigrad.language.data.dataset_rows import Row
@@ -20,8 +23,9 @@ from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.pinned import collect_pins
-from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
+from psigrad.language.rollout.samplers import samplers
+from psigrad.language.rollout.types import ReplicaSampler, Sampler
 from psigrad.language.training.learners import Learner, State, begin
 from psigrad.language.training.memory_check import check_offline
 from psigrad.language.training.offline import offline
@@ -69,6 +73,26 @@ def train_on_rows(
         check_offline(job)
     offline.train(job, begun.state, begun.save)
     return finish(config, journal, model, given)
+
+
+@contextlib.contextmanager
+def sampler_of(
+    config: SFTConfig | OnlineConfig | PreferenceConfig,
+    model: LanguageModel,
+    journal: Journal | None = None,
+    longest: int = 0,
+) -> Iterator[Sampler]:
+    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy. `longest`
+    bounds prompt and completion together, where that is known.
+    """
+    if config.placement.cluster and journal is not None:
+        with extras.load("cluster").open_sampler(config, model, journal) as sampler:
+            yield sampler
+        return
+    tell = None if journal is None else journal.tell
+    twin = model if model.root is None else load_model(config.model, config.run, None)
+    with contextlib.closing(samplers.make(config.sampling, twin, tell, longest)) as sampler:
+        yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,15 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, list_tools, rows_for
-from psigrad.language.recipes.finish import finish, note_rows, optimizer_of
+from psigrad.language.recipes.finish import finish, note_rows, optimizer_of, sampler_of
 from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
-from psigrad.language.recipes.placement import collector_of, sampler_of
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
-from psigrad.language.rollout.types import Prompts
+from psigrad.language.rollout.types import Prompts, Sampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import Begun, Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
@@ -118,6 +118,21 @@ def open_job(
             collector=stack.enter_context(collector_of(config, sampler, journal.world)),
         )
         yield job, begun
+
+
+@contextlib.contextmanager
+def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
+    """Threads that collect while steps train, where others sample and a lag gives them the time: one for each collection that is
+    under way, but only one where environments play.
+    """
+    if not (sampler.central and config.lag and world.rank == 0):
+        yield None
+        return
+    threads = ThreadPoolExecutor(1 if config.plays else config.lag + 1, "collector")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _prepared(

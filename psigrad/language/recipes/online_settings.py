@@ -18,7 +18,7 @@ from psigrad.language.training.online.online_run import is_exact
 from psigrad.objective import PolicyGradient
 from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
-from psigrad.objective.parts.correction import truncated_importance
+from psigrad.objective.parts.ratio import truncated_importance
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.runs.journal import Journal
 

@@ -12,10 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from psigrad.objective import stats
-from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.batch import (
+    Batch,
+    centre,
+    discounted_sum,
+    group_size,
+    group_std,
+    masked_mean,
+    next_chosen,
+    rank_in_group,
+    td_errors,
+    zero_outside,
+)
 from psigrad.objective.lazy_torch import Tensor, torch
-from psigrad.objective.stats import discounted_sum, next_chosen, td_errors
 
 __all__ = [
     "action_advantage",
@@ -141,7 +150,7 @@ def batch_mean(batch: Batch) -> Tensor:
 
     Source: Williams 1992; Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    return over_steps(stats.centre(batch.sequence_reward, batch.present.long()), batch)
+    return over_steps(centre(batch.sequence_reward, batch.present.long()), batch)
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,7 @@ class moving_average(StatefulPsi):
         advantage = over_steps(batch.sequence_reward - baseline, batch)
         if not batch.present.any():
             return advantage, dict(state)
-        mean = float(stats.masked_mean(batch.sequence_reward, batch.present))
+        mean = float(masked_mean(batch.sequence_reward, batch.present))
         return advantage, {"reward_average": self.decay * average + (1 - self.decay) * mean, "reward_batches": batches + 1}
 
 
@@ -185,8 +194,8 @@ def leave_one_out(batch: Batch) -> Tensor:
 
     Source: Kool et al. 2019, Buy 4 REINFORCE samples; Ahmadian et al. 2024, RLOO, arXiv:2402.14740.
     """
-    size_N = stats.group_size(batch.group)
-    scaled_N = stats.centre(batch.sequence_reward, batch.group) * size_N / (size_N - 1).clamp(min=1)
+    size_N = group_size(batch.group)
+    scaled_N = centre(batch.sequence_reward, batch.group) * size_N / (size_N - 1).clamp(min=1)
     return over_steps(scaled_N, batch)
 
 
@@ -214,10 +223,10 @@ class group_mean:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages: one number for all steps of a row."""
-        centred_N = stats.centre(batch.sequence_reward, batch.group)
+        centred_N = centre(batch.sequence_reward, batch.group)
         if not self.std:
             return over_steps(centred_N, batch)
-        scale_N = stats.group_std(batch.sequence_reward, batch.group) + self.eps
+        scale_N = group_std(batch.sequence_reward, batch.group) + self.eps
         return over_steps(torch.where(centred_N == 0, torch.zeros_like(centred_N), centred_N / scale_N), batch)
 
 
@@ -228,7 +237,7 @@ def best_of_group(batch: Batch) -> Tensor:
 
     Source: Dong et al. 2023, RAFT, arXiv:2304.06767.
     """
-    best_N = stats.rank_in_group(batch.sequence_reward, batch.group) == 0
+    best_N = rank_in_group(batch.sequence_reward, batch.group) == 0
     return over_steps(best_N.to(batch.reward.dtype), batch)
 
 

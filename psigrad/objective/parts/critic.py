@@ -1,14 +1,13 @@
-"""The critic slot: the loss that fits V to the returns."""
+"""The critic slot, which fits V to the returns, and the entropy slot, a bonus for keeping options open."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from psigrad.objective.batch import Batch
 from psigrad.objective.lazy_torch import Tensor, torch
-
-__all__ = ["value_loss"]
 
 
 @dataclass(frozen=True)
@@ -35,3 +34,21 @@ class value_loss:
             near = value_old + (value - value_old).clamp(-self.clip, self.clip)
             error = torch.maximum(error, (near - returns) ** 2)
         return error / 2
+
+
+@dataclass(frozen=True)
+class bonus:
+    """The mean entropy of the policy over all steps, subtracted from the loss.
+
+    Formula: − c_H · (1 / number of steps) · Σ_t H(π(·|s_t))
+
+    The mean is over steps whatever the aggregate is, so that c_H means the same for every method.
+
+    Source: Williams and Peng 1991; Mnih et al. 2016, A3C, arXiv:1602.01783; TRL entropy_coef.
+    """
+
+    coefficient: float = 0.01
+    """c_H."""
+
+
+PARTS: dict[str, tuple[type[Any], ...]] = {"critic": (value_loss,), "entropy": (bonus,)}

@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from psigrad.objective import stats
-from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.batch import Batch, centre, discounted_sum, group_min, group_size, group_std, group_sum, zero_outside
 from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.advantage import GROUP, needs, over_steps
-from psigrad.objective.stats import discounted_sum
 
 __all__ = [
     "decoupled_group_mean",
@@ -42,8 +40,8 @@ class group_mean_batch_std:
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages: one number for all steps of a row."""
         reward_N = batch.sequence_reward
-        scale_N = stats.group_std(reward_N, batch.present.long()) + self.eps
-        return over_steps(stats.centre(reward_N, batch.group) / scale_N, batch)
+        scale_N = group_std(reward_N, batch.present.long()) + self.eps
+        return over_steps(centre(reward_N, batch.group) / scale_N, batch)
 
 
 @needs(GROUP)
@@ -57,9 +55,9 @@ def length_weighted_mean(batch: Batch) -> Tensor:
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
     """
-    least_N = stats.group_min(batch.sequence_reward, batch.group)  # first, so that equal returns leave exact zeros
+    least_N = group_min(batch.sequence_reward, batch.group)  # first, so that equal returns leave exact zeros
     above_N, length_N = batch.sequence_reward - least_N, batch.mask.sum(1).to(batch.reward.dtype)
-    mean_N = stats.group_sum(length_N * above_N, batch.group) / stats.group_sum(length_N, batch.group).clamp(min=1)
+    mean_N = group_sum(length_N * above_N, batch.group) / group_sum(length_N, batch.group).clamp(min=1)
     return over_steps(above_N - mean_N, batch)
 
 
@@ -80,8 +78,8 @@ def over_group_mean(batch: Batch) -> Tensor:
             f"A return is {float(reward_N.min()):g} and over_group_mean divides by their mean; expected none below 0; shift the "
             "rewards, or choose group_mean."
         )
-    mean_N = stats.group_sum(reward_N, batch.group) / stats.group_size(batch.group)
-    centred_N = stats.centre(reward_N, batch.group)
+    mean_N = group_sum(reward_N, batch.group) / group_size(batch.group)
+    centred_N = centre(reward_N, batch.group)
     return over_steps(torch.where(mean_N > 0, centred_N / mean_N.clamp(min=torch.finfo(mean_N.dtype).tiny), 0.0), batch)
 
 
@@ -109,12 +107,12 @@ class pass_at_k:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages: one number for all steps of a row."""
-        size_N = stats.group_size(batch.group)
+        size_N = group_size(batch.group)
         if bool((size_N[batch.present] <= self.k).any()):
             smallest = int(size_N[batch.present].min())
             raise ValueError(f"pass_at_k has k={self.k} and a group has {smallest} completions; lower k or sample more.")
         right_N = batch.sequence_reward > self.right
-        wrong_N = stats.group_sum((~right_N).long(), batch.group)
+        wrong_N = group_sum((~right_N).long(), batch.group)
         failed_N = _choose_ratio(wrong_N, size_N, self.k)
         scale_N = (failed_N * (1 - failed_N)).sqrt()
         others_N = _choose_ratio(wrong_N - 1, size_N - 1, self.k - 1)
@@ -153,10 +151,10 @@ class decoupled_group_mean:
             applies_N = batch.present & ~part_N.isnan()
             own_N = torch.where(applies_N, index_N, alone_N)
             part_N = part_N.nan_to_num()
-            centred_N, scale_N = stats.centre(part_N, own_N), stats.group_std(part_N, own_N) + self.eps
+            centred_N, scale_N = centre(part_N, own_N), group_std(part_N, own_N) + self.eps
             total_N += torch.where(centred_N == 0, 0.0, weight * centred_N / scale_N)
         # the mean over the batch is 0, as that of each group is; to take it off would leave rounding errors in place of zeros
-        return over_steps(total_N / (stats.group_std(total_N, batch.present.long()) + self.eps), batch)
+        return over_steps(total_N / (group_std(total_N, batch.present.long()) + self.eps), batch)
 
 
 @dataclass(frozen=True)
@@ -186,9 +184,9 @@ class process_group_mean:
         reward_M = batch.reward[rewarded_NT]
         if not len(reward_M):
             return torch.zeros_like(batch.reward)
-        scaled_M = stats.centre(reward_M, group_M)
+        scaled_M = centre(reward_M, group_M)
         if self.std:
-            scaled_M = scaled_M / (stats.group_std(reward_M, group_M) + self.eps)
+            scaled_M = scaled_M / (group_std(reward_M, group_M) + self.eps)
         standardised_NT = torch.zeros_like(batch.reward).masked_scatter(rewarded_NT, scaled_M)
         return discounted_sum(zero_outside(batch.mask, standardised_NT), batch.mask, 1.0)
 

@@ -1,13 +1,38 @@
-"""The ratio slot: log of (policy now / policy that collected), per step.
+"""Slots that are made of log ratios: the ratio (policy now / policy that collected), the correction (policy that collected /
+sampler), and the KL (policy / frozen reference).
 
-A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Masked steps arrive as 0.
+A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Masked steps arrive as 0. A
+correction is Batch -> detached weights [N,T]: they multiply the surrogate only, not the KL term.
+
+The KL slot says where the penalty acts and how it is estimated. With d = log π(a|s) − log π_ref(a|s) and a sampled
+from π, per step:
+
+| estimator | value | E[value] | E[gradient of value] |
+|---|---|---|---|
+| k1 | d | KL(π‖π_ref) | 0: useless as a loss |
+| k2 | d²/2 | biased, small near 0 | ∇KL(π‖π_ref) |
+| k3 | e^(−d) − 1 + d | KL(π‖π_ref) | ∇KL(π_ref‖π): the other direction |
+| k1+ | that of k1 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
+| k3+ | that of k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
+| exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
+| exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), likewise |
+| exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its own, likewise |
+| span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | ∇ of it, by ∇log π(w) |
+
+"Gradient" is that of the KL at the states visited. In the reward only the value matters, and there the policy gradient itself
+accounts for the states that come later.
+Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024, GKD,
+arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
 """
 
 from __future__ import annotations
 
-from psigrad.objective.lazy_torch import Tensor, torch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-__all__ = ["none", "sequence", "token", "trajectory"]
+from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
 
 MAX_LOG_RATIO = 20.0
 """exp(20) ≈ 5e8: beyond this a ratio overflows float32 soon, and inf · 0 would turn a zero advantage into NaN."""
@@ -68,3 +93,295 @@ def trajectory(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
     Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740 (bandit form); TRL RLOOTrainer.
     """
     return (logp - logp_old).sum(1, keepdim=True).expand(logp.shape)
+
+
+Correction = Callable[[Batch], Tensor]
+Level = Literal["token", "sequence", "geometric"]
+LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
+
+
+def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
+    """π_old / π_sampler [N,T]: per step, or the product or the geometric mean over the sequence, given to each of its steps."""
+    gap = _gap(batch)
+    if level != "token":
+        gap = gap.sum(1, keepdim=True).expand(gap.shape)
+    if level == "geometric":
+        gap = gap / batch.mask.sum(1, keepdim=True).clamp(min=1)
+    return zero_outside(batch.mask, exp_ratio(gap))
+
+
+def _gap(batch: Batch) -> Tensor:
+    """log π_old − log π_sampler [N, T]."""
+    if batch.logp_sampler is None:
+        raise ValueError(
+            "The batch has no `logp_sampler`, which an importance correction reads; let the sampler report its "
+            "log-probabilities or set correction to null."
+        )
+    return batch.logp_old - batch.logp_sampler
+
+
+def _check(name: str, floor: float, cap: float, level: str) -> None:
+    if not 0 <= floor < cap or level not in LEVELS:
+        raise ValueError(
+            f"{name} has floor={floor}, cap={cap} and level={level!r}; expected 0 <= floor < cap and level 'token', "
+            "'sequence' or 'geometric'."
+        )
+
+
+@dataclass(frozen=True)
+class truncated_importance:
+    """Importance weights between trainer and sampler, cut at a cap, and at a floor where there is one.
+
+    Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t), or its product over the sequence, or its
+             geometric mean
+
+    Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (TIS); TRL "token_truncate",
+    "sequence_truncate".
+    """
+
+    cap: float = 3.0
+    """Greatest weight; TRL's vllm_importance_sampling_clip_max."""
+    level: Level = "token"
+    """One weight per step, or one per sequence: the product of its steps' or their geometric mean."""
+    floor: float = 0.0
+    """Least weight."""
+
+    def __post_init__(self) -> None:
+        _check("truncated_importance", self.floor, self.cap, self.level)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] weights, truncated at `cap` and `floor`."""
+        return _sampler_ratio(batch, self.level).clamp(self.floor, self.cap)
+
+
+@dataclass(frozen=True)
+class masked_importance:
+    """Importance weights between trainer and sampler; steps or sequences outside of the bounds are left out.
+
+    Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, with w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t), or its product over the
+             sequence, or its geometric mean
+
+    IcePop is level "token" with floor 0.5 and cap 5.
+
+    Source: Liu et al. 2025, When speed kills stability (MIS); TRL "token_mask", "sequence_mask" (TRL's default). Ling team 2025,
+    Every step evolves, arXiv:2510.18855 (IcePop).
+    """
+
+    cap: float = 3.0
+    """Weights above this become 0; TRL's vllm_importance_sampling_clip_max."""
+    level: Level = "sequence"
+    """One weight per step, or one per sequence: the product of its steps' or their geometric mean."""
+    floor: float = 0.0
+    """Weights below this become 0."""
+
+    def __post_init__(self) -> None:
+        _check("masked_importance", self.floor, self.cap, self.level)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] weights, 0 where the ratio is above `cap` or below `floor`."""
+        ratio = _sampler_ratio(batch, self.level)
+        return torch.where((ratio >= self.floor) & (ratio <= self.cap), ratio, torch.zeros_like(ratio))
+
+
+@dataclass(frozen=True)
+class divergence_rejection:
+    """Sequences on which sampler and trainer are too far apart are left out; all others count as they are.
+
+    Formula: c_t = 1 if (1/|y|)·Σ_u (w_u − 1 − log w_u) ≤ limit else 0, with w_u = π_old(a_u|s_u) / π_sampler(a_u|s_u)
+
+    The mean is the k3 estimate of KL(π_sampler‖π_old) per step: never negative, so that differences do not cancel as they do in a
+    product of ratios.
+
+    Source: verl, rollout correction (rejection by k3 over a sequence); Schulman 2020, Approximating KL divergence.
+    """
+
+    limit: float = 0.01
+    """Greatest mean divergence of a sequence, in nats per step."""
+
+    def __post_init__(self) -> None:
+        if self.limit <= 0:
+            raise ValueError(f"divergence_rejection has limit={self.limit}; expected more than 0 nats per step.")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] 1, or 0 on the sequences that are left out."""
+        gap = _gap(batch)
+        k3 = zero_outside(batch.mask, exp_ratio(gap) - 1 - gap)
+        mean_N = k3.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)
+        return (batch.mask & (mean_N <= self.limit)).to(gap.dtype)
+
+
+KL_KEY = "kl_coefficient"
+Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js", "span"]
+EXACT: tuple[Estimator, ...] = ("exact", "exact_forward", "exact_js")
+MEASURED: tuple[Estimator, ...] = (*EXACT, "span")
+"""Those that are no function of the sampled step alone: the evaluation brings them."""
+ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *MEASURED)
+
+
+def estimate(estimator: Estimator, d: Tensor) -> Tensor:
+    """The per-step estimate of KL(π‖π_ref) from d = log π − log π_ref at the sampled action."""
+    k2 = d**2 / 2
+    straight_through = k2 - k2.detach()
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return k2
+        case "k3":
+            return torch.expm1(bound(-d)) + d
+        case "k1+":
+            return d.detach() + straight_through
+        case "k3+":
+            return (torch.expm1(bound(-d)) + d).detach() + straight_through
+    raise ValueError(
+        f"estimate got {estimator!r}, which is not a function of the sampled action; expected k1, k2, k3, k1+ or k3+."
+    )
+
+
+def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
+    """[N, T] the KL to a reference with other tokens, sampled, by pieces of text: the estimator "span".
+
+    Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
+
+    `logp` [N, T] is log π of each token; where a piece ends, `ends` is True and `theirs` is log π_ref of it. Tokens behind the
+    last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions: it takes away noise,
+    and changes no mean.
+    """
+    place = ends.cumsum(1) - ends.long()
+    d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
+    d = d.scatter_add(1, place, logp.detach()).scatter_add(1, place, -torch.where(ends, theirs.to(logp), 0.0)).gather(1, place)
+    inside = place < ends.sum(1, keepdim=True)
+    weight = torch.where(inside, d if baseline is None else d - baseline[:, None], 0.0)
+    return weight * (logp - logp.detach()) + torch.where(ends, d, 0.0)
+
+
+@dataclass(frozen=True)
+class adaptive:
+    """A coefficient that follows a target: up when the KL of a sequence is above it, down when below.
+
+    Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    initial: float = 0.05
+    """First β."""
+    target: float = 6.0
+    """Wanted KL(π‖π_ref) per sequence, in nats."""
+    horizon: int = 10_000
+    """Sequences over which an error of 20 % changes β by 20 %."""
+
+    def __post_init__(self) -> None:
+        if self.initial <= 0 or self.target <= 0 or self.horizon < 1:
+            raise ValueError(
+                f"adaptive has initial={self.initial}, target={self.target}, horizon={self.horizon}; expected all above 0; "
+                "a β of 0 could never grow."
+            )
+
+    def update(self, coefficient: float, sequence_kl: float, sequences: int) -> float:
+        """β after a batch of `sequences` with mean KL `sequence_kl`."""
+        error = min(max(sequence_kl / self.target - 1, -0.2), 0.2)
+        return coefficient * max(1 + error * sequences / self.horizon, 0.0)
+
+
+@dataclass(frozen=True)
+class KL:
+    """A penalty on KL(π‖π_ref).
+
+    Formula: in the reward: r_t ← r_t − β·k(d_t), with d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)
+             in the loss: L_t ← L_t + β·k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
+
+    k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
+    exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
+    span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over the pieces of text w at whose ends both
+    have a token's end, with the gradient Σ_w (log π(w) − log π_ref(w))·∇log π(w).
+    In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
+    k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
+    sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
+    Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
+    """
+
+    where: Literal["reward", "loss"] = "loss"
+    """Inside the reward of each step, or as a term of the loss."""
+    estimator: Estimator = "k3"
+    """k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js or span."""
+    coefficient: float | adaptive = 0.04
+    """β, fixed or adaptive."""
+    importance_weighted: bool = False
+    """In the loss: weigh each step by its ratio π/π_old (TRL's use_bias_correction_kl)."""
+    mixture: float = 0.5
+    """With exact_js: m, the share of the reference in the mixture M; near 0 it goes with KL(π_ref‖π), near 1 with KL(π‖π_ref).
+    TRL's beta of GKD."""
+
+    def __post_init__(self) -> None:
+        if self.where not in ("reward", "loss"):
+            raise ValueError(f"KL has where={self.where!r}; expected 'reward' or 'loss'.")
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"KL has estimator={self.estimator!r}; expected one of {', '.join(ESTIMATORS)}.")
+        if not isinstance(self.coefficient, adaptive) and self.coefficient < 0:
+            raise ValueError(
+                f"KL has coefficient={self.coefficient}; expected 0 or more; a negative one would push the policy away."
+            )
+        if not 0 < self.mixture < 1:
+            raise ValueError(f"KL has mixture={self.mixture}; expected between 0 and 1; the ends are exact_forward and exact.")
+        if self.where == "reward" and (self.estimator in (*MEASURED, "k1+", "k3+") or self.importance_weighted):
+            raise ValueError(
+                f"KL in the reward has estimator={self.estimator!r}, importance_weighted={self.importance_weighted}; only the "
+                "value of k1, k2 or k3 at the sampled step can enter a reward; choose one of them, or where='loss'."
+            )
+        if self.where == "loss" and self.estimator == "k1" and not self.importance_weighted:
+            raise ValueError(
+                "KL in the loss has estimator='k1', whose gradient is 0 in expectation, so it would only add noise; use "
+                "'k1+' (same value, right gradient), 'k3', or importance_weighted=True."
+            )
+        if self.estimator in MEASURED and self.importance_weighted:
+            raise ValueError(
+                f"KL has estimator={self.estimator!r} and importance_weighted=True; its sum has no sampled step to weigh; "
+                "drop one."
+            )
+
+    @property
+    def formula(self) -> str:
+        """The formula of this placement and estimator."""
+        estimate_of = {
+            "k1": "d_t", "k2": "d_t²/2", "k3": "(e^(−d_t) − 1 + d_t)", "exact": "Σ_a π(a|s_t)·log(π(a|s_t)/π_ref(a|s_t))",
+            "exact_forward": "Σ_a π_ref(a|s_t)·log(π_ref(a|s_t)/π(a|s_t))",
+            "exact_js": f"({self.mixture:g}·KL(π_ref‖M) + {1 - self.mixture:g}·KL(π‖M))",
+            "span": "Σ_w (log π(w) − log π_ref(w))", "k1+": "(d_t, with the gradient of d_t²/2)",
+            "k3+": "(e^(−d_t) − 1 + d_t, with the gradient of d_t²/2)",
+        }[self.estimator]  # fmt: skip
+        beta = "β" if isinstance(self.coefficient, adaptive) else f"{self.coefficient:g}"
+        if self.where == "reward":
+            return f"r_t ← r_t − {beta}·{estimate_of},  d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)"
+        weight = "" if not self.importance_weighted else "ρ_t·" if self.estimator in ("k1", "k3") else "sg[ρ_t]·"
+        meaning = ",  d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)"
+        if self.estimator == "exact_js":
+            meaning = f",  M = {self.mixture:g}·π_ref + {1 - self.mixture:g}·π, summed over the vocabulary"
+        elif self.estimator in MEASURED:
+            meaning = "" if self.estimator != "span" else ",  w the pieces of text at whose ends both have a token's end"
+        return f"L_t ← L_t + {beta}·{weight}{estimate_of}{meaning}"
+
+    def initial_state(self) -> dict[str, float]:
+        """β before the first batch, when it is adaptive."""
+        return {KL_KEY: self.coefficient.initial} if isinstance(self.coefficient, adaptive) else {}
+
+    def beta(self, state: Mapping[str, float]) -> float:
+        """β now."""
+        return state[KL_KEY] if isinstance(self.coefficient, adaptive) else self.coefficient
+
+    def per_step(self, logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
+        """[N,T] estimate for the loss, with gradient; not for the exact ones, which the model computes."""
+        kl = estimate(self.estimator, logp - logp_ref)
+        if not self.importance_weighted:
+            return kl
+        ratio = exp_ratio(logp - logp_old)
+        return kl * (ratio if self.estimator in ("k1", "k3") else ratio.detach())
+
+
+PARTS: dict[str, tuple[Callable[..., Any] | type[KL], ...]] = {
+    "ratio": (none, sequence, token, trajectory),
+    "correction": (divergence_rejection, masked_importance, truncated_importance),
+    "kl": (KL, adaptive),
+}

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from psigrad.objective import stats
-from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.batch import Batch, step_covariance, zero_outside
 from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.ratio import exp_ratio
 
@@ -314,7 +313,7 @@ class covariance_penalty(SilentSurrogate):
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
         """[N, T] bool: M, the earlier of equals first."""
-        covariance = stats.step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
+        covariance = step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
         count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
         marked = torch.zeros_like(batch.mask).flatten()
         marked[covariance.sort(descending=True, stable=True).indices[:count]] = True

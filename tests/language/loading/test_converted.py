@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -132,3 +133,23 @@ def test_what_transformers_trips_over_is_a_sentence_and_leaves_nothing(tmp_path,
     with pytest.raises(UserError, match=r"a\.gguf' cannot be converted: no attribute 'bos_token_id'"):
         plain_folder(str(tmp_path / "a.gguf"))
     assert not list((tmp_path / "cache").rglob("model"))
+
+
+def test_the_cache_holds_the_conversions_that_were_used_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_source, "CONVERSIONS", 2)
+    made = []
+
+    def convert(source, folder):
+        made.append(source.name)
+        (folder / "inside").mkdir(parents=True)
+
+    def use(name, at):
+        place = Path(model_source._convert_once(name, Path(name), convert))
+        os.utime(place, (at, at))
+        return {one.name for one in place.parent.iterdir()}
+
+    assert use("a", 1) == {"a"} and use("b", 2) == {"a", "b"}
+    assert use("a", 3) == {"a", "b"}, "it is there: nothing is made or dropped"
+    assert use("c", 4) == {"a", "c"}, "b was used longest ago"
+    assert use("b", 5) == {"b", "c"} and made == ["a", "b", "c", "b"]

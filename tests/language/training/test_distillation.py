@@ -26,7 +26,7 @@ from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.objective import PolicyOutputs
-from psigrad.objective.parts.kl import span_kl
+from psigrad.objective.parts.ratio import span_kl
 
 EOS = 0
 

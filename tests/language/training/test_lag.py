@@ -16,7 +16,7 @@ from psigrad.language.recipes import online
 from psigrad.language.rollout.types import Collected, SamplingParams
 from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.objective.parts.correction import truncated_importance
+from psigrad.objective.parts.ratio import truncated_importance
 
 
 @pytest.fixture(scope="module")

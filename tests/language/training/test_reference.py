@@ -29,7 +29,7 @@ from psigrad.language.training.online.online_run import (
     teacher_inputs_of,
     to_batch,
 )
-from psigrad.objective.parts.correction import truncated_importance
+from psigrad.objective.parts.ratio import truncated_importance
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import batch_at
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
+from psigrad.language.training.learners import LESS_MEMORY, Keeper, State, apply_changes, with_changes
 from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of, sum_figures
@@ -110,16 +110,15 @@ class Offline:
     generated: Generated | None = None
 
 
-def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
+def train(run: Offline, state: State, save: Keeper) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     often = run.config.evaluation.eval_steps
     run.journal.callbacks.trial = partial(with_changes, run)
     turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
     evaluate = lambda state: _evaluate(apply_changes(run, state.changes), state)  # noqa: E731
     updates = lambda: run.optimizer.updates  # noqa: E731
-    return cycle(
-        run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates, LESS_MEMORY
-    )
+    given = (run.config.run, often, run.journal, updates, LESS_MEMORY, save.wait)
+    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, *given)
 
 
 def step(run: Offline, state: State) -> tuple[State, str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
+from psigrad.language.training.learners import LESS_MEMORY, Keeper, State, apply_changes, with_changes
 from psigrad.language.training.offline.preference_task import learn_preferences
 from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
 from psigrad.language.training.online.figures import (
@@ -51,7 +51,7 @@ from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.runs.cycle import cycle
 
 
-def train(run: Online, state: State, save: Callable[[State], None]) -> State:
+def train(run: Online, state: State, save: Keeper) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
 
     def evaluate(state: State) -> None:
@@ -64,7 +64,8 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
     name = run.algorithm.name or "policy gradient"
     run.journal.callbacks.trial = partial(with_changes, run)
     turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
-    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates, LESS_MEMORY)
+    given = (run.config.run, often, run.journal, run.updates, LESS_MEMORY, save.wait)
+    return cycle(name, state, run.total_steps, turn, evaluate, save, *given)
 
 
 def step(run: Online, state: State) -> tuple[State, str]:
