@@ -51,7 +51,8 @@ def test_figures_beside_them_come_of_the_same_tiles(tile, kind, monkeypatch):
     ids = head(hidden).argmax(1).where(torch.arange(23) % 2 == 0, torch.arange(23))
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile[0])
     monkeypatch.setattr(logprobs, "TILE_ROWS", tile[1])
-    monkeypatch.setattr(logprobs, "checkpoint", None)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(logprobs, "checkpoint", None)  # what would keep a table of logits, or make it again
     wanted = logprobs.TokenStatsRequest(0.7, entropy="figure", accuracy=True)
     stats = logprobs.token_stats(hidden, ids, head, 50, wanted)
     log_pi = torch.log_softmax(head(hidden) / 0.7, -1)
