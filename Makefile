@@ -124,13 +124,13 @@ test-slow: test-machine
 	$(RUN) -m pytest -m "slow and not long" --durations 5 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-long: $(INSTALLED)
-	$(RUN) -m pytest -m long --timeout 3600
+	$(RUN) -m pytest -m long --timeout 3600 -o faulthandler_timeout=3700
 
 # without a network and other processes, where that can be: nobody else has Ray's ports, and "auto" finds no cluster of others
 test-cluster: $(CLUSTER_VENV)/.installed
 	if unshare -rnpf --mount-proc true 2>/dev/null; then \
-	  unshare -rnpf --mount-proc sh -c 'ip link set lo up && PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900'; \
-	else PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900; fi
+	  unshare -rnpf --mount-proc sh -c 'ip link set lo up && PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900 -o faulthandler_timeout=1000'; \
+	else PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900 -o faulthandler_timeout=1000; fi
 
 # vLLM pins its own torch and transformers, so it gets an environment of its own. VLLM=vllm takes the CUDA build.
 VLLM_VENV ?= .venv-vllm
@@ -145,7 +145,7 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	@touch $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/extras/vllm --durations 5 --timeout 1800
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/extras/vllm --durations 5 --timeout 1800 -o faulthandler_timeout=1900
 
 # lm-eval brings thirty packages along that nothing else needs.
 LM_EVAL_VENV ?= .venv-lm-eval

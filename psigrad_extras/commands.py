@@ -73,10 +73,21 @@ def lm_eval(arguments: list[str]) -> int:
         from psigrad_extras.connect import lm_eval as harness
     except ImportError as error:
         raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
+    _print_tasks(harness.run(config).metrics)
+    return 0
+
+
+def _print_tasks(metrics: Sequence[Any]) -> None:
+    """Metrics of tasks with 95 % intervals: of a model, and where there is a baseline its own and the difference."""
     from psigrad.records.report import terminal
 
-    terminal.print_tasks(harness.run(config).metrics)
-    return 0
+    columns = ["model", *(["baseline", "difference"] if any(one.baseline is not None for one in metrics) else [])]
+    cells = [[one.task, one.metric, str(one.documents), *(_span(getattr(one, name)) for name in columns)] for one in metrics]
+    terminal.print_table(["task", "metric", "documents", *columns], cells)
+
+
+def _span(figure: tuple[float, float, float] | None) -> str:
+    return "" if figure is None else f"{figure[0]:.4g} [{figure[1]:.4g}, {figure[2]:.4g}]"
 
 
 def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
@@ -110,13 +121,16 @@ def replay(arguments: list[str]) -> int:
     if len(names) != 1 or rest or len(listed["--step"]) != 1 or len(listed["--output"]) > 1:
         raise UserError(f"replay takes one run folder and one step; the usage is {_REPLAY}.")
     from psigrad.config.nested import read_value
+    from psigrad.records.read import show_number
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import replay, replay_page
 
     number, methods = flags.number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
     found = replay.replay(names[0], number, methods)
     print("\n".join(replay.lines_of(found)))
-    terminal.print_columns(found.methods)
+    figures = dict.fromkeys(name for own in found.methods.values() for name in own)
+    cells = [[name, *(show_number(own.get(name)) for own in found.methods.values())] for name in figures]
+    terminal.print_table(["", *found.methods], cells)
     print(f"page: {replay_page.write(found, ''.join(listed['--output']))}")
     return 1 if found.differences else 0
 

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import uvicorn
-
 from psigrad.errors import UserError
 from psigrad_serve.gateway import gateway, guarded
+from psigrad_serve.quiet_server import QuietServer
 from psigrad_serve.served import Served
 from psigrad_serve.threads import await_end
 from psigrad_serve.tinker_api import TinkerServer
@@ -37,17 +36,6 @@ class Running:
     def session_url(self, session: str) -> str:
         """Where the requests of a session go: ANTHROPIC_BASE_URL, and with /v1 behind it OPENAI_BASE_URL."""
         return f"{self.url}/s/{session}"
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -104,7 +92,7 @@ def running(served: Served | TinkerServer, token: str | None = None) -> Iterator
             listening.close()
 
 
-def _run(server: _Server, listening: socket.socket) -> None:
+def _run(server: QuietServer, listening: socket.socket) -> None:
     """As `asyncio.run`, but that waits for ever for a task that goes on when it is cancelled, and for the default executor."""
     loop = asyncio.new_event_loop()
     try:
@@ -128,21 +116,10 @@ async def _cancelled() -> set[asyncio.Task[object]]:
     return left if closing.done() else {*left, closing}
 
 
-def _server(served: Served | TinkerServer, token: str, ready: Callable[[], None]) -> _Server:
+def _server(served: Served | TinkerServer, token: str, ready: Callable[[], None]) -> QuietServer:
     if isinstance(served, TinkerServer):
         app = guarded(token)
         app.include_router(served.routes())
     else:
         app = gateway(served, token)
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=60,
-        timeout_graceful_shutdown=GRACE,
-    )
-    return _Server(config, ready)
+    return QuietServer(app, ready, timeout_keep_alive=60, timeout_graceful_shutdown=GRACE)

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import h11
-import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from psigrad_serve.quiet_server import QuietServer
 from psigrad_studio.security import ADMITTED, HEADERS, error_body
 from psigrad_studio.studio_settings import StudioSettings
 
@@ -30,18 +30,12 @@ FILES, OTHER_FILES = 8192, 150
 """The files that the process asks for, and those of them that are no connections."""
 
 
-class Server(uvicorn.Server):
-    """A server that calls `ready` when it answers, and sets `ending` when it stops, so that streams end."""
+class Server(QuietServer):
+    """A server that sets `ending` when it stops, so that streams end."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: threading.Event) -> None:
-        super().__init__(config)
-        self._ready, self._ending = ready, ending
-
-    async def startup(self, *arguments: Any, **named: Any) -> None:
-        """Start listening, then call `ready`."""
-        await super().startup(*arguments, **named)
-        if self.started:
-            self._ready()
+    def __init__(self, app: ASGIApp, ready: Callable[[], None], ending: threading.Event, **settings: Any) -> None:
+        super().__init__(app, ready, **settings)
+        self._ending = ending
 
     async def shutdown(self, *arguments: Any, **named: Any) -> None:
         """Set `ending`, then wait for open requests. Those that take too long are cut off, which is no error of theirs."""
@@ -147,21 +141,16 @@ def _allowed_files() -> int:
 
 def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = lambda: None) -> Server:
     """A server for the application, without a socket yet."""
-    config = uvicorn.Config(
+    state = getattr(app, "state", None)
+    return Server(
         app,
+        ready,
+        getattr(state, "ending", None) or threading.Event(),
         http=protocol(settings.header_seconds),
-        ws="none",
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
-    state = getattr(app, "state", None)
-    return Server(config, ready, getattr(state, "ending", None) or threading.Event())
 
 
 def protocol(header_seconds: float) -> type[H11Protocol]:

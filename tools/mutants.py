@@ -2,7 +2,7 @@
 
     python tools/mutants.py                 a seeded sample of 1,000; goes on where it stopped
     python tools/mutants.py --count 50      fewer, of the same sequence
-    python tools/mutants.py --only keep.py  those of one file
+    python tools/mutants.py --only ratio.py those of one file
     python tools/mutants.py --minutes 20    what can be judged in that time, of the same sequence
     python tools/mutants.py --again         judge the survivors once more, after a change of the tests
     python tools/mutants.py --report        judge nothing, and write what was judged

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 # The one door of the core to the names of other libraries.
 from psigrad.compat.conversion import convert_object as convert_object
@@ -134,11 +134,7 @@ def _other_methods(cls: type[Any], name: str) -> str:
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return (
-        TypeAdapter(cls, config=ConfigDict(arbitrary_types_allowed=True))
-        if not dataclasses.is_dataclass(cls)
-        else TypeAdapter(cls)
-    )
+    return TypeAdapter(cls)
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset()) -> T:

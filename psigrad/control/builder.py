@@ -17,8 +17,7 @@ from psigrad.config.fields import unread_by
 from psigrad.config.load import load, to_dict
 from psigrad.control import hyperparameters, policies
 from psigrad.control.environments import vector
-from psigrad.control.environments.collector import Collector
-from psigrad.control.environments.normalizer import Normalizer
+from psigrad.control.environments.collector import Collector, Normalizer
 from psigrad.control.environments.spaces import from_json, to_json
 from psigrad.control.environments.vector import Absent, Environments
 from psigrad.control.methods import presets

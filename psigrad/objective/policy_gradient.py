@@ -68,13 +68,13 @@ class PolicyGradient:
     kl: KL | None = None
     """Penalty on the distance from the reference policy."""
     keep: tuple[Keep, ...] = ()
-    """Batch -> bool [N] or [N,T]; a row, or a step, must pass all; see keep.py."""
+    """Batch -> bool [N] or [N,T]; a row, or a step, must pass all; see aggregate.py."""
     critic: value_loss | None = None
     """Loss of the value function."""
     entropy: bonus | None = None
     """Entropy bonus."""
     correction: Correction | None = None
-    """Batch -> weights [N,T] for the gap between sampler and trainer; see correction.py."""
+    """Batch -> weights [N,T] for the gap between sampler and trainer; see ratio.py."""
     name: str = ""
     """For people."""
 

@@ -194,12 +194,14 @@ class Alert:
     value: float
 
 
-def _of(name: str, sign: float = 1.0) -> Measure:
-    def measure(figures: Figures, memory: Memory) -> float | None:
-        value = figures.get(name)
-        return None if value is None or not math.isfinite(value) else sign * value
+def _finite(figures: Figures, name: str) -> float | None:
+    """A figure of a row, None where it is no number."""
+    value = figures.get(name)
+    return value if value is not None and math.isfinite(value) else None
 
-    return measure
+
+def _of(name: str, sign: float = 1.0) -> Measure:
+    return lambda figures, memory: None if (value := _finite(figures, name)) is None else sign * value
 
 
 def _mean(values: Collection[float]) -> float:
@@ -219,8 +221,8 @@ def _uncorrected(figures: Figures, memory: Memory) -> float | None:
 
 def _correction(figures: Figures, memory: Memory) -> float | None:
     """How far the mean weight that makes up for the sampler is from 1."""
-    weight = figures.get(_CORRECTION, math.nan)
-    return abs(1 - weight) if math.isfinite(weight) else None
+    weight = _finite(figures, _CORRECTION)
+    return None if weight is None else abs(1 - weight)
 
 
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
@@ -241,8 +243,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
     Norms are skewed: on their own scale half of the runs that end well have such a row.
     """
-    norm = figures.get("grad_norm")
-    if norm is None or not math.isfinite(norm):
+    if (norm := _finite(figures, "grad_norm")) is None:
         return None
     value, z = math.log(max(norm, 1e-12)), None
     if len(memory.values) >= 20:
@@ -254,8 +255,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
     """Minus the explained variance, after the ten rows that a critic may need to find its scale."""
-    value = figures.get("explained_variance")
-    if value is None or not math.isfinite(value):
+    if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.held_back += 1
     return -value if memory.held_back > 10 else None
@@ -263,11 +263,11 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
     """Growth of the length over its first five rows, while the held-out metric has not been better for three evaluations."""
-    length, held_out = figures.get("length"), figures.get("held_out")
-    if held_out is not None and math.isfinite(held_out):
+    length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
+    if held_out is not None:
         memory.held_back = 0 if held_out > memory.best + 1e-9 else memory.held_back + 1
         memory.best = max(memory.best, held_out)
-    if length is None or not math.isfinite(length):
+    if length is None:
         return None
     if len(memory.start) < 5:
         memory.start.append(length)
@@ -278,8 +278,8 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
     """How much the share of cut completions rose over the last 20 rows, in which the reward rose too."""
-    cut, reward = figures.get("truncated"), figures.get("reward")
-    if cut is None or reward is None or not math.isfinite(cut + reward):
+    cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
+    if cut is None or reward is None:
         return None
     memory.values.extend((cut, reward))
     if len(memory.values) < 40:
@@ -295,13 +295,13 @@ def _below_best(figures: Figures, memory: Memory) -> float | None:
     """How far the held-out metric is below its best, in half widths of their difference's 95 % interval, while the reward of
     training is above what it was then. Looked at when the run is evaluated.
     """
-    reward, held_out = figures.get("reward"), figures.get("held_out")
-    if reward is not None and math.isfinite(reward):
+    reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
+    if reward is not None:
         memory.values.append(reward)
         if memory.held_back:
             memory.start.append(reward)
             memory.held_back -= 1
-    if held_out is None or not math.isfinite(held_out):
+    if held_out is None:
         return None
     others = ("eval/kl/", PARTS)
     lows = (v for k, v in figures.items() if k.startswith("eval/") and k.endswith("/low") and not k.startswith(others))

@@ -29,7 +29,7 @@ from psigrad.runs.callbacks import Callbacks
 STACKS = "stacks.txt"
 # A phase may take so many times as long as the longest of its kind so far.
 _TIMES = 10
-_HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM"}
+_HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes": "RssAnon"}
 
 
 class Tracker(Protocol):
@@ -140,7 +140,9 @@ class Announcer:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of memory that this process holds now, and the most that it has held; empty where the system does not say."""
+    """Bytes of memory that this process holds now, the most that it has held, and what of it is no file's; empty where the system
+    does not say.
+    """
     try:
         said = Path("/proc/self/status").read_text()
     except OSError:
@@ -163,13 +165,13 @@ class Trimmer:
     def __call__(self) -> dict[str, int]:
         """To be called at the end of each step, with whose row `memory` goes."""
         held = memory()
-        now = held.get("memory_bytes", 0)
+        now = held.pop("anonymous_bytes", 0)  # pages of files come and go with what the machine needs its memory for
         if self._left > 0:
             self._left -= 1
             self._usual = max(self._usual, now)
         elif now > self._above * self._usual:
             give_back()
-            self._usual = max(self._usual, memory().get("memory_bytes", 0))  # what is held then is needed
+            self._usual = max(self._usual, memory().get("anonymous_bytes", 0))  # what is held then is needed
         return held
 
 
@@ -215,7 +217,8 @@ class Journal:
         if self.announcer is not None:
             self.announcer.see(step, figures)
         self.folder.metrics({"step": step, **figures})
-        self.callbacks.see({"step": step, **figures})
+        if self.callbacks.callbacks:
+            self.callbacks.rows.append({"step": step, **figures})
         for tracker in self.trackers:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 

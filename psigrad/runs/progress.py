@@ -128,12 +128,7 @@ def bar(
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns) as progress:
-        task = progress.add_task(
-            description,
-            total=total,
-            completed=done,  # type: ignore[arg-type]
-            note="",
-        )
+        task = progress.add_task(description, total=total, completed=done, note="")  # type: ignore[arg-type]
 
         def advance(count: float = 1, note: str = "") -> None:
             fields: dict[str, Any] = {"note": note} if note else {}

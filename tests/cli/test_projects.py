@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
+from pathlib import Path
 
 import pytest
+from tiny_jobs import forked
 
 from psigrad import cli
 from psigrad.cli.begin import KINDS
@@ -44,10 +46,30 @@ SMALL = {
 }
 
 
+def run_its_tests(folder: Path) -> tuple[bool, str]:
+    """Whether the project's own tests pass, and what pytest says, in a process that has loaded nothing of other projects."""
+
+    def work() -> None:
+        said = os.open(folder.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", "")).startswith(str(folder.parents[1])):
+                del sys.modules[name]
+        sys.path.insert(0, str(folder))
+        # faulthandler waits for a thread that a fork does not have
+        without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "timeout", "faulthandler")]
+        assert pytest.main(["-q", *without, "--rootdir", str(folder), str(folder)]) == 0
+
+    passed = forked(work) == 0
+    return passed, (folder.parent / "said").read_text()
+
+
 @pytest.mark.parametrize("project", KINDS, indirect=True)
 def test_a_project_passes_its_own_tests_and_takes_two_steps(project, model, tmp_path):
-    tested = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], capture_output=True, text=True)
-    assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout + tested.stderr
+    passed, said = run_its_tests(tmp_path / "mine")
+    assert passed and " passed" in said, said
     begin = KINDS[project][1].split()[1:]
     steps = [] if project == "control" else ["--model", str(model), "--max-steps", "2", "--eval-steps", "0"]
     assert (
@@ -71,8 +93,8 @@ def test_the_projects_commands_learn_its_task(project, algorithm, tmp_path):
 def test_negative_control_a_broken_reward_fails_the_projects_test(project, tmp_path):
     reward = tmp_path / "mine" / "reward.py"
     reward.write_text(reward.read_text().replace("found[-1] == wanted", "wanted in found"))
-    tested = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], capture_output=True, text=True)
-    assert tested.returncode == 1 and "test_naming_many_answers_does_not_help" in tested.stdout
+    passed, said = run_its_tests(tmp_path / "mine")
+    assert not passed and "FAILED" in said and "test_naming_many_answers_does_not_help" in said
 
 
 @pytest.mark.parametrize(
@@ -95,7 +117,6 @@ def test_a_mistake_is_answered(arguments, said, tmp_path, monkeypatch, capsys):
 def test_every_template_is_in_the_wheel():
     """setuptools takes what pyproject.toml names."""
     import tomllib
-    from pathlib import Path
 
     root = Path(__file__).parents[2]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["psigrad.cli"]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from cases import repeat_for
 
 import psigrad
 from psigrad import cli
@@ -53,7 +54,7 @@ def as_typed(name: str, *arguments: str) -> OnlineConfig:
     return flags.parse(method.settings, name, ["--model", "m", "--reward", "exact", *arguments], defaults=method.defaults)
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@repeat_for("name", ONLINE)
 def test_a_method_has_the_same_settings_by_every_entrance(name, monkeypatch):
     typed = as_typed(name)
     trained = as_trained(monkeypatch, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
+from cases import repeat_for
 
 from psigrad import cli
 from psigrad.cli import flags
@@ -50,7 +51,7 @@ def resolved(name: str, *given: str):
     return resolve_online(config.algorithm) if declaration.online else resolve_loss(config.loss)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n != "online_dpo"])
+@repeat_for("name", [n for n in METHODS if n != "online_dpo"])
 def test_the_parts_that_a_setting_changes_are_those_of_the_object(name):
     known = {**catalog.METHODS, **preference_catalog.METHODS}
     assert read(shortcuts.describe_method(name)) == seen(known[name].algorithm)
@@ -112,7 +113,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("given", WRITTEN, ids=" ".join)
+@repeat_for("given", WRITTEN)
 def test_a_flag_says_what_the_parts_say(given):
     assert seen(replace(resolved(*given), name="")) == seen(replace(WRITTEN[given], name=""))
 

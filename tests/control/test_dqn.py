@@ -101,7 +101,9 @@ def test_what_followed_is_of_the_same_episode_and_only_termination_ends_it():
 FORMS = {"hard": {}, "double": {"double_q": True}, "moving": {"tau": 0.05, "target_update_interval": 4}}
 
 
-@pytest.mark.parametrize("given", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    "given", [pytest.param(form, id=name, marks=() if name == "double" else pytest.mark.slow) for name, form in FORMS.items()]
+)
 def test_q_values_converge_to_the_exact_ones(given):
     """The chain's optimal Q by hand: right is worth γ^(steps left − 1); left costs 0.02 and starts again from state 0."""
     gamma = 0.9

@@ -149,7 +149,9 @@ def optimum():
     return np.mean([(env.reset()[0], env.best)[1] for _ in range(4000)])
 
 
+@pytest.mark.slow
 def test_ppo_finds_the_marked_corner_by_looking():
+    """Its heart: test_a_policy_learns_from_an_image_and_a_flag_together."""
     agent = PPO(
         "CnnPolicy",
         Corner,

@@ -145,7 +145,7 @@ def test_an_ensemble_of_equal_critics_learns_as_one_and_unequal_ones_each_by_the
     seen_gradient = []
     made.optimizer.step = lambda gradient, rate: seen_gradient.append(gradient.clone()) or 0.0
     part = made._parts(prepared, seen)
-    made._update(made.algorithm, part, made.algorithm.totals(prepared), (recorded, now), 0.0, False)
+    made._update(made.algorithm, part, made.algorithm.totals(prepared), (recorded, now), False, None)
     returns = part.prepared.returns[:, 0]
     out = made.network.plain(seen.observation[: seen.steps])
     logp = made.network.distribution.log_prob(out.policy, out.rest, seen.action)

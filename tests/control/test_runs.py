@@ -310,7 +310,7 @@ def test_what_is_wrong_with_an_environment_of_ones_own_is_a_sentence(env, more, 
     assert not (more and (tmp_path / "runs").exists()), "a picture that cannot be drawn is noticed before anything is trained"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_ppo_solves_cartpole(seed):
     """475 over 100 episodes, the threshold that Gymnasium registers."""
     stop = StopTrainingOnRewardThreshold(490.0)  # learning on would prove nothing more

@@ -10,8 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from psigrad.control.environments import vector
-from psigrad.control.environments.collector import Collector, play
-from psigrad.control.environments.normalizer import Normalizer
+from psigrad.control.environments.collector import Collector, Normalizer, play
 from psigrad.control.environments.vector import Environments, Serial
 from psigrad.errors import UserError
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import pytest
+from cases import repeat_for
 from tiny_jobs import online_config, preference_config, run_settings, sft_config
 
 from psigrad import cli, control, extras, tabular
@@ -76,7 +77,7 @@ def test_what_needs_a_package_says_which(alone, name, capsys):
     assert any(package in said for package in PACKAGES) and "pip install psigrad" in said
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@repeat_for("name", BESIDE)
 def test_every_name_leads_to_a_module(name):
     extras.load(name)
 

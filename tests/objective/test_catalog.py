@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from cases import repeat_for
 
 from psigrad.config import algorithms
 from psigrad.config.algorithms import SLOTS, explain, resolve
@@ -249,7 +250,7 @@ KNOWN = {part for parts in algorithms.PARTS.values() for part in parts.values() 
 PARTS = sorted(KNOWN, key=lambda part: part.__name__)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+@repeat_for("part", PARTS)
 def test_a_part_cannot_be_changed_once_it_is_made_and_equals_its_twin(part: type) -> None:
     """Methods share their parts: what one changed, all others would have."""
     made = part(**{f.name: 2 for f in fields(part) if f.default is MISSING and f.default_factory is MISSING})

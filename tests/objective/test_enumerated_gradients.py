@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,7 +40,10 @@ def parts_of(rewards: list[float]) -> list[float]:
 
 @dataclass
 class World:
-    """V tokens, at most T of them, EOS ends early. theta[s] are the logits of state (prefix) s."""
+    """V tokens, at most T of them, EOS ends early. theta[s] are the logits of state (prefix) s.
+
+    Of the groups that differ in the order of their members alone one is computed, in an order drawn at random, for all.
+    """
 
     n_tokens: int
     horizon: int
@@ -61,7 +64,13 @@ class World:
         # A reward depends on what was done so far and never on what comes after: reward-to-go is right only then.
         reward_of = {y[: t + 1]: float(rng.integers(0, 2)) for y in self.trajectories for t in range(len(y))}
         self.step_rewards = [[reward_of[y[: t + 1]] for t in range(len(y))] for y in self.trajectories]
-        self.groups = list(itertools.product(range(len(self.trajectories)), repeat=self.group_size))
+        self.groups = [(tuple(rng.permutation(members).tolist()), orders) for members, orders in self.multisets()]
+
+    def multisets(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Each choice of trajectories for a group, and in how many orders they can stand: together all groups there are."""
+        for members in itertools.combinations_with_replacement(range(len(self.trajectories)), self.group_size):
+            repeated = math.prod(math.factorial(members.count(i)) for i in set(members))
+            yield members, math.factorial(self.group_size) // repeated
 
     def states(self, y: tuple[int, ...]) -> list[int]:
         return [self.row_of[y[:t]] for t in range(len(y))]
@@ -115,7 +124,7 @@ def expected_gradient(
     parts = torch.tensor([parts_of(rewards) for rewards in world.step_rewards], dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     start = method.initial_state() if state is None else state
-    for members in world.groups:
+    for members, orders in world.groups:
         rows = torch.tensor(members)
         batch = Batch(
             mask[rows], reward[rows], logp_old[rows], torch.zeros(len(members), dtype=torch.long), logp_ref=logp_ref[rows],
@@ -125,7 +134,7 @@ def expected_gradient(
         prepared = method.prepare(batch, start)
         evaluation = PolicyOutputs(logp[rows], value=value[rows], entropy=entropy[rows], kl=kl[rows])
         loss = method.loss(prepared, evaluation, method.totals(prepared), start)
-        probability = math.exp(sum(sum(world.log_probs(world.theta_old, world.trajectories[i])) for i in members))
+        probability = orders * math.exp(sum(sum(world.log_probs(world.theta_old, world.trajectories[i])) for i in members))
         total = total + probability * loss.value
     (gradient,) = torch.autograd.grad(total, theta)
     return gradient.numpy()
@@ -253,9 +262,9 @@ def test_the_entropy_bonus_adds_the_gradient_of_the_mean_entropy_of_visited_stat
     log_pi = theta.log_softmax(1)
     entropy = -(log_pi.exp() * log_pi).sum(1)
     mean = torch.zeros((), dtype=torch.float64)
-    for members in world.groups:
+    for members, orders in world.groups:
         visited = [s for i in members for s in world.states(world.trajectories[i])]
-        probability = math.exp(sum(sum(world.log_probs(world.theta, world.trajectories[i])) for i in members))
+        probability = orders * math.exp(sum(sum(world.log_probs(world.theta, world.trajectories[i])) for i in members))
         mean = mean + probability * entropy[torch.tensor(visited)].mean()
     (oracle,) = torch.autograd.grad(mean, theta)
     plain = expected_gradient(resolve("dr_grpo"), world, False)
@@ -614,8 +623,8 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
         for y, r in zip(world.trajectories, world.step_rewards, strict=True)
     ]
     pi = np.exp(world.theta) / np.exp(world.theta).sum(1, keepdims=True)
-    for members in world.groups:
-        probability = math.exp(sum(sum(rows[i].old) for i in members))
+    for members, orders in world.groups:
+        probability = orders * math.exp(sum(sum(rows[i].old) for i in members))
         for i, coefficients in zip(members, formula([rows[i] for i in members]), strict=True):
             y = world.trajectories[i]
             for s, action, c in zip(world.states(y), y, coefficients, strict=True):

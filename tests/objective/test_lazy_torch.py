@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CATALOGS = (
     "from psigrad.objective import catalog\nfrom psigrad.objective.preferences import online_preference, preference_catalog\n"
@@ -34,11 +36,15 @@ def test_after_the_first_use_every_module_holds_torch_itself():
     assert said(f"{code}\n{lacking}").split() == ["_LazyTorch", "True", "False", "torch"]
 
 
+@pytest.mark.slow
 def test_torch_imported_before_is_the_same():
+    """Its heart: test_after_the_first_use_every_module_holds_torch_itself."""
     assert said(f"import torch\n{STAND_IN}print(ratio.torch.ones is torch.ones, batch.torch is torch)") == "True True"
 
 
+@pytest.mark.slow
 def test_threads_that_use_it_first_at_once_all_get_it():
+    """Its heart: test_after_the_first_use_every_module_holds_torch_itself."""
     code = (
         f"{STAND_IN}from concurrent.futures import ThreadPoolExecutor\nstand_in = ratio.torch\n"
         "with ThreadPoolExecutor(8) as pool:\n"

@@ -6,6 +6,7 @@ import math
 from dataclasses import fields, is_dataclass
 
 import pytest
+from cases import repeat_for
 
 from psigrad.objective.catalog import METHODS
 from psigrad.objective.parts.advantage import k_step, length_gae, moving_average
@@ -103,7 +104,7 @@ def test_every_preset_is_here():
     assert NUMBERS.keys() == METHODS.keys() and PAIRS.keys() == LOSSES.keys() and ONLINE.keys() == {"online_dpo"}
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@repeat_for("name", NUMBERS)
 def test_a_method_has_these_numbers(name):
     method = METHODS[name]
     assert numbers(method.algorithm) + ([dict(method.defaults)] if method.defaults else []) == list(NUMBERS[name])
@@ -168,7 +169,7 @@ BORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("part", "name", "refused", "taken"), BORDERS, ids=lambda x: getattr(x, "__name__", str(x)))
+@repeat_for(("part", "name", "refused", "taken"), BORDERS)
 def test_a_setting_ends_where_it_says(part, name, refused, taken):
     for value in refused:
         with pytest.raises(ValueError, match="expected"):

@@ -69,8 +69,12 @@ def test_the_checkout_is_beside_the_package_or_the_current_folder(tmp_path, monk
     assert importing.checkout_folder("studies") == ROOT / "studies"
 
 
+@pytest.mark.slow
 def test_an_installed_package_runs_a_study_in_the_folder_of_a_checkout(tmp_path):
-    """As from a wheel: the package lies elsewhere, without `studies` beside it."""
+    """As from a wheel: the package lies elsewhere, without `studies` beside it.
+
+    Its heart: test_the_checkout_is_beside_the_package_or_the_current_folder.
+    """
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "psigrad").symlink_to(ROOT / "psigrad")
     code = "import sys; from psigrad.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -81,7 +81,7 @@ def worker():
     made.close()
 
 
-@pytest.mark.parametrize("template", [LOOPS, GROWS], ids=["loops", "grows"])
+@pytest.mark.parametrize("template", [pytest.param(LOOPS, marks=pytest.mark.slow), GROWS], ids=["loops", "grows"])
 def test_a_template_that_takes_too_much_is_killed_and_the_next_model_answers(template, runs, worker):
     templated(runs / "bad" / "model", template)
     found = by_run(runs)
@@ -105,5 +105,9 @@ def test_the_studio_says_so_of_about_and_of_an_answer(runs, worker, monkeypatch)
         refused = studio.post("/api/chat/about", {"model": known["bad"]})
         assert refused.status == 422 and "takes more than" in json.dumps(refused.json), refused
         assert studio.post("/api/chat/about", {"model": known["good"]}).json == {"template": True, "system": True}
+        began = time.monotonic()
+        with pytest.raises(UserError, match="takes more than"):
+            worker.abilities(by_run(runs)["bad"])
+        assert time.monotonic() - began < 0.5, "it is not tried again"
         asked = {"models": [known["bad"]], "messages": [{"role": "user", "content": "say a:"}]}
         assert b"takes more than" in studio.post("/api/chat/answer", asked).body

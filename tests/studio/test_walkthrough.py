@@ -182,10 +182,10 @@ def export(page: Page, path: Path) -> list[dict]:
 def right(model: Path, rows: list[dict]) -> float:
     """The share of the pairs whose chosen completion has the higher score."""
     scores = [
-        reward.score(str(model), [{"prompt": r["prompt"], "completion": r[side]} for r in rows])
+        reward.score_rows(str(model), [{"prompt": r["prompt"], "completion": r[side]} for r in rows])
         for side in ("chosen", "rejected")
     ]
-    return sum(chosen > rejected for chosen, rejected in zip(*scores, strict=True)) / len(rows)
+    return sum(chosen["reward"] > rejected["reward"] for chosen, rejected in zip(*scores, strict=True)) / len(rows)
 
 
 def margin(policy: Path, reference: Path, rows: list[dict]) -> float:

@@ -204,6 +204,10 @@ def _root() -> Lack | None:
     return None if os.geteuid() == 0 else Lack("only root can give files away", advice="run them as root")
 
 
+def _linux() -> Lack | None:
+    return None if sys.platform.startswith("linux") else Lack("only Linux says what a process holds", advice="run them on Linux")
+
+
 def _node() -> Lack | None:
     return None if shutil.which("node") else Lack("no node on this machine", advice="apt-get install nodejs")
 
@@ -233,6 +237,7 @@ NEEDS = {
     "ifeval": Need("IFEval's published answers", lambda: _named("PSIGRAD_IFEVAL", "folder with them")),
     "mcp": Need("MCP servers", _mcp),
     "root": Need("files of other users", _root),
+    "linux": Need("the memory that a process holds", _linux),
 }
 FIXTURES = {"browser": "chromium", "postgres": "postgresql", "postgres_server": "postgresql"}
 """Fixtures that start a program: whoever takes one needs it."""

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from cases import repeat_for
 from packaging.requirements import Requirement
 
 from psigrad import cli
@@ -101,7 +102,7 @@ def test_the_page_of_faults_shows_what_the_runs_gave():
         assert (ROOT / "docs" / "images" / "debugging" / f"{name}.png").exists()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@repeat_for("name", PRESETS)
 def test_the_page_of_a_preset_names_each_of_its_parts(name):
     page, preset = (ROOT / "docs" / "methods" / f"{name}.md").read_text(), resolve(name)
     for part in (preset.psi, preset.ratio, preset.surrogate, preset.aggregate, preset.kl, *preset.keep):
@@ -109,12 +110,12 @@ def test_the_page_of_a_preset_names_each_of_its_parts(name):
         assert part is None or f"`{called}" in page
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@repeat_for("name", PRESETS)
 def test_every_preset_has_a_page_that_is_up_to_date(name, maker):
     assert (ROOT / "docs" / "methods" / f"{name}.md").read_text() == maker.page(name), "run: python docs/make/methods.py pages"
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *LOSSES])
+@repeat_for("name", [*PRESETS, *LOSSES])
 def test_a_page_shows_its_measured_curve_or_says_that_there_is_none(name, maker):
     page, picture = (ROOT / "docs" / "methods" / f"{name}.md").read_text(), ROOT / "docs" / "images" / f"{name}.png"
     assert picture.exists() == (f"(../images/{name}.png)" in page) != (maker.UNMEASURED in page)
@@ -147,7 +148,7 @@ def test_the_table_of_methods_is_up_to_date(maker):
     assert "methods/table.md" in (ROOT / "docs" / "index.md").read_text()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@repeat_for("name", LOSSES)
 def test_every_preference_loss_has_a_page_that_is_up_to_date(name, maker):
     text = maker.preference_page(name)
     assert (ROOT / "docs" / "methods" / f"{name}.md").read_text() == text, "run: python docs/make/methods.py pages"
@@ -164,7 +165,7 @@ def test_every_link_between_documents_leads_somewhere():
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@repeat_for("page", PAGES)
 def test_what_a_page_imports_and_the_files_it_names_are_there(page):
     text = page.read_text()
     for module, names in re.findall(r"^\s*from (psigrad[\w.]*) import ([\w, ]+)", text, re.MULTILINE):

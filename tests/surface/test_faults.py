@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
+from cases import repeat_for
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -17,7 +17,7 @@ def test_it_covers_every_row_of_the_list():
     assert [row.number for row in faults.ROWS] == [*range(1, 30)]
 
 
-@pytest.mark.parametrize("row", faults.ROWS, ids=lambda row: str(row.number))
+@repeat_for("row", faults.ROWS)
 def test_every_row_has_tests_that_exist(row):
     assert row.tests
     for file, part in row.tests:

@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 from pathlib import Path
 
-import pytest
+from cases import repeat_for
 
 from psigrad.objective.preferences.preference_loss import Labelled, Pairs
 from psigrad.tabular.mdp import MDP
@@ -57,7 +57,7 @@ ROOMS = [ROOT / room for room in ("objective", "tabular", "language/training")]
 PLACES = ["language/models/logprobs.py", *(str(p.relative_to(ROOT)) for room in ROOMS for p in sorted(room.rglob("*.py")))]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@repeat_for("place", PLACES)
 def test_the_frozen_ones_are_frozen_where_they_run(place):
     """What the source says and what Python made of it are two things."""
     module = importlib.import_module("psigrad." + place.removesuffix(".py").replace("/", "."))

@@ -7,7 +7,7 @@ import io
 import re
 from pathlib import Path
 
-import pytest
+from cases import repeat_for
 
 import psigrad.tabular as tabular
 
@@ -46,7 +46,7 @@ def test_every_picture_is_there():
     assert all((ROOT / "docs" / name).stat().st_size > 10_000 for name in pictures)
 
 
-@pytest.mark.parametrize("name", sorted(set(tabular.__all__) - {"ACTIONS", "ARROWS"}))
+@repeat_for("name", sorted(set(tabular.__all__) - {"ACTIONS", "ARROWS"}))
 def test_every_public_name_has_a_docstring_and_a_place_on_the_page(name):
     assert getattr(tabular, name).__doc__
     assert re.search(rf"\b{name}\b", PAGE), name

@@ -80,6 +80,9 @@ class ActionEvaluation:
     """[C, m] each critic's V(s_t), or Q(s_t, a_t)."""
 
 
+Passed = tuple[ForwardPass, ActionEvaluation]
+
+
 def _whiten(part: Prepared) -> Prepared:
     return replace(part, advantage=whitened(lambda batch: part.advantage)(part.batch))
 
@@ -152,17 +155,16 @@ class OnPolicyTrainer(Trainer):
         forward, now = self._pass(seen.observation, seen.action, closed, metrics)
         prepared = self._prepare(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
-        rate = self.learning_rate
         full = Minibatch(prepared, seen.observation, seen.action, seen)
         whole = full if once and seen.full else self._parts(prepared, seen)
         if once:  # this one forward pass both measures and learns
             known = slopes(algorithm, whole.prepared, totals) if closed else None
-            terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
+            terms = self._update(algorithm, whole, totals, (forward, now), metrics, known)
         else:
-            terms = self._passes(algorithm, whole, totals, minibatches, rate, metrics)
+            terms = self._passes(algorithm, whole, totals, minibatches, metrics)
         if algorithm.adapts:
             self.state = algorithm.adapt(whole.prepared, self._log_probs(whole))
-        return {**prepared.metrics, **terms, "learning_rate": rate} if metrics else {}
+        return {**prepared.metrics, **terms, "learning_rate": self.learning_rate} if metrics else {}
 
     def _log_probs(self, part: Minibatch) -> Tensor:
         """Those [N, T] of these steps' actions after the update."""
@@ -239,7 +241,7 @@ class OnPolicyTrainer(Trainer):
         return Minibatch(prepared.steps(), observation, action, None)
 
     def _passes(
-        self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, rate: float, metrics: bool
+        self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, metrics: bool
     ) -> dict[str, float]:
         """The passes over the rollout, each in shuffled minibatches; the terms of the last update."""
         config, terms = self.config, {}
@@ -256,7 +258,7 @@ class OnPolicyTrainer(Trainer):
                 if self._differentiable and (minibatches > 1 or known is None):
                     known = slopes(algorithm, part.prepared, totals)
                 passed = self._pass(part.observation, part.action, known is not None, measured)
-                terms = self._update(algorithm, part, totals, passed, rate, measured, known)
+                terms = self._update(algorithm, part, totals, passed, measured, known)
                 if config.target_kl is not None and self._too_far(terms):
                     return terms
         return terms
@@ -266,7 +268,7 @@ class OnPolicyTrainer(Trainer):
         limit = self.config.target_kl
         return limit is not None and float(terms.get("policy/approxkl_avg", 0.0)) > 1.5 * limit
 
-    def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> tuple[ForwardPass, ActionEvaluation]:
+    def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> Passed:
         """A forward pass: `closed` for a gradient in closed form, which reads entropies for `metrics` alone, else for autograd
         to differentiate.
         """
@@ -274,14 +276,7 @@ class OnPolicyTrainer(Trainer):
         return forward, self._evaluate(forward.output, action, entropies=metrics or not closed)
 
     def _update(
-        self,
-        algorithm: PolicyGradient,
-        part: Minibatch,
-        totals: Totals,
-        passed: tuple[ForwardPass, ActionEvaluation],
-        rate: float,
-        metrics: bool,
-        known: Slopes | None = None,
+        self, algorithm: PolicyGradient, part: Minibatch, totals: Totals, passed: Passed, metrics: bool, known: Slopes | None
     ) -> dict[str, float]:
         """One optimiser step on these steps, counted by `totals`; where its `known` slopes are given, by them."""
         forward, now = passed
@@ -306,7 +301,7 @@ class OnPolicyTrainer(Trainer):
             gradient = forward.backward(value)
         if self._too_far(terms):
             return {name: float(term) for name, term in terms.items()}
-        norm = self.optimizer.step(gradient, rate)
+        norm = self.optimizer.step(gradient, self.learning_rate)
         return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
 
     def _schedule(self) -> PolicyGradient:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from psigrad import seeds
-from psigrad.control.environments.collector import ActionLog, Collector
-from psigrad.control.environments.normalizer import Normalizer
+from psigrad.control.environments.collector import ActionLog, Collector, Normalizer
 from psigrad.control.environments.vector import Environments
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Array

@@ -33,7 +33,7 @@ class TRPOTrainer(OnPolicyTrainer):
         return False
 
     def _passes(
-        self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, rate: float, metrics: bool
+        self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, metrics: bool
     ) -> dict[str, float]:
         taken = self._policy_step(whole)
         terms = {
@@ -42,7 +42,7 @@ class TRPOTrainer(OnPolicyTrainer):
             "trpo/tries": float(taken.tries),
             "trpo/accepted": float(taken.improvement > 0),
         }
-        error = self._fit_critic(algorithm, whole, minibatches, rate)
+        error = self._fit_critic(algorithm, whole, minibatches)
         return {**terms, "value_loss": error} if metrics else terms
 
     def _policy_step(self, whole: Minibatch) -> trust_region.Taken:
@@ -77,7 +77,7 @@ class TRPOTrainer(OnPolicyTrainer):
         self._taken += 1
         return taken
 
-    def _fit_critic(self, algorithm: PolicyGradient, whole: Minibatch, minibatches: int, rate: float) -> float:
+    def _fit_critic(self, algorithm: PolicyGradient, whole: Minibatch, minibatches: int) -> float:
         """Passes over the rollout on the critic's loss alone; the mean error of the last one."""
         assert algorithm.critic is not None and whole.prepared.batch.value is not None and whole.prepared.returns is not None
         value_old, returns = whole.prepared.batch.value[:, 0], whole.prepared.returns[:, 0]
@@ -91,6 +91,6 @@ class TRPOTrainer(OnPolicyTrainer):
                 # each critic of an ensemble against the same returns
                 losses = [algorithm.critic(v, value_old[part], returns[part]).mean() for v in recorded.output.values]
                 loss = algorithm.critic.coefficient * torch.stack(losses).mean()
-                self.optimizer.step(recorded.backward(loss), rate)
+                self.optimizer.step(recorded.backward(loss), self.learning_rate)
                 error += float(loss.detach()) / minibatches
         return error

@@ -57,33 +57,25 @@ def load_model(
     if given is not None and given.network is not None:
         model = _prepare_given(language_model.prepare, given, settings, run, whole, world)
     else:
-        model = _load_language_model(settings, run, whole, world, None if given is None else given.tokenizer)
+        lora, before = lora_of(settings), find_adapter(settings)
+        _check_shards(settings, lora, world)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(run.seed)  # a fresh adapter's A matrices
+            model = language_model.load(
+                str(whole) if whole is not None and lora is None else locate(settings if before is None else before.base),
+                lora=lora,
+                adapter=(whole or (before.folder if before is not None else None)) if lora is not None else None,
+                tokenizer=given.tokenizer if given is not None else before.tokenizer if before is not None else "",
+                eos_token=settings.eos_token,
+                **_options(settings, run, world),
+            )
+        model.continued = before is not None
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
     if value_head:
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     model.attend(settings.attention)
     model.balance = balance_of(model.network, settings.router_aux_loss_coef)
-    return model
-
-
-def _load_language_model(
-    settings: Model, run: Run, checkpoint: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
-) -> LanguageModel:
-    """The model from its folder or from the hub, under its own tokenizer or the one given."""
-    lora, before = lora_of(settings), find_adapter(settings)
-    _check_shards(settings, lora, world)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)  # a fresh adapter's A matrices
-        model = language_model.load(
-            str(checkpoint) if checkpoint is not None and lora is None else locate(settings if before is None else before.base),
-            lora=lora,
-            adapter=(checkpoint or (before.folder if before is not None else None)) if lora is not None else None,
-            tokenizer=tokenizer or (before.tokenizer if before is not None else ""),
-            eos_token=settings.eos_token,
-            **_options(settings, run, world),
-        )
-    model.continued = before is not None
     return model
 
 
@@ -159,29 +151,23 @@ def load_scalar_model(
             )
         model = _prepare_given(scalar_model.prepare, given, settings, run, whole, world)
     else:
-        model = _load_scalar_model(settings, run, whole, world, None if given is None else given.tokenizer)
+        lora = lora_of(settings)
+        _check_shards(settings, lora, world)
+        trained = whole is not None and lora is None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
+            model = scalar_model.load(
+                str(whole) if trained else locate(settings),
+                lora=lora,
+                adapter=whole if lora is not None else None,
+                fresh_head="refuse" if trained else "random",
+                tokenizer=None if given is None else given.tokenizer,
+                **_options(settings, run, world),
+            )
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
     take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     model.attend(settings.attention)
     return model
-
-
-def _load_scalar_model(
-    settings: Model, run: Run, checkpoint: Path | None, world: World, tokenizer: PreTrainedTokenizerBase | None
-) -> ScalarModel:
-    lora = lora_of(settings)
-    _check_shards(settings, lora, world)
-    whole = checkpoint is not None and lora is None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
-        return scalar_model.load(
-            str(checkpoint) if whole else locate(settings),
-            lora=lora,
-            adapter=checkpoint if lora is not None else None,
-            fresh_head="refuse" if whole else "random",
-            tokenizer=tokenizer,
-            **_options(settings, run, world),
-        )
 
 
 @without_bars()

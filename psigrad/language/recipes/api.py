@@ -219,7 +219,7 @@ def score(
         return score_rows.score(rewards, _rows(dataset), **settings)
     from psigrad.language.recipes import reward as rewarding
 
-    return rewarding.score(os.fspath(model), _rows(dataset), **settings)
+    return [row["reward"] for row in rewarding.score_rows(os.fspath(model), _rows(dataset), **settings)]
 
 
 def evaluate(

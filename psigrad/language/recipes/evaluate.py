@@ -31,7 +31,7 @@ from psigrad.language.rewards.resolve import name_of
 from psigrad.language.rewards.reward_pool import explain_unscored
 from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.samplers import samplers
-from psigrad.language.rollout.types import SamplingParams, Trajectory
+from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
 from psigrad.language.training.online.collect import score
 from psigrad.records.pins import identify_data, identify_model
@@ -181,26 +181,13 @@ def _by_server(
         raise UserError("Episodes and agents need a model here; leave out --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
         raise UserError("eval_kl needs the model's own distribution, which a server does not tell; leave it out.")
-    rows, sampling = rewards.judgeable(_rows(config, None, None)), config.sampling
+    rows = rewards.judgeable(_rows(config, None, None))
     for row in rows:
         if row.prompt is None:
             raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
-    params = SamplingParams(
-        sampling.max_completion_length,
-        config.evaluation.eval_temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.min_p,
-        sampling.stop_token_ids,
-    )
-    server = extras.load("server").ServedModel(
-        config.server,
-        config.model.path,
-        config.server_key_variable,
-        config.server_timeout,
-        config.server_attempts,
-        config.server_concurrency,
-    )
+    params = samplers.sampling_params(config.sampling, None, rows, config.evaluation.eval_temperature)
+    limits = (config.server_timeout, config.server_attempts, config.server_concurrency)
+    server = extras.load("server").ServedModel(config.server, config.model.path, config.server_key_variable, *limits)
     derived = [[seeds.derive(config.run.seed, "eval", i, k) for k in range(size)] for i in range(len(rows))]
     replies = {(i, k): reply for i, k, reply in server.completions(rows, derived, params)}
     written = [

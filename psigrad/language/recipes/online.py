@@ -38,6 +38,9 @@ from psigrad.runs import session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
+Setup = tuple[RewardSetup, RewardSetup | None]
+"""The reward, and the held-out metric where it is another."""
+
 
 def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     """Train `config.model` on the prompts of `config.data` against `config.reward` by `config.algorithm`.
@@ -62,7 +65,7 @@ def open_job(
     config: OnlineConfig,
     journal: Journal,
     checkpoint: Path | None,
-    setup: tuple[RewardSetup, RewardSetup | None],
+    setup: Setup,
     given: GivenModel | None = None,
     *,
     scores: bool = True,
@@ -77,7 +80,7 @@ def open_job(
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        prepared = _prepared(config, model, journal, episodes, rewards, metric)
+        prepared = _prepare_rows(config, model, journal, episodes, setup)
         rows, held_out = prepared.rows, prepared.held_out
         evaluates = bool(held_out) and scores
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
@@ -135,15 +138,11 @@ def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterat
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _prepared(
-    config: OnlineConfig,
-    model: LanguageModel,
-    journal: Journal,
-    episodes: Player | None,
-    rewards: RewardSetup,
-    metric: RewardSetup | None,
+def _prepare_rows(
+    config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
     """The rows that can be judged, and the tokens of their prompts."""
+    rewards, metric = setup
 
     def make(tell: Tell) -> PreparedRows[Any]:
         given, held = rows_for(config, episodes, model.tokenizer, tell)
@@ -151,7 +150,7 @@ def _prepared(
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
         return PreparedRows(rows, held_out, prompts.made, [])
 
-    asked = [one for setup in (rewards, metric) if setup for one in setup.functions if hasattr(one, "check_row")]
+    asked = [one for judge in setup if judge for one in judge.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
     tools = schemas(list_tools(config))
     room = model.max_length, completion_room(config)

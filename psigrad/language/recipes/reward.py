@@ -62,23 +62,6 @@ def _task(config: RewardConfig, model: ScalarModel, made: Sequence[Any]) -> Task
     return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
 
 
-def score(
-    model: str,
-    rows: str | Iterable[Mapping[str, Any]],
-    *,
-    split: str = "test",
-    device: str = "auto",
-    budget: int = 16384,
-    columns: str | Mapping[str, str] = "",
-) -> list[float]:
-    """The reward model's score of every prompt-completion row, in order: r(x, y), higher is better.
-
-    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` where
-    `model` has no trained scalar head.
-    """
-    return [row["reward"] for row in score_rows(model, rows, split=split, device=device, budget=budget, columns=columns)]
-
-
 def score_rows(
     model: str,
     rows: str | Iterable[Mapping[str, Any]],
@@ -88,7 +71,11 @@ def score_rows(
     budget: int = 16384,
     columns: str | Mapping[str, str] = "",
 ) -> list[dict[str, Any]]:
-    """The rows with their score in the column `reward`; see `score`."""
+    """Every prompt-completion row, in order, with the reward model's score r(x, y) in the column `reward`; higher is better.
+
+    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` where
+    `model` has no trained scalar head.
+    """
     data = Data(dataset=rows, columns=columns, split=split)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))
     machine.prepare_torch(config.run)

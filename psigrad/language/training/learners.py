@@ -316,9 +316,9 @@ def with_changes(run: R, changes: Mapping[str, Any]) -> R:
         if head in PARTS:
             made = _with_part(made, head, rest, value)
             continue
-        made = replace(made, config=_replaced(made.config, name.split("."), value, name))
+        made = replace(made, config=_replace_in(made.config, name.split("."), value, name))
         if head == "sampling" and hasattr(made, "params"):
-            made = replace(made, params=_replaced(made.params, [rest], value, name))
+            made = replace(made, params=_replace_in(made.params, [rest], value, name))
         if name == "critic_learning_rate" and getattr(made, "critic", None) is not None:
             made = replace(made, critic=replace(made.critic, learning_rate=value))
     same: R = made
@@ -342,25 +342,25 @@ def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
     name = f"{head}.{rest}"
     if head == "loss":
         tasks = {
-            own: replace(task, loss=_replaced(task.loss, rest.split("."), value, name))
+            own: replace(task, loss=_replace_in(task.loss, rest.split("."), value, name))
             for own in ("task", "held_out")
             if (task := getattr(run, own)) is not None
         }
         return replace(run, **tasks)
-    algorithm = _replaced(run.algorithm, rest.split("."), value, name)
+    algorithm = _replace_in(run.algorithm, rest.split("."), value, name)
     if getattr(algorithm, "needs_reference", False) and run.reference is None:
         raise UserError(f"{name} is changed to {value!r} and the run has no reference; begin with a coefficient above 0.")
     return replace(run, algorithm=algorithm)
 
 
-def _replaced(thing: Any, path: list[str], value: Any, name: str) -> Any:
+def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
     """A copy of a frozen dataclass with another value at the end of `path`."""
     known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
     if path[0] not in known:
         raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")
     held = getattr(thing, path[0])
     if len(path) > 1:
-        value = _replaced(held, path[1:], value, name)
+        value = _replace_in(held, path[1:], value, name)
     elif "." in name and name.partition(".")[0] in PARTS and (isinstance(held, bool) or not isinstance(held, int | float)):
         raise UserError(f"{name} cannot be changed: it is {held!r} and no number.")
     return replace(thing, **{path[0]: value})

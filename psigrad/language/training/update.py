@@ -75,27 +75,6 @@ def check_schedule(optim: Optim) -> None:
     learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)
 
 
-def _make_rule(
-    parameters: Mapping[str, Tensor],
-    optim: Optim,
-    low_precision: Mapping[str, Tensor] | None = None,
-    bare: Mapping[str, Tensor] | None = None,
-    seed: int = 0,
-) -> Stepper:
-    """What the settings name; `low_precision`, weights without a master (`bare`) and the seed of their rounding are AdamW's."""
-    if optim.optimizer == "adafactor":
-        return Adafactor(parameters, optim.weight_decay)
-    betas = (optim.adam_beta1, optim.adam_beta2)
-    if optim.optimizer == "muon":
-        hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
-        rest = {name: p for name, p in parameters.items() if name not in hidden}
-        return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
-    rule = (parameters, betas, optim.adam_epsilon, optim.weight_decay, low_precision)
-    if optim.optimizer == "adamw_8bit" or bare:
-        return FrugalAdamW(*rule, eight_bits=optim.optimizer == "adamw_8bit", bare=bare, seed=seed)
-    return AdamW(*rule)
-
-
 class Optimizer:
     """AdamW, Muon or Adafactor (`optim.optimizer`) over named parameters.
 
@@ -136,10 +115,24 @@ class Optimizer:
         if not plain and any(own is not self.parameters[name] for name, own in self.held.items()):
             what = "bf16_stochastic_round" if self.bare else f"optimizer {optim.optimizer}"
             raise UserError(f"{what} needs whole matrices, and strategy=fsdp shards them; take strategy=ddp.")
-        self.rule = _make_rule(self.masters, optim, stepped, self.bare, seed)
+        self.rule = self._make_rule(stepped, seed)
         self.nonfinite = self.updates = 0
         """Steps in a row without a finite gradient; updates of the weights by this object."""
         self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and plain)
+
+    def _make_rule(self, stepped: Mapping[str, Tensor], seed: int) -> Stepper:
+        """What the settings name; weights that the kernels step (`stepped`) and the seed of their rounding are AdamW's."""
+        optim, parameters, betas = self.optim, self.masters, (self.optim.adam_beta1, self.optim.adam_beta2)
+        if optim.optimizer == "adafactor":
+            return Adafactor(parameters, optim.weight_decay)
+        if optim.optimizer == "muon":
+            hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
+            rest = {name: p for name, p in parameters.items() if name not in hidden}
+            return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
+        rule = (parameters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
+        if optim.optimizer == "adamw_8bit" or self.bare:
+            return FrugalAdamW(*rule, eight_bits=optim.optimizer == "adamw_8bit", bare=self.bare, seed=seed)
+        return AdamW(*rule)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.

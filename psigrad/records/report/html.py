@@ -8,7 +8,7 @@ import os
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from psigrad.records import run_folder
 from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, escape, interval, load_all, show_number
 from psigrad.records.report import plots
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides
-from psigrad.records.report.verdict import Verdict, alerts, verdict
+from psigrad.records.report.verdict import alerts, verdict
 from psigrad.records.row_lines import replace_file
 from psigrad.records.rows import number
 from psigrad.records.warnings import BY_NAME as RULES
@@ -70,25 +70,8 @@ class Figure:
     legend: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What report.html shows, from top to bottom; what is None or empty is left out."""
-
-    lines: Sequence[str]
-    verdict: Verdict | None
-    facts: Sequence[tuple[str, str]]
-    headline: Table | None
-    figures: Sequence[Figure]
-    names: Sequence[str]
-    every: Sequence[tuple[str, str]]
-    trace: str = ""
-    differing: Table | None = None
-    warnings: Table | None = None
-    episode: str = ""
-    samples: Table | None = None
-    troubles: Table | None = None
-    overrides: Table | None = None
-    events: Table | None = field(default=None)
+# What report.html shows of one run beside its curves, from top to bottom; what is empty is left out.
+_OF_ONE = ("lines", "verdict", "facts", "trace", "headline", "warnings", "episode", "samples", "troubles", "overrides", "events")
 
 
 def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -118,27 +101,14 @@ def page(runs: Sequence[RunData]) -> str:
     pictures = [Figure(p.title, p.note, svg, p.legend) for p, svg in plots.draw(runs)]
     names = [run.name for run in runs]
     every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
+    shown: dict[str, Any] = {"figures": pictures, "names": names, "every": every, "differing": None}
     if len(runs) > 1:
-        parts = _Parts([], None, [], _compare(runs), pictures, names, every, differing=_differences(runs))
-        return render("report.html", f"{len(runs)} runs compared", **vars(parts))
+        compared = {"headline": _compare(runs), "differing": _differences(runs)}
+        return render("report.html", f"{len(runs)} runs compared", **{**dict.fromkeys(_OF_ONE, ()), **shown, **compared})
     (run,) = runs
-    parts = _Parts(
-        [describe_method(run)],
-        verdict(run),
-        facts(run),
-        _headline(run),
-        pictures,
-        names,
-        every,
-        trace=_trace(run),
-        warnings=_warnings(run),
-        episode=_episode(run),
-        samples=_samples(run),
-        troubles=_troubles(run),
-        overrides=_overrides(run),
-        events=_events(run),
-    )
-    return render("report.html", run.name, **vars(parts))
+    tables = (_headline, _warnings, _episode, _samples, _troubles, _overrides, _events)
+    parts = ([describe_method(run)], verdict(run), facts(run), _trace(run), *(make(run) for make in tables))
+    return render("report.html", run.name, **shown, **dict(zip(_OF_ONE, parts, strict=True)))
 
 
 def render(template: str, title: str, **parts: Any) -> str:

@@ -89,12 +89,6 @@ def print_figures(values: Mapping[str, Any]) -> None:
     print_table(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])
 
 
-def print_columns(columns: Mapping[str, Mapping[str, Any]]) -> None:
-    """Figures of several, side by side."""
-    names = dict.fromkeys(name for figures in columns.values() for name in figures)
-    print_table(["", *columns], [[name, *(show_number(figures.get(name)) for figures in columns.values())] for name in names])
-
-
 def print_completions(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
     """A few completions with their rewards."""
     rows = list(zip(map(prompt_text, prompts), completions, map(show_number, rewards), strict=True))
@@ -111,23 +105,6 @@ def print_before_and_after(run: RunData | str | Path, console: Console | None = 
     ]
     if cells:
         print_table(["prompt", *(head for step in steps for head in (f"step {step}", ""))], cells, console)
-
-
-def print_tasks(metrics: Iterable[Any]) -> None:
-    """Metrics of tasks with 95 % intervals: of a model, and where there is a baseline its own and the difference."""
-    found = list(metrics)
-    columns = ["model", *(["baseline", "difference"] if any(one.baseline is not None for one in found) else [])]
-    spans = lambda one: [getattr(one, name) for name in columns]  # noqa: E731
-    cells = [
-        [
-            one.task,
-            one.metric,
-            str(one.documents),
-            *("" if x is None else f"{x[0]:.4g} [{x[1]:.4g}, {x[2]:.4g}]" for x in spans(one)),
-        ]
-        for one in found
-    ]
-    print_table(["task", "metric", "documents", *columns], cells)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:

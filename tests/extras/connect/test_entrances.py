@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trl
 import yaml
+from cases import repeat_for
 
 from psigrad.cli import flags
 from psigrad.compat.conversion import convert_object
@@ -186,7 +187,7 @@ def same_sentence(said: str, name: str) -> str:
     return said.replace(f"flag --{name}", f"setting '{name}'").replace(f"--{name} is", f"{name} is").removeprefix("c.yaml: ")
 
 
-@pytest.mark.parametrize("name", TABLE)
+@repeat_for("name", TABLE)
 def test_flags_files_and_keywords_come_to_the_same(name, here):
     row = TABLE[name]
     method = method_of(row)
@@ -214,7 +215,7 @@ for _config, _cls in CONFIGS.items():
             FIELDS.setdefault(_field.name, _config)
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@repeat_for("name", FIELDS)
 def test_an_object_and_a_script_come_to_what_a_file_comes_to(name, here):
     config, row = FIELDS[name], TABLE.get(name, Entry(name, "trl", means=name))
     method = METHODS[config][0]

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from cases import repeat_for
 from tiny_jobs import online_config
 
 from psigrad import cli
@@ -92,7 +93,7 @@ def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
     assert {m.run.seed for m in made.values()} == {3} and len({m.run.output_dir for m in made.values()}) == 4
 
 
-@pytest.mark.parametrize("name", [name for name, method in list_declarations().items() if method.online])
+@repeat_for("name", [name for name, method in list_declarations().items() if method.online])
 def test_a_method_has_the_settings_of_its_command(name, tmp_path):
     """But for the number of samples per step, which is the same for every method."""
     method = declaration(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ import torch
 from psigrad import cli
 from psigrad.language.models import tiny
 
-PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "operations.md"
+sys.path.insert(0, str(ROOT / "tools"))
+import page_commands  # noqa: E402
 
 
 def commands() -> list[list[str]]:
-    """The words of each line in a block of the page; a backslash at its end goes on in the next."""
-    blocks = PAGE.read_text().replace("\\\n", " ").split("```")[1::2]
-    return [shlex.split(line) for block in blocks for line in block.strip().splitlines()]
+    """The words of each command of the page."""
+    return [shlex.split(command.text) for command in page_commands.commands(PAGE)]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from cases import repeat_for
 
 from psigrad.cli import main
 from psigrad.errors import UserError
@@ -62,7 +63,7 @@ def test_there_are_the_25_published_kinds():
     assert len(KINDS) == 25 and set(GOLDS) == set(KINDS)
 
 
-@pytest.mark.parametrize("kind", GOLDS)
+@repeat_for("kind", GOLDS)
 def test_each_kind_by_hand(kind):
     _, follows, not_so, loosely = GOLDS[kind]
     assert scores(kind, follows) == scores(kind, follows, loose=True) == 1.0

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
+from cases import repeat_for
 
 from psigrad_extras.judges.instructions import KINDS, IFEval
 
@@ -106,7 +107,7 @@ PUBLISHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "parameters", "text", "follows"), PUBLISHED, ids=[case[0] for case in PUBLISHED])
+@repeat_for(("kind", "parameters", "text", "follows"), PUBLISHED)
 def test_the_authors_examples(kind, parameters, text, follows):
     assert IFEval()([text], instruction_id_list=[[kind]], kwargs=[[parameters]]) == [float(follows)]
 

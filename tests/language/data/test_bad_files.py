@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import repeat_for
 
 from psigrad.errors import UserError
 from psigrad.language.data import row_files
@@ -196,7 +197,7 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize("case", [*JSONL, *FORMS, *LISTS], ids=lambda case: case.id)
+@repeat_for("case", [*JSONL, *FORMS, *LISTS])
 def test_a_malformed_text_file_is_refused_by_place_and_reason(case: Case, tmp_path: Path) -> None:
     path = tmp_path / case.name
     path.write_bytes(case.data)
@@ -207,7 +208,7 @@ def test_a_malformed_text_file_is_refused_by_place_and_reason(case: Case, tmp_pa
     assert "\n" not in message and len(message) < 700
 
 
-@pytest.mark.parametrize("case", [*JSONL, *FORMS], ids=lambda case: case.id)
+@repeat_for("case", [*JSONL, *FORMS])
 def test_skipping_leaves_out_the_bad_line_alone(case: Case, tmp_path: Path) -> None:
     path = tmp_path / case.name
     path.write_bytes(case.data)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import repeat_for
 from transformers import PreTrainedTokenizerFast
 
 from psigrad import cli
@@ -130,7 +131,7 @@ POSTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("form", "raw", "holds"), [case[1:] for case in POSTED], ids=[case[0] for case in POSTED])
+@repeat_for(("form", "raw", "holds"), [case[1:] for case in POSTED])
 def test_a_posted_row_becomes_the_row_it_means(form: str, raw: dict[str, Any], holds: dict[str, Any]) -> None:
     before = json.dumps(raw)
     (row,) = from_rows([raw], form).rows

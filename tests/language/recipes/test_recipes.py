@@ -144,8 +144,12 @@ def test_the_reference_can_be_another_model(job, teacher, tmp_path):
         online.run(replace(free, reference=str(teacher), evaluation=replace(free.evaluation, eval_kl=False)))
 
 
+@pytest.mark.slow
 def test_a_policy_comes_near_to_its_teacher_on_its_own_samples(job, teacher, tmp_path):
-    """On-policy distillation by the exact reverse KL at the states that the policy visits, without a reward."""
+    """On-policy distillation by the exact reverse KL at the states that the policy visits, without a reward.
+
+    Its heart: language/training/test_learning.py, where a pupil finds what its teacher does by each estimator.
+    """
 
     def nearer(rate: float) -> float:
         config = online_config(job, tmp_path / f"rate {rate}", "distill", max_steps=30)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import reasoning_gym
+from cases import repeat_for
 
 from psigrad.language.data import tasks
 from psigrad.language.rewards import builtin
@@ -32,7 +33,7 @@ def test_exact(completion, answer, reward):
     assert builtin.exact([completion], [answer]) == [reward]
 
 
-@pytest.mark.parametrize(
+@repeat_for(
     ("completion", "answer", "reward"),
     [
         ("The answer is 42.", "42", 1),

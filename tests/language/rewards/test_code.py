@@ -9,6 +9,7 @@ import time
 import zlib
 
 import pytest
+from cases import repeat_for
 from judged_programs import FAKED, FAKES, FORMS, LCB, REFUSED, ROWS, TASKS
 
 from psigrad.errors import UserError
@@ -19,7 +20,7 @@ from psigrad.language.rewards.code_rows import Printed, read_tests
 from psigrad.language.rewards.code_values import allclose, same
 
 
-@pytest.mark.parametrize(("source", "inside", "right", "wrong"), FORMS, ids=[form[0][-40:] for form in FORMS])
+@repeat_for(("source", "inside", "right", "wrong"), FORMS)
 def test_only_calls_go_into_the_sandbox(source, inside, right, wrong):
     checks, _ = take_apart(source)
     sent = [one for check in checks for one in check.expressions]
@@ -36,7 +37,7 @@ def test_only_calls_go_into_the_sandbox(source, inside, right, wrong):
         assert not passed, values
 
 
-@pytest.mark.parametrize("source", REFUSED)
+@repeat_for("source", REFUSED)
 def test_what_cannot_be_taken_apart_is_refused_by_row(source):
     if source == "from os import system":  # a test without tests
         with pytest.raises(UserError, match="no tests"):

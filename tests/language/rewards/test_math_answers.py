@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from cases import repeat_for
 
 from psigrad.language.rewards import builtin
 
 
-@pytest.mark.parametrize(
+@repeat_for(
     ("completion", "answer", "reward"),
     [
         ("$\\frac{1}{2}$", "0.5", 1),

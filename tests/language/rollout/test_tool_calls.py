@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import trl
+from cases import repeat_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -122,7 +123,7 @@ def test_a_prompt_that_ends_within_a_mark_of_the_turn_hides_none_of_it():
     assert form.family == "Hermes" and form.seen.startswith("<tool_call>") and form.probe(form.seen) == [PROBE]
 
 
-@pytest.mark.parametrize("name", [name for name, family in CASES if family not in ("Llama", "Harmony")])
+@repeat_for("name", [name for name, family in CASES if family not in ("Llama", "Harmony")])
 def test_two_calls_of_a_turn_are_two(name):
     tokenizer = from_trl(name)
     second = ToolCall("find_price", {"item": "ink", "count": 1, "options": {}})
@@ -159,7 +160,7 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize(("family", "text"), BY_HAND)
+@repeat_for(("family", "text"), BY_HAND)
 def test_a_call_as_its_authors_show_it_is_read(family, text):
     types = {"add": {"a": {"type": "integer"}}}
     assert BY_NAME[family].calls(text, types) == ONE
@@ -215,7 +216,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("family", "text", "reason"), BROKEN)
+@repeat_for(("family", "text", "reason"), BROKEN)
 def test_a_broken_call_is_answered_with_what_is_wrong(family, text, reason):
     box = ToolBox([add], CallForm(family))
     step = box.step(text)

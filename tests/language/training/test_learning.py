@@ -84,10 +84,14 @@ MOST = {"preset": "top_entropy", "keep": ["has_signal", "not_truncated", {"part"
 
 # one of each kind of Psi: learnt values, a group's mean, a moving average
 TO_THE_END = ("ppo", "grpo", "reinforce_moving_average")
+# and of each kind of ratio, surrogate, choice of tokens and reward; the others, whose gradients are enumerated, are slow
+OFTEN = (*TO_THE_END, "rloo", "dapo", "gspo", "gmpo", "raft", "vapo", "pass_at_k", "top_entropy", "kl_cov", "process_grpo")
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("algorithm", [name for name in PRESETS if name != "distill"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in PRESETS if name != "distill"]
+)
 def test_the_method_finds_the_optimum(algorithm, seed, tokenizer):
     # that what was reached stays is shown by those that go on to the end; the others end where it is reached
     whole = seed == 0 and algorithm in TO_THE_END

@@ -187,7 +187,7 @@ def test_a_reward_model_learns_and_opens_in_transformers_with_the_same_scores(jo
     assert result.after["eval/accuracy/low"] < result.after["eval/accuracy"] <= result.after["eval/accuracy/high"] + 1e-9
     assert "eval/calibration_error" in result.after
     rows = [{"prompt": r["prompt"], "completion": r[k]} for r in read(job, "pairs")[:3] for k in ("chosen", "rejected")]
-    ours = reward.score(str(result.model), rows)
+    ours = [row["reward"] for row in reward.score_rows(str(result.model), rows)]
     tokenizer = AutoTokenizer.from_pretrained(result.model)
     peer = AutoModelForSequenceClassification.from_pretrained(result.model)
     texts = [row["prompt"] + row["completion"] + tokenizer.eos_token for row in rows]

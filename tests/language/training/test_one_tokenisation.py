@@ -75,7 +75,8 @@ def rewards_in_rl(folder: Path, tokenizer: Any, answers: list[list[int]], texts:
 
 def test_reward_in_training_scoring_and_rl_is_one_number(judge: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    said = reward.score(str(judge), [{"prompt": p, "completion": a} for p, a in zip(PROMPTS, ANSWERS, strict=True)], device="cpu")
+    given = [{"prompt": p, "completion": a} for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    said = [row["reward"] for row in reward.score_rows(str(judge), given, device="cpu")]
     model = scalar_model.load(str(judge))
     rows = [as_turns(tokenizer, Row("x", p, a, rejected=f"{a}!")) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
     encoded = [pairs.encode_pair(tokenizer, row) for row in rows]
@@ -123,7 +124,8 @@ def test_a_reward_model_of_plain_prompts_stays_one(plain: bool, tmp_path: Path) 
         output_dir=tmp_path / "run",
         report=False,
     )
-    said = reward.score(str(done.model), [{"prompt": p, "completion": a} for p, a in zip(PROMPTS, ANSWERS, strict=True)])
+    given = [{"prompt": p, "completion": a} for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    said = [row["reward"] for row in reward.score_rows(str(done.model), given)]
     written = [tokenizer(text, add_special_tokens=False).input_ids for text in ANSWERS]
     for policy in (False, True):
         found = rewards_in_rl(done.model, tokenizer, written, ANSWERS, plain_prompts=policy)

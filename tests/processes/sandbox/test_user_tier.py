@@ -10,7 +10,8 @@ import machine
 import pytest
 
 pytestmark = pytest.mark.needs("bubblewrap", "nobody")
-# One of each kind; one or two more with `make test-slow`, all of them with `make test-faults`.
+# One of each kind by an ordinary user; in a rootless container too, and one or two more of each, with `make test-slow`; all of
+# them with `make test-faults`.
 FEW = "environment or daemon or network or success or worker"
 SOME = f"{FEW} or fork or background or secret or equals or FIFO or Unix"
 ROOTLESS = pytest.mark.needs("rootless")
@@ -46,7 +47,9 @@ def judged(folder: Path, names: str, within: tuple[str, ...]) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize(
+    "within", [pytest.param((), id="user"), pytest.param(machine.ROOTLESS, id="rootless", marks=[ROOTLESS, pytest.mark.slow])]
+)
 def test_hostile_programs_get_nowhere_by_an_ordinary_user(folder, within):
     judged(folder, FEW, within)
 

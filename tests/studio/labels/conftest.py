@@ -30,12 +30,14 @@ _numbers = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many cases PostgreSQL sees the first, and the others with `make test-slow`; SQLite sees them all."""
+    """Of a test with many cases PostgreSQL sees the first, and the others with `make test-slow`, as it sees those of hundreds of
+    votes whose figures are computed from the rows that either gives (`one_database`); SQLite sees them all.
+    """
     seen: set[str] = set()
     for item in items:
         if item.path.parent == Path(__file__).parent and "[postgresql" in item.name:
             name = item.nodeid.partition("[")[0]
-            if name in seen:
+            if name in seen or item.get_closest_marker("one_database"):
                 item.add_marker(pytest.mark.slow)
             seen.add(name)
 

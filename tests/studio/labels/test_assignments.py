@@ -206,6 +206,7 @@ def test_what_is_shown_tells_nothing_about_where_it_came_from(pair):
     assert "model" not in repr(shown) and "secret" not in repr(shown)
 
 
+@pytest.mark.one_database
 def test_sides_are_drawn_evenly_for_places_and_for_people(desks, db):
     made = desks(overlap=2)
     made.pairs(120)

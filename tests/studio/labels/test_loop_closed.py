@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from statistics import fmean
 
+import pytest
 from tiny_jobs import make_job, online_config, preference_config, reward_config
 
 from psigrad.config import Data
@@ -14,6 +15,7 @@ from psigrad_studio.labels import assignments, export, intake
 from psigrad_studio.labels.questions import Question
 
 
+@pytest.mark.one_database
 def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
     job = make_job(tmp_path)
     online.run(online_config(job, tmp_path / "grpo", max_steps=3, save_steps=0))
@@ -51,7 +53,7 @@ def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
     for name in ("long", "short", "weighted"):  # a reward model for each aspect: opposite votes make opposite models
         data = Data(dataset=str(tmp_path / f"{name}.jsonl"))
         result = reward.run(replace(reward_config(job, tmp_path / name, max_steps=20, save_steps=0), data=data))
-        scores = reward.score(str(result.model), texts)
+        scores = [row["reward"] for row in reward.score_rows(str(result.model), texts)]
         long, brief = fmean(scores[::2]), fmean(scores[1::2])
         assert (long > brief) == (name == "long"), (name, brief, long)
     for name in ("dpo", "rm", "kto"):

@@ -246,6 +246,7 @@ def test_checks_are_met_by_everybody_at_places_drawn_for_each(desks, db):
     assert assignments.left(db, made.owner, made.project) == 0
 
 
+@pytest.mark.one_database
 def test_the_rate_of_each_labeller_is_shown_and_checks_are_never_exported(desks, db):
     made = planted(desks, overlap=2)
     work(made, made.person("Ann"), "good")

@@ -103,7 +103,7 @@ def test_naming_and_turning_comparisons_changes_nothing():
     assert np.abs(negative.strength - plain.strength).max() > 0.1
 
 
-@pytest.mark.parametrize("eta, n", [(-np.inf, 400), (0.3, 400)])
+@pytest.mark.parametrize("eta, n", [pytest.param(-np.inf, 400, marks=pytest.mark.slow), (0.3, 400)])
 def test_intervals_cover_95_times_in_100(eta, n):
     random = np.random.default_rng(2)
     strengths = np.array([1.2, 0.5, 0.0, -0.6, -1.1])

@@ -22,6 +22,7 @@ def choose(shown, text_starts):
     return {"choice": ("left", "right")[next(n for n, c in enumerate(shown.completions) if c.startswith(text_starts))]}
 
 
+@pytest.mark.one_database
 def test_agreement_of_pairs_is_about_completions_and_not_sides(desks, db):
     made = desks(overlap=2)
     made.pairs(40)
@@ -38,6 +39,7 @@ def test_agreement_of_pairs_is_about_completions_and_not_sides(desks, db):
     assert found.alpha["nominal"].value == pytest.approx(2 * found.percent - 1, abs=0.06)
 
 
+@pytest.mark.one_database
 def test_who_always_takes_the_left_side_is_found_out(desks, db):
     made = desks(overlap=2)
     made.pairs(60)
@@ -49,6 +51,7 @@ def test_who_always_takes_the_left_side_is_found_out(desks, db):
     assert position[""].n == 120
 
 
+@pytest.mark.one_database
 def test_known_answers_tell_who_looks(desks, db):
     made = desks(overlap=2, checks=0)
     made.add([{"prompt": f"q{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(30)], gold=True)
@@ -59,6 +62,7 @@ def test_known_answers_tell_who_looks(desks, db):
     assert (gold["Ann"].value, gold["Ann"].n, gold["Blind"].value) == (1, 30, 0)
 
 
+@pytest.mark.one_database
 def test_ratings_are_ordered(desks, db):
     made = desks(kind="rating-5", overlap=2)
     made.add([{"prompt": f"q{n}", "completion": f"x{n}"} for n in range(30)])
@@ -113,6 +117,7 @@ def judged(draw, shown):
     return {"choice": draw.choices(("left", "right", "tie"), weights)[0]}
 
 
+@pytest.mark.one_database
 def test_samplers_are_ranked_from_blind_votes(desks, db):
     made = desks()
     names = list(STRENGTH)

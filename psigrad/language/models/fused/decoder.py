@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from psigrad.language.models import gradients
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
-from psigrad.language.models.fused.layer import RANKS, Layer, RowSelection, Unsupported
+from psigrad.language.models.fused.layer import RANKS, Layer, Pass, RowSelection, Unsupported
 from psigrad.language.models.fused.weights_only import FAMILIES, Backbone, WeightsOnly, family_of
 from psigrad.language.models.native.kernels import Heads, Kernels, kernels
 
@@ -39,29 +39,21 @@ class _LayerFunction(torch.autograd.Function):
         ctx: Any,
         layer: Layer,
         x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        layout: PackedLayout,
-        adapted: bool,
+        how: Pass,
         selection: RowSelection,
         cached: CacheHit | None,
         recompute: bool,
         *weights: Tensor,
     ) -> Tensor:
         if cached is None:
-            y, parts = layer.forward(x, angles, layout, adapted, selection)
+            y, parts = layer.forward(x, how, selection)
             parts = () if recompute else parts
         elif layer.index == cached.last:
             y, parts = cached.output(layer.index, selection.output_rows), ()
         else:
-            y, parts = x.new_full((1,), torch.nan).expand(layout.rows, x.shape[1]), ()
-        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.selection, ctx.cached = (
-            layer,
-            angles,
-            layout,
-            adapted,
-            selection,
-            cached,
-        )
+            assert isinstance(how.layout, PackedLayout)
+            y, parts = x.new_full((1,), torch.nan).expand(how.layout.rows, x.shape[1]), ()
+        ctx.layer, ctx.how, ctx.selection, ctx.cached = layer, how, selection, cached
         ctx.recompute, ctx.parts = recompute and cached is None, len(parts)
         ctx.save_for_backward(x, *parts, *weights)  # the weights only so that autograd notices an in-place change
         return y
@@ -74,12 +66,12 @@ class _LayerFunction(torch.autograd.Function):
             own, parts = ctx.cached.saved_for_backward(ctx.layer.index, ctx.selection.output_rows)
             x = x if own is None else own
         elif ctx.recompute:
-            parts = list(ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.selection)[1])
-        learns, given = ctx.needs_input_grad[8:], (ctx.angles, ctx.layout, ctx.adapted)
+            parts = list(ctx.layer.forward(x, ctx.how, ctx.selection)[1])
+        learns = ctx.needs_input_grad[6:]
         # tensors that autograd saved may be asked for again: only our own copies may be overwritten
         overwrite = ctx.cached is not None or ctx.recompute
-        dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, *given, learns, ctx.selection, overwrite)
-        return None, dx, None, None, None, None, None, None, *dweights
+        dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, ctx.how, learns, ctx.selection, overwrite)
+        return None, dx, None, None, None, None, *dweights
 
 
 class _Norm(torch.autograd.Function):
@@ -166,21 +158,18 @@ class Decoder:
             selection[-1] = replace(selection[-1], output_rows=outputs)
         x = self._embed(ids).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
-        angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
-        adapted = self.adapted
+        how = Pass((cosine[0].float().contiguous(), sine[0].float().contiguous()), layout, self.adapted)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
-            assert isinstance(layout, PackedLayout)
             for layer, at in zip(self.layers, selection, strict=True):
 
                 def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
-                    given = (layer, x, angles, layout, adapted, at, cached, self.recompute)
-                    y: Tensor = _LayerFunction.apply(*given, *layer.weights.given)
+                    y: Tensor = _LayerFunction.apply(layer, x, how, at, cached, self.recompute, *layer.weights.given)
                     return y
 
                 x = self._with_weights(layer, run, x)
             x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
         else:
-            x = self._run(x, angles, layout, adapted, selection, keep) if cached is None else cached.output(cached.last, outputs)
+            x = self._run(x, how, selection, keep) if cached is None else cached.output(cached.last, outputs)
             x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
         x = x.to(self.stored)
         if back is not None:
@@ -214,25 +203,17 @@ class Decoder:
         """Whether adapters are active. A LoRA model with its adapters off is the model that it started from."""
         return any(layer.adapted for layer in self.layers)
 
-    def _run(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        layout: FusedLayout,
-        adapted: bool,
-        selection: Sequence[RowSelection],
-        keep: ActivationCache | None,
-    ) -> Tensor:
+    def _run(self, x: Tensor, how: Pass, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
         """The last layer's output, without gradient."""
-        now = versions(self.parameters) if keep is not None or layout.packed_weights is not None else []
-        y = None if self.in_shards else self._step(x, angles, layout, adapted, keep, now)
+        now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
+        y = None if self.in_shards else self._step(x, how, keep, now)
         if y is not None:
             return y
         layers = []
         for layer, at in zip(self.layers, selection, strict=True):
 
             def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
-                y, parts = layer.forward(x, angles, layout, adapted, at)
+                y, parts = layer.forward(x, how, at)
                 if keep is not None:
                     layers.append((y, *parts))
                 return y
@@ -242,23 +223,15 @@ class Decoder:
             keep.add(len(x), self.parts, now, layers)
         return x
 
-    def _step(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        layout: FusedLayout,
-        adapted: bool,
-        keep: ActivationCache | None,
-        now: list[Version],
-    ) -> Tensor | None:
+    def _step(self, x: Tensor, how: Pass, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
         """One decoding step through all layers in a single kernel call, which writes what is kept straight into the cache.
 
         None if this is not a decoding step, or if matrices are not packed.
         """
-        packed_weights, slots, rows = layout.packed_weights, layout.slots, len(x)
+        packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
             return None
-        weights = packed_weights.table(adapted, now, lambda: self._addresses(packed_weights, adapted))
+        weights = packed_weights.table(how.adapted, now, lambda: self._addresses(packed_weights, how.adapted))
         if weights is None:
             return None
         room = None if keep is None else keep.reserve(rows, self.parts)
@@ -266,7 +239,7 @@ class Decoder:
         block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
         inner, rank = self.parts.kinds[-1][0] // 2, int(weights[:, RANKS].max())
-        self.native.decode_layers(x, weights, made, inner, rank, slots, angles, self.heads, self.eps)
+        self.native.decode_layers(x, weights, made, inner, rank, slots, how.angles, self.heads, self.eps)
         if keep is not None:
             keep.add(rows, self.parts, now, None if room is not None else block.layers())
         return block.part(block.parts.layers - 1, 0, start, rows)

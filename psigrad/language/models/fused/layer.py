@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,16 @@ class LoraDelta:
         """The gradients of A and B."""
         multiply = self.products.of
         return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
+
+
+class Pass(NamedTuple):
+    """What is the same in every layer of a forward pass: the angles of its tokens, who attends to whom, and whether adapters are
+    active.
+    """
+
+    angles: tuple[Tensor, Tensor]
+    layout: FusedLayout
+    adapted: bool
 
 
 @dataclass(frozen=True)
@@ -272,17 +282,15 @@ class Layer:
         own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, selection: RowSelection
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, how: Pass, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output [W, E], and what `backward` needs besides x: [q|k|v], attention's output and log-normaliser of every
         token [S, …]; the stream after attention and [gate|up] of the output rows [W, …].
         """
-        weights = self.current_weights(adapted, layout.packed_weights)
+        weights = self.current_weights(how.adapted, how.layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
         qkv = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
-        rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)
-        mixed, normaliser = layout.mix(self, rotated, qkv)
+        rotated = self.native.rotary(qkv, weights.head_norms, *how.angles, self.heads)
+        mixed, normaliser = how.layout.mix(self, rotated, qkv)
         stream = selection.gather_outputs(selection.gather_inputs(x))
         middle = weights.apply(_OUT, selection.gather_outputs(mixed), torch.empty_like(stream), residual=stream)
         normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
@@ -295,9 +303,7 @@ class Layer:
         dy: Tensor,
         x: Tensor,
         kept: list[Tensor],
-        angles: tuple[Tensor, Tensor],
-        layout: PackedLayout,
-        adapted: bool,
+        how: Pass,
         learns: Sequence[bool],
         selection: RowSelection,
         overwrite: bool,
@@ -306,7 +312,9 @@ class Layer:
 
         The list `kept` is emptied, so that each tensor is freed after its last use; with `overwrite` they are also written to.
         """
-        weights, multiply = self.current_weights(adapted), self.native.products.of
+        (angles, layout, adapted), multiply = how, self.native.products.of
+        assert isinstance(layout, PackedLayout)
+        weights = self.current_weights(adapted)
         (q, k, v, o, gate, up, down), norms, head_norms = weights.matrices, weights.norms, weights.head_norms
         qkv, mixed, normaliser, middle, both = kept
         kept.clear()

@@ -62,14 +62,15 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def sampling_params(
-    sampling: Sampling, model: LanguageModel, rows: Sequence[Row], temperature: float | None = None
+    sampling: Sampling, model: LanguageModel | None, rows: Sequence[Row], temperature: float | None = None
 ) -> SamplingParams:
     """The distribution that is sampled from; evaluation may have its own temperature.
 
     Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
+    Without a `model` a server samples, which knows that itself.
     """
     talk = next((row for row in rows if not isinstance(row.prompt, str)), None)
-    chat = stop_token_ids(model.tokenizer, talk) if talk is not None else ()
+    chat = stop_token_ids(model.tokenizer, talk) if talk is not None and model is not None else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature if temperature is None else temperature,
