@@ -129,7 +129,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool
     if made is None or made[0].row is not row:
         talk = Talk(tokenizer, row)
         found = contexts(talk, empty_thinking=empty_thinking)
-        made = talk, [[(_last_cut(tokenizer, before), *rest) for before, *rest in _pieces(one)] for one in found]
+        made = talk, [[(_last_cut(tokenizer, before), text, trained) for before, text, trained in _pieces(one)] for one in found]
     return made
 
 
