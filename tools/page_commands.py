@@ -38,7 +38,8 @@ NEEDS = {
     r"--nnodes|--cluster|nproc-per-node=8|--processes 8": "several machines",
     r"^psigrad push|--push-to-hub": "an account at the hub",
     r"--server |--base-url|localhost|OPENAI_BASE_URL": "a server of others",
-    r"minigrid|demo-real|--revision COMMIT|lm-eval|examples/environments": "a model or library from the network",
+    r"gsm8k|ifeval|labels-monday|--to adapter": "data or a run of the reader's own",
+    r"--tinker|minigrid|demo-real|--revision COMMIT|lm-eval|examples/environments": "a model or library from the network",
     r"~/": "",
 }
 SERVES = r"psigrad (studio (?!--)|serve )"
@@ -52,7 +53,7 @@ CUTS = {
     "sample": "--eval-prompts 40 --max-completion-length 8",
     "eval": "--eval-prompts 8 --max-completion-length 8",
     "compare": f"{TRAINS} --seeds 0 --eval-steps 1 --prompts-per-step 4",
-    "sweep": "--max-steps 2 --trials 2 --seeds 0 --eval-prompts 4 --batch-size 4",
+    "sweep": "--max-steps 2 --eval-prompts 4 --batch-size 4",
 }
 MY_MODULE = '''
 def my_reward(completions, answer, **columns):
@@ -123,11 +124,14 @@ def shortened(text: str) -> str:
 
     if text.startswith("for "):
         return text.replace("--eval-prompts 400", "--eval-prompts 8")
+    text = text.replace("--trials 20 --seeds 0 1 2", "--trials 2 --seeds 0")
     text = re.sub(r"--step \d+", "--step 2", re.sub(MODELS, "runs/demo/sft/model", text))
     name = re.match(r"(?:[A-Z_]+=\S+ )?(?:torchrun \S+ -m )?psigrad (\S+)", text)
     if name is None or "--config" in text or re.search(SERVES, text):
         return text
     method = list_declarations().get(name[1])
+    if method is not None and method.online and not re.search("--(reward|environment|agent|reference)", text):
+        text += " --reward similarity"  # as the page of other libraries' commands says
     of_method = "" if method is None else f"{TRAINS} {ONLINE}" if method.online else f"{TRAINS} --batch-size 4"
     return f"{text} {CUTS.get(name[1], of_method)}"
 
@@ -147,10 +151,14 @@ def prepare(folder: Path, demo: Path) -> None:
     folder.mkdir(parents=True)
     shutil.copytree(demo, folder / "runs" / "demo")
     (folder / "model").symlink_to("runs/demo/sft/model")
+    for name in ("mine", "sums"):
+        (folder / "runs" / name).symlink_to("demo/grpo")
     # the models that pages name were trained on conversations
     (folder / "runs" / "demo" / "sft" / "model" / "chat_template.jinja").write_text(CHATML)
     rows = [json.loads(line) for line in (demo / "data" / "demonstrations.jsonl").read_text().splitlines()[:400]]
-    rows = [{**row, "secret": 3, "start": "1", "tests": [f"assert {row['answer']!r}"]} for row in rows]
+    rows = [
+        {**row, "secret": 3, "start": "1", "tests": [f"assert spell('{row['answer']}') == {row['answer']!r}"]} for row in rows
+    ]
     pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": " x"} for r in rows]
     plain = [{key: value for key, value in row.items() if key != "completion"} for row in rows]
     for name, lines in {
