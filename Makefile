@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
+	@echo "make bench-llama-cpp MODEL=PATH  sampling beside llama.cpp, with the same weights, in that environment"
 	@echo "make test-llama-cpp  exported GGUF files in llama.cpp, in an environment of its own: a download of 90 MB"
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
 	@echo "make test-openenv  the tests of environments of OpenEnv, in an environment of their own"
@@ -101,7 +102,7 @@ test-studio: test-machine
 CLUSTER_VENV ?= .venv-cluster
 $(CLUSTER_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(CLUSTER_VENV)
-	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check ray==2.60.0
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(CLUSTER_VENV)/lib/python3*/site-packages)/psigrad.pth
 	@touch $(CLUSTER_VENV)/.installed
 
@@ -165,6 +166,9 @@ $(LLAMA_VENV)/.installed: $(INSTALLED)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(LLAMA_VENV)/lib/python3*/site-packages)/psigrad.pth
 	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
 	@touch $(LLAMA_VENV)/.installed
+
+bench-llama-cpp: $(LLAMA_VENV)/.installed
+	PYTHONPATH=. $(LLAMA_VENV)/bin/python benchmarks/llama_cpp.py $(MODEL)
 
 test-llama-cpp: $(LLAMA_VENV)/.installed
 	PYTHONPATH=. $(LLAMA_VENV)/bin/python -m pytest -m llama_cpp -s tests/extras/llama_cpp

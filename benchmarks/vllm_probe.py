@@ -30,7 +30,7 @@ import torch
 
 from psigrad.language.models import language_model, tiny
 from psigrad.language.models.packing import Rows
-from psigrad_extras.vllm import vllm_backend
+from psigrad_extras.vllm import vllm_probe as probes
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -83,8 +83,8 @@ def stand_in(trials: int, layers: int, hidden: int = 128) -> dict[str, list[floa
             for weight in network.parameters():  # at its first weights a model attends to everything alike
                 weight.mul_(2.5 if weight.ndim == 2 else 1.0)
         model = language_model.prepare(network.bfloat16(), tokenizer)
-        probe = vllm_backend.written(model, vllm_backend.TEXTS, vllm_backend.LENGTH)
-        exact, allowed = vllm_backend.exactly(model, probe)
+        probe = probes.written(model, probes.TEXTS, probes.LENGTH)
+        exact, allowed = probes.exactly(model, probe)
         rows = Rows(probe, [[False] + [True] * (len(text) - 1) for text in probe])
         layer = model.as_transformers().base_model.layers[trial % layers]
         kept = [p.detach().clone() for p in layer.parameters()]
@@ -96,7 +96,7 @@ def stand_in(trials: int, layers: int, hidden: int = 128) -> dict[str, list[floa
                     noise = whole.pow(2).mean().sqrt() * torch.randn(whole.shape, generator=generator)
                     p.copy_({"honest": whole, "noise of 1 %": whole + 0.01 * noise, "1 % larger": 1.01 * whole}[kind])
                 logp = model.stats(rows)[0].logp
-            shares.append(vllm_backend.distance(logp, exact) / (vllm_backend.SPREAD * allowed))
+            shares.append(probes.distance(logp, exact) / (probes.SPREAD * allowed))
         assert model.decoder is not None, "the stand-in is another way to compute"
     return found
 

@@ -14,12 +14,14 @@ ten normal values, and in 85 % of samples of four.
 """
 
 
-def wilson(successes: float, n: int) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson 1927), which stays inside [0, 1] and is not empty at 0 or n successes."""
-    p = successes / n
-    centre = p + _Z**2 / (2 * n)
-    spread = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
-    scale = 1 + _Z**2 / n
+def wilson(successes: float, n: int, outside: float = 0.05) -> tuple[float, float]:
+    """Interval of a proportion (Wilson 1927), which stays inside [0, 1] and is not empty at 0 or n successes: of 95 %, unless
+    another share lies `outside`.
+    """
+    p, z = successes / n, NormalDist().inv_cdf(1 - outside / 2)
+    centre = p + z**2 / (2 * n)
+    spread = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    scale = 1 + z**2 / n
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 

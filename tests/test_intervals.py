@@ -14,8 +14,10 @@ from psigrad.intervals import mean_interval, pass_at_k, wilson
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (3, 10), (190, 200), (1, 1)])
 def test_wilson_is_scipys(successes, n):
-    expected = stats.binomtest(successes, n).proportion_ci(0.95, method="wilson")
-    assert wilson(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    for outside in (0.05, 0.025):
+        expected = stats.binomtest(successes, n).proportion_ci(1 - outside, method="wilson")
+        assert wilson(successes, n, outside) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert wilson(successes, n) == wilson(successes, n, 0.05)
 
 
 def test_wilson_covers_the_truth_about_95_times_in_100():

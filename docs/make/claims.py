@@ -131,8 +131,10 @@ CLAIMS: dict[str, tuple[str, str, str]] = {
         "and evaluated every twelve, so that no evaluation but that before the first step sees the truth before it falls; the twelve was chosen after "
         "a look at other seeds. The honest runs were measured twice: 75 from seed 9000 on, of which one was told, which left the share undecided, and 48 more from "
         "seed 12000 on, of which none was; 240 were planned, the machine's time ended at 48, the two "
-        "were put together after both were seen, and no rule was changed in between. Alone the 48 say [0, 0.074]; "
-        "an interval that is looked at twice is a little too narrow. *longer* and *cut_and_rewarded* speak of the same runs as *apart* here, so what *apart* adds is not "
+        "were put together after both were seen, and no rule was changed in between. Had the first look decided, there would have been no second one, so "
+        "each of the two has an interval of 97.5 %, which both hold the truth in 95 of 100 such measurements. Its upper end is 0.054: whether honest runs raise an alarm in at most 5 of 100 is "
+        "not decided. The usual interval of all 123 would say [0.001, 0.045], that of the 48 alone [0, 0.074]; a third look would decide it by some 30 more runs without an alarm, or some 60 with one. "
+        "The rewards that are exploited were looked at once. *longer* and *cut_and_rewarded* speak of the same runs as *apart* here, so what *apart* adds is not "
         "shown. Of the reward *tests* only two runs in sixteen exploit at once, and one of these was missed. At the largest rate most honest runs collapse, which no rule "
         "takes for exploitation, since reward and truth fall together.",
     ),
@@ -375,7 +377,7 @@ LITERATURE = (
         "goal of psigrad: 5 %",
         "false_alarms",
         {"at most 5% of honest runs raise an alarm": ""},
-        "share of 123 honest runs with a warning, on seeds that no rule was set on, in batches half as large; holds up to 0.05",
+        "share of 123 honest runs with a warning, on seeds that no rule was set on, in batches half as large; 97.5 % interval, since it was looked at twice; holds up to 0.05",
     ),
     Claim(
         "A reward that is exploited within the first steps is noticed",

@@ -211,6 +211,9 @@ class Sampling:
     """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
     vllm_sleep: Annotated[bool, RECORDED] = False
     """With sampler=vllm on the GPU that trains: vLLM leaves its memory while the run trains (sleep level 1)."""
+    vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
+    """With sampler=vllm: after each update compare bit for bit what the engine computes with. All weights are read once more, and
+    without a GPU stay in the host's memory until then. Off: only log-probs at the start are compared."""
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: devices that each engine divides the model among."""
     max_decode_batch: Annotated[Count, RECORDED] = 256

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from psigrad.config import Run
 from psigrad.config.fields import LENGTH, find_marked, idle
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
+from psigrad.importing import exits_guarded
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, Division, World, join_world
 from psigrad.records import checkpoint, pins
@@ -197,41 +198,22 @@ def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return (ordered[0], ordered[-1]) if ordered else ({}, {})
 
 
-_WAYS = ("_exit", "execv", "execve")
-
-
 @contextlib.contextmanager
 def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[None]:
     """For the length of the block nothing written in Python ends this process with status 0.
 
-    SystemExit becomes a `UserError`. `os._exit`, and `os.exec…`, which would put another program in the run's place, end the
-    process with status 1 or the one asked for; `tell` is given the reason first. Forked children end as they like. Behind a block
-    that raised, `os._exit(0)` ends the process with 1 where Python is ending: some simulators leave so.
+    SystemExit becomes a `UserError`; all else is `importing.exits_guarded`. Behind a block that raised, `os._exit(0)` ends the
+    process with 1 where Python is ending: some simulators leave so.
     """
-    own, before = os.getpid(), {name: getattr(os, name) for name in _WAYS}
-
-    def guarded(name: str) -> Callable[..., NoReturn]:
-        def leave(*given: Any, **named: Any) -> NoReturn:
-            if os.getpid() != own:
-                before[name](*given, **named)
-            reason = f"os.{name} was called before the run was finished: an environment or a callback of yours ends the process."
-            with contextlib.suppress(Exception):  # a full disk must not keep the process
-                print(f"psigrad: {reason}", file=sys.stderr, flush=True)
-                tell(reason)
-            status = [*given, *named.values()][0] if name == "_exit" else 1
-            before["_exit"](status or 1)
-            raise AssertionError
-
-        return leave
+    own = os.getpid()
 
     def at_exit() -> None:
         really = os._exit
         os._exit = lambda status: really(status or int(os.getpid() == own))
 
-    for name in _WAYS:
-        setattr(os, name, guarded(name))
     try:
-        yield
+        with exits_guarded(tell):
+            yield
     except BaseException as error:
         atexit.register(at_exit)  # the last that is registered is called first
         if not isinstance(error, SystemExit):
@@ -241,6 +223,3 @@ def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[No
             f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. "
             "Let it return, or raise an exception that says why."
         ) from error
-    finally:
-        for name in _WAYS:
-            setattr(os, name, before[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,6 +112,7 @@ def _weights_of(model: LanguageModel) -> Any:
 
 
 def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
-    """A model to sample with, on a worker: its first weights are those of the beginning."""
-    model = load_model(config.model, config.run, None)
+    """A model to sample with, on a worker: its first weights are those of the beginning. vLLM has its GPU to itself."""
+    run = replace(config.run, device="cpu") if config.sampling.sampler == "vllm" else config.run
+    model = load_model(config.model, run, None)
     return model, samplers.make(config.sampling, model)

@@ -1,4 +1,5 @@
-"""vLLM behind the `Sampler` protocol: an engine in a process of its own, which gets the trainer's weights when they have changed.
+"""vLLM behind the `Sampler` protocol: an engine in a process of its own, which gets the trainer's weights when they have changed,
+or its adapter alone (`vllm_weights.py`).
 
 Nothing is taken on trust. After each update what the engine computes with is read back and compared with what was sent, bit for
 bit (`vllm_engine.py`), and its prefix cache must be empty; at the start its log-probs of a probe must be the trainer's. An
@@ -12,40 +13,37 @@ import contextlib
 import importlib.util
 import os
 import selectors
-import shutil
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.language.models import lora
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
-from psigrad.language.models.probe import in_precision
 from psigrad.language.rollout.samplers.embedded import check_room
 from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.processes.parallel.world import RankLost, Ranks
 from psigrad.processes.workers import Worker, WorkerGone
+from psigrad_extras.vllm import vllm_weights
+from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, log_probs, truth_of, truth_of_shards
+from psigrad_extras.vllm.vllm_weights import fingerprint
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
 # Seconds in which an engine must have started; seconds without a sign of life after which it is given up.
 START, PATIENCE = 1800.0, 300.0
 # Engines that may be lost in a row, without a completion or an update between them.
 LOSSES = 3
-# Mean absolute difference of log-probs at the start: sums of other order differ by some 1e-6 here, 1e-5 in large models. In half
-# precision the engine may be farther from the trainer's float32 than the trainer is: by a tenth, over all tokens of the probe.
-TOLERANCE, SPREAD = 1e-4, 1.1
-# Texts of the probe, and their tokens; those that must not be cached after an update, more than a block of the cache.
-TEXTS, LENGTH, CACHED = 16, 128, 130
+# Tokens that must not be cached after an update, more than a block of the cache.
+CACHED = 130
 
 Tell = Callable[..., None]
 
@@ -56,11 +54,11 @@ _PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
 
 def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
     """The GPUs of an engine beside a trainer on `device`, as CUDA_VISIBLE_DEVICES has them: the trainer's own, and the next ones
-    where the engine divides its model. Empty on a CPU.
+    where the engine divides its model. Beside a model on a CPU those that the process may see.
     """
-    if device.type != "cuda":
-        return ""
     first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
+    if device.type != "cuda":
+        return named
     every = named.split(",") if named else [str(number) for number in range(first + count)]
     if first + count > len(every):
         raise UserError(
@@ -73,12 +71,20 @@ class EngineLostError(Exception):
     """The engine's process is gone, or gave no sign of life."""
 
 
+class AdapterRefusedError(Exception):
+    """The engine has no place for some of the adapter."""
+
+
 class VLLMSampler(Sampler):
     """At most `max_batch` sequences at once in an engine with the weights of `model`.
 
     `memory` is the share of a GPU's memory that the engine may take, weights and cache; on a CPU the cache takes
     VLLM_CPU_KVCACHE_SPACE GB, by default 1. The model is divided among `tensor_parallel_size` devices. With `sleep` it leaves the
-    GPU when it has sampled. `tell(kind, text, **fields)` hears of engines that were lost.
+    GPU when it has sampled. Without `readback` updates are not compared. `tell(kind, text, **fields)` hears of engines that were
+    lost.
+
+    A model in shards sends them as they are gathered, so all processes must call `snapshot` alike. There `whole` makes a whole
+    copy of the model as it was loaded, which is compared once on the host of rank 0, and a lost engine ends the run.
 
     Every completion has a seed of its own. The same seed gives the same tokens in the same batch on the same machine; they are
     other tokens than the embedded sampler's, and in another batch rounding may change them. `version` counts the updates.
@@ -95,12 +101,16 @@ class VLLMSampler(Sampler):
         tensor_parallel_size: int = 1,
         sleep: bool = False,
         longest: int = 0,
+        readback: bool = True,
         tell: Tell | None = None,
+        whole: Callable[[], LanguageModel] | None = None,
         service: str = SERVICE,
     ) -> None:
         _check(model, tensor_parallel_size, sleep)
         self.model, self.version, self.losses = model, 0, 0
-        self._tell, self._service, self._sleep = tell or _print, service, sleep
+        self._tell, self._service, self._sleep, self._readback = tell or _print, service, sleep, readback
+        self._alone = not vllm_weights.why_merged(model)
+        self._handles = model.device.type == "cuda" and tensor_parallel_size == 1
         self._settings = {
             "dtype": str(model.network.dtype).removeprefix("torch."),
             "max_model_len": min(model.max_length, longest or 1 << 20),
@@ -113,9 +123,10 @@ class VLLMSampler(Sampler):
         self._sent: tuple[tuple[int, int], ...] = ()
         self._sums: dict[str, int] = {}
         self._in_a_row, self._closed = 0, False
+        truth = None if model.root is None else truth_of_shards(model, whole)
         self._until(self.synchronise)
         try:
-            self._until(self.verify)
+            self._until(lambda: self.verify(truth))
         except UserError:
             self.close()
             raise
@@ -138,7 +149,8 @@ class VLLMSampler(Sampler):
         starts = [sum(left[:place]) for place in range(len(left))]
         while len(done) < len(flat):
             try:
-                self.synchronise()
+                if self.model.root is None:
+                    self.synchronise()
                 self._make_room()
                 rest = [(i, ids, seed) for i, (_, ids, seed) in enumerate(flat) if i not in done]
                 for number, ids, logprobs, why in self._completions(rest, params):
@@ -152,6 +164,12 @@ class VLLMSampler(Sampler):
             except EngineLostError as error:
                 self._lost(error)
 
+    def snapshot(self) -> Sampler:
+        """See `Sampler`: weights in shards are gathered here, where all processes are."""
+        if self.model.root is not None:
+            self._until(self.synchronise)
+        return self
+
     def synchronise(self) -> None:
         """Give the engine the trainer's weights if they changed since the last time, and verify that it computes with them.
 
@@ -162,17 +180,16 @@ class VLLMSampler(Sampler):
         now = fingerprint(self.model)
         if self._worker is None:
             self._start()
-        elif now == self._sent:
+        elif not _anywhere(self.model, now != self._sent):
             return
         self._update()
         self._sent = now
 
-    def verify(self) -> float:
+    def verify(self, truth: Truth | None = None) -> float:
         """The mean absolute difference between the engine's log-probs of a probe and the trainer's in float32. Raises `UserError`
         where it is more than rounding.
         """
-        probe = written(self.model, TEXTS, LENGTH)
-        exact, allowed = exactly(self.model, probe)
+        probe, exact, allowed = truth or truth_of(self.model)
         gap, bound = distance(self.engine_log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
         if not gap <= bound:
             raise UserError(
@@ -216,19 +233,60 @@ class VLLMSampler(Sampler):
         """Send all weights, in place: (the version that it then holds, weights that it does not compute with, parameters that
         can't be compared, tokens that it still has in its cache).
         """
-        whole = lora.merge_adapter(self.model.network, self.model.adapter)
-        # tied weights come once here, as in a checkpoint
-        weights = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-        sums = dict(zip(weights, _bit_sums(list(weights.values())), strict=True))
-        changed = [name for name, value in sums.items() if self._sums.get(name, value) != value]
         self.version += 1
         self._make_room()
-        with _shared(weights) as path:
-            asked = (path, self.version, changed, _transposed(whole), _tokens(self.model, CACHED))
-            ((_, *found),) = self._answers("update", *asked)
-        self._sums = sums
+        probe = _tokens(self.model, CACHED)
+        self._say("begin", probe)
+        if self._alone:
+            with vllm_weights.shared_folder(0) as folder:
+                vllm_weights.write_adapter(self.model, folder)
+                try:
+                    self._say("adapt", str(folder), self.version, self._readback)
+                except AdapterRefusedError as error:
+                    self._merge(str(error))
+                    return self._transfer()
+        else:
+            self._send()
+        ((_, *found),) = self._answers("settle", probe)
         held, wrong, unknown, stale = found
         return held, wrong, unknown, stale
+
+    def _send(self) -> None:
+        """All weights in buckets, and what the engine then computes with against them. Files are written once, and stay until
+        they are compared; what is in the GPU's own memory is gathered again.
+        """
+        stay = self._readback and not self._handles
+        room = vllm_weights.size_of(self.model) if stay else 2 * vllm_weights.BUCKET
+        turned, sums = vllm_weights.transposed(self.model.network), dict[str, int]()
+        with contextlib.ExitStack() as stack:
+            folder = None if self._handles else stack.enter_context(vllm_weights.shared_folder(room))
+            buckets: Iterable[tuple[dict[str, Any], list[str]]] = self._buckets(folder, sums)
+            if stay:
+                buckets = list(buckets)
+                for told, changed in buckets:
+                    self._say("choose", told, changed, turned)
+            self._say("start")
+            for told, _ in buckets:
+                self._say("load", told)
+                if folder is not None and not stay:
+                    Path(told["path"]).unlink()
+            self._say("finish", self.version)
+            if self._readback:
+                for told, _ in buckets if stay else self._buckets(folder, {}):
+                    self._say("compare", told, turned)
+        self._sums = sums
+
+    def _buckets(self, folder: Path | None, sums: dict[str, int]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """What the engine is told of each bucket, and which of its weights are others than at the last update."""
+        for bucket in vllm_weights.in_buckets(vllm_weights.outgoing(self.model)):
+            sums |= (own := dict(zip(bucket, vllm_weights.bit_sums(list(bucket.values())), strict=True)))
+            changed = [name for name, value in own.items() if self._sums.get(name, value) != value]
+            if folder is not None:
+                yield vllm_weights.as_file(bucket, folder), changed
+            else:
+                told, memory = vllm_weights.as_handle(bucket)
+                yield told, changed
+                del memory
 
     def _make_room(self) -> None:
         """Before an engine that slept wakes: the memory that torch keeps for tensors that are no more goes back to the GPU."""
@@ -241,6 +299,8 @@ class VLLMSampler(Sampler):
         """
         if not params.filtered or params.temperature == 0:
             return group
+        if self.model.root is not None:
+            raise UserError("A model in shards has no log-probs of one process' completions; leave top_p, top_k and min_p out.")
         inputs = Groups([request.prompt_ids], [[c.ids for c in group]])
         with torch.no_grad():
             logp = self.model.evaluate(inputs, temperature=params.temperature).logp.float().cpu()
@@ -250,15 +310,19 @@ class VLLMSampler(Sampler):
         ]
 
     def _start(self) -> None:
-        """An engine with the weights of now, from a copy on disk that it needs no longer once it runs."""
+        """An engine that knows the model's configuration, and gets its weights by an update; or what lies below the adapter, from
+        a copy on disk that it needs no longer once it runs.
+        """
+        settings = {**self._settings, **(vllm_weights.adapter_settings(self.model) if self._alone else {"load_format": "dummy"})}
         with tempfile.TemporaryDirectory(prefix="psigrad-vllm-") as folder:
-            self.model.save_merged(Path(folder))
+            (vllm_weights.write_base if self._alone else vllm_weights.describe)(self.model, Path(folder))
             payload = {
                 "folder": folder,
                 "threads": torch.get_num_threads(),
                 "sleep": self._sleep,
-                "settings": self._settings,
+                "settings": settings,
                 "devices": self._devices,
+                "handles": self._handles,
             }
             variables = [name for name in os.environ if name.startswith(_PASSED) and "KEY" not in name]
             self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=variables, start_limit=START)
@@ -266,8 +330,18 @@ class VLLMSampler(Sampler):
             kind, content = self._heard()
         self._sums = {}
         if kind == "broken":
+            reason = content.partition(": ")[2] or content
+            if self._alone and "lora" in reason.lower():
+                return self._merge(reason)
             self.close()
-            raise _unfit(content.partition(": ")[2] or content)
+            raise _unfit(reason)
+
+    def _merge(self, reason: str) -> None:
+        """Another engine, which gets the adapter in whole weights."""
+        self._alone = False
+        self._end()
+        self._tell("adapter_merged", f"vLLM takes no adapter of this model ({reason}); it gets whole weights.", reason=reason)
+        self._start()
 
     def _end(self) -> str:
         """End the process, and how it ended."""
@@ -290,6 +364,9 @@ class VLLMSampler(Sampler):
 
     def _lost(self, error: EngineLostError) -> None:
         self._end()
+        if self.model.root is not None:  # the others would have to gather weights for it, and are elsewhere
+            self.close()
+            raise RankLost(f"vLLM's engine was lost: {error}. The same command goes on from the newest checkpoint.") from error
         self.losses += 1
         self._in_a_row += 1
         if self._in_a_row >= LOSSES:
@@ -304,15 +381,21 @@ class VLLMSampler(Sampler):
             reason=str(error),
         )
 
+    def _say(self, name: str, *arguments: Any) -> None:
+        for _ in self._answers(name, *arguments):
+            pass
+
     def _answers(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
         """What the engine answers to one request, without signs of life."""
         if self._worker is None:
             raise EngineLostError("it had ended")
         self._worker.ask((name, arguments), PATIENCE)
-        last = {"update": "updated", "sample": "done", "prompt_logprobs": "logprobs"}[name]
+        last = {"settle": "updated", "prompt_logprobs": "logprobs"}.get(name, "done")
         while True:
             _, answer = self._heard()
             if answer[0] == "failed":
+                if name == "adapt":
+                    raise AdapterRefusedError(answer[1])
                 self.close()
                 raise _unfit(answer[1])
             if answer[0] not in ("alive", "done"):
@@ -365,91 +448,9 @@ def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None
         )
 
 
-@contextlib.contextmanager
-def _shared(weights: dict[str, Tensor]) -> Iterator[str]:
-    """A file with these weights while the block lasts: in memory where it has room, else in the folder for temporary files."""
-    size, memory = sum(w.numel() * w.element_size() for w in weights.values()), Path("/dev/shm")
-    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.1 * size + (1 << 20)
-    with tempfile.TemporaryDirectory(prefix="psigrad-vllm-", dir=memory if roomy else None) as folder:
-        path = Path(folder) / "weights.safetensors"
-        save_file({name: weight.cpu().contiguous() for name, weight in weights.items()}, path)
-        yield str(path)
-
-
-def _transposed(network: Any) -> list[str]:
-    """Weights that transformers keeps as [in, out], and vLLM as [out, in]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return [f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Conv1D)]
-
-
-def log_probs(model: LanguageModel, probe: Sequence[Sequence[int]]) -> Tensor:
-    """The trainer's log-probs of the tokens of each text of `probe` behind its first, one text after the other."""
-    return torch.cat([_log_probs_of(model, text) for text in probe])
-
-
-@torch.no_grad()
-def _log_probs_of(model: LanguageModel, text: Sequence[int]) -> Tensor:
-    ids = torch.tensor([list(text)], device=model.device)
-    logp = model.as_transformers()(ids).logits[0, :-1].float().log_softmax(-1)
-    found: Tensor = logp.gather(-1, ids[0, 1:, None])[:, 0].cpu()
-    return found
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """The mean absolute difference."""
-    return float((one - other).abs().mean())
-
-
-def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """The log-probs in float32, and how far from them those of the model's precision are in the mean: the trainer's own, or those
-    by plain attention where they are farther. 0 in float32.
-
-    Of two right ways to compute in bfloat16 one may be a few percent farther from the truth than the other. Over two thousand
-    tokens a layer that is 1 % off shows beside that; over a hundred it does not.
-    """
-    hf = model.as_transformers()
-    if hf.dtype in (torch.float32, torch.float64):
-        return log_probs(model, probe), 0.0
-    with in_precision(hf, torch.float32):
-        exact = log_probs(model, probe)
-    own, before = distance(log_probs(model, probe), exact), hf.config._attn_implementation
-    with contextlib.suppress(ValueError, TypeError, ImportError):
-        try:
-            hf.set_attn_implementation("eager")
-            own = max(own, distance(log_probs(model, probe), exact))
-        finally:
-            hf.set_attn_implementation(before)
-    return exact, own
-
-
-@torch.no_grad()
-def written(model: LanguageModel, texts: int, length: int) -> list[list[int]]:
-    """Texts that the model writes itself: on ids that no text has, two right ways to compute in bfloat16 lie far apart."""
-    hf, draw = model.as_transformers(), torch.Generator().manual_seed(0)
-    first = model.tokenizer.bos_token_id if model.tokenizer.bos_token_id is not None else model.eos_token_ids[0]
-    ids = torch.full((texts, 1), first, device=model.device)
-    out = hf(input_ids=ids, use_cache=True)
-    while ids.shape[1] < min(length, model.max_length - 1):
-        chances = out.logits[:, -1, : model.vocabulary].float().softmax(-1)
-        drawn = torch.multinomial(chances.cpu(), 1, generator=draw).to(model.device)
-        ids = torch.cat([ids, drawn], 1)
-        out = hf(input_ids=drawn, past_key_values=out.past_key_values, use_cache=True)
-    rows: list[list[int]] = ids.tolist()
-    return rows
-
-
-def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
-    """What changes when weights do: of each parameter how often it was written in place, and the sum of its bits."""
-    parameters = list(model.network.parameters())
-    return tuple(zip((p._version for p in parameters), _bit_sums(parameters), strict=True))
-
-
-def _bit_sums(tensors: Sequence[Tensor]) -> list[int]:
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    sums = [t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
-    found: list[int] = torch.stack(sums).tolist()
-    return found
+def _anywhere(model: LanguageModel, changed: bool) -> bool:
+    """Whether weights changed in this process or, where all hold them together, in any."""
+    return changed if model.root is None else any(Ranks().all_gather(changed))
 
 
 def _completion(ids: str, logprobs: str, why: str, seed: int, params: SamplingParams) -> Completion:

@@ -1,8 +1,9 @@
 """vLLM's engine in a process of its own, which answers the trainer through the pipes of a worker, and the proof that it computes
 with the weights it was sent.
 
-Weights come as a safetensors file in shared memory, through vLLM's own interface for weight transfer (`vllm_transfer.py`). What
-the engine then computes with is read back and compared bit for bit (`Readback`).
+Weights come in buckets, through vLLM's own interface for weight transfer: its engine `ipc` where trainer and engine share a GPU,
+else safetensors files in shared memory (`vllm_transfer.py`). An adapter comes alone, as vLLM's LoRA. What the engine then
+computes with is read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
 
 vLLM keeps weights in another arrangement than a checkpoint: q, k and v in one matrix, gate and up in one, the shares of several
 devices apart, and on CPUs copies in the layout of the kernel, which nothing can read. Those are read by multiplying: the product
@@ -15,6 +16,7 @@ read, and before the update they are chosen so that among them is one in which t
 from __future__ import annotations
 
 import base64
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -69,6 +71,8 @@ class Engine:
     settings: dict[str, Any]
     devices: str = ""
     """CUDA_VISIBLE_DEVICES: each rank's engine is on the rank's own."""
+    handles: bool = False
+    """Whether weights stay in the GPU's memory on their way."""
 
     def __post_init__(self) -> None:
         os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(self.threads))
@@ -90,39 +94,76 @@ class Engine:
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 worker_extension_cls="psigrad_extras.vllm.vllm_transfer.WeightUpdates",
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                weight_transfer_config=WeightTransferConfig(backend="ipc" if self.handles else BACKEND),
                 enable_sleep_mode=self.sleep,
                 disable_log_stats=True,
                 **self.settings,
             )
         except (ValueError, RuntimeError, ImportError, AssertionError) as error:
             raise RuntimeError(reason(error)) from error
-        self.asleep = False
-        self.llm.init_weight_transfer_engine({"init_info": {}})
+        self.asleep, self.lora, self.slept = False, None, False
+        self.llm.init_weight_transfer_engine({"init_info": {"packed": True} if self.handles else {}})
 
-    def update(self, path: str, version: int, changed: list[str], transposed: list[str], probe: list[int]) -> Iterator[Answer]:
-        """Load the weights in the file, and tell what of it did not arrive: ["updated", version, wrong, unknown, stale tokens].
-
-        `changed` are the weights that are others than before. After the update no token of `probe`, which is cached before it,
-        may come from the cache.
-        """
-        slept = self.asleep
-        if slept:  # its cache is empty, and comes when the weights have passed through
+    def begin(self, probe: list[int]) -> Iterator[Answer]:
+        """Before an update: weights wake, and the cache holds tokens that it may not hold after it."""
+        self.slept = self.asleep
+        if self.slept:  # its cache is empty, and comes when the weights have passed through
             self.llm.wake_up(tags=["weights"])
         else:
             self._cached(probe)
-        self.llm.collective_rpc("psigrad_choose", args=(path, changed, transposed))
+        yield ["done"]
+
+    def choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> Iterator[Answer]:
+        """See `Readback.choose`."""
+        self.llm.collective_rpc("psigrad_choose", args=(bucket, changed, transposed))
+        yield ["done"]
+
+    def start(self) -> Iterator[Answer]:
+        """Make way for weights."""
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"path": path}})
+        yield ["done"]
+
+    def load(self, bucket: dict[str, Any]) -> Iterator[Answer]:
+        """Take the weights of a bucket."""
+        self.llm.update_weights({"update_info": bucket})
+        yield ["done"]
+
+    def finish(self, version: int) -> Iterator[Answer]:
+        """All weights of a version are there."""
         self.llm.finish_weight_update(str(version))
-        compared = self.llm.collective_rpc("psigrad_compare", args=(path, transposed))
-        if slept:
+        yield ["done"]
+
+    def compare(self, bucket: dict[str, Any], transposed: list[str]) -> Iterator[Answer]:
+        """See `Readback.compare`."""
+        self.llm.collective_rpc("psigrad_compare", args=(bucket, transposed))
+        yield ["done"]
+
+    def adapt(self, folder: str, version: int, readback: bool) -> Iterator[Answer]:
+        """Sample with the adapter in the folder, which is gone after it, in place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        if self.lora is not None:
+            self.llm.llm_engine.remove_lora(self.lora.lora_int_id)
+        self.lora = LoRARequest(f"policy {version}", version, folder)
+        self.llm.llm_engine.add_lora(self.lora)
+        if readback:
+            self.llm.collective_rpc("psigrad_compare_adapter", args=(folder, version))
+        yield ["done"]
+
+    def settle(self, probe: list[int]) -> Iterator[Answer]:
+        """After an update, what of it did not arrive: ["updated", version, wrong, unknown, tokens of `probe` that the cache still
+        had].
+        """
+        found = self.llm.collective_rpc("psigrad_found")
+        if self.slept:
             self.llm.wake_up(tags=["kv_cache"])
-            self.asleep = False
+            self.asleep = self.slept = False
         self.llm.reset_prefix_cache()
-        wrong = sorted({name for found, _ in compared for name in found})
-        unknown = sorted({name for _, found in compared for name in found})
-        yield ["updated", int(self.llm.get_weight_version()), wrong, unknown, self._cached(probe)]
+        wrong, unknown = (sorted({name for names in kind for name in names}) for kind in zip(*found, strict=True))
+        yield ["updated", self._held(), wrong, unknown, self._cached(probe)]
+
+    def _held(self) -> int:
+        return int(self.llm.get_weight_version()) if self.lora is None else int(self.lora.lora_int_id)
 
     def sample(self, flat: list[tuple[int, Sequence[int], int]], params: dict[str, Any], version: int) -> Iterator[Answer]:
         """Completions of (number, prompt, seed), each as soon as it is there: ["completion", number, ids, log-probs, why]."""
@@ -130,7 +171,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         self._wake()
-        if (held := self.llm.get_weight_version()) != str(version):
+        if (held := self._held()) != version:
             raise RuntimeError(f"it holds version {held} of the weights and {version} was sent")
         engine = self.llm.llm_engine
         for stale in list(engine.output_processor.request_states):  # of a turn that was given up
@@ -138,7 +179,8 @@ class Engine:
         numbers = {}
         for number, prompt, seed in flat:
             own = SamplingParams(seed=seed, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
-            numbers[engine.add_request(f"{number}", {"prompt_token_ids": list(prompt)}, own)] = number
+            asked = {"prompt_token_ids": list(prompt)}
+            numbers[engine.add_request(f"{number}", asked, own, lora_request=self.lora)] = number
         seen = time.monotonic()
         while engine.has_unfinished_requests():
             for out in engine.step():
@@ -159,7 +201,8 @@ class Engine:
 
         self._wake()
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outs = self.llm.generate([{"prompt_token_ids": text} for text in probe], asked, use_tqdm=False)
+        texts = [{"prompt_token_ids": text} for text in probe]
+        outs = self.llm.generate(texts, asked, use_tqdm=False, lora_request=self.lora)
         found = [
             step[token].logprob
             for out, text in zip(outs, probe, strict=True)
@@ -171,7 +214,8 @@ class Engine:
         """How many tokens of it came from the prefix cache; they are in it afterwards, where it fills a block."""
         from vllm import SamplingParams
 
-        [out] = self.llm.generate([{"prompt_token_ids": probe}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        asked = SamplingParams(max_tokens=1, detokenize=False)
+        [out] = self.llm.generate([{"prompt_token_ids": probe}], asked, use_tqdm=False, lora_request=self.lora)
         return int(out.num_cached_tokens or 0)
 
     def _wake(self) -> None:
@@ -227,45 +271,53 @@ _MULTIPLY = {"LinearBase", "ParallelLMHead"}
 
 @dataclass
 class Readback:
-    """Compares `model`, a module of vLLM's, with weights that were sent to it; `tied` heads are made of the embedding."""
+    """Compares `model`, a module of vLLM's, with weights that were sent to it in buckets, each of whole layers; `tied` heads are
+    made of the embedding. `pack(layer, matrices)` is how the experts of a layer are stored where they are not as they were sent.
+    """
 
     model: Any
     tied: bool
+    pack: Callable[[Any, Tensor], Tensor] | None = None
     columns: dict[str, list[int]] = field(default_factory=dict)
+    bad: dict[str, None] = field(default_factory=dict)
+    strange: dict[str, None] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
 
     def choose(self, sent: Mapping[str, Tensor], changed: Collection[str], transposed: Collection[str] = ()) -> None:
         """Before an update: choose the columns of packed matrices that will be read after it. Each weight in `changed` differs in
         one of them.
         """
-        self.columns = {
-            layer.name: _telling(layer, [p for p in layer.pieces if p.name in changed])
-            for layer in self.layers(sent, transposed)
-            if layer.packed
-        }
-
-    def wrong(self, sent: Mapping[str, Tensor], transposed: Collection[str] = ()) -> list[str]:
-        """The sent weights that the model does not compute with, and its own that nothing was sent for."""
-        found: dict[str, None] = {}
         for layer in self.layers(sent, transposed):
+            if layer.packed:
+                self.columns[layer.name] = _telling(layer, [p for p in layer.pieces if p.name in changed])
+
+    def compare(self, sent: Mapping[str, Tensor], transposed: Collection[str] = ()) -> None:
+        """After an update: note the weights of a bucket that the model does not compute with."""
+        for layer in self.layers(sent, transposed):
+            self.seen.add(layer.name)
+            if not layer.pieces:
+                self.strange[layer.name] = None
             for piece in layer.pieces:
                 if not len(piece.values):
-                    found[f"{piece.name} (not sent)"] = None
+                    self.bad[f"{piece.name} (not sent)"] = None
                 elif layer.parameter.numel() and not _equal(piece.of(layer.parameter), piece.values):
-                    found[piece.name] = None
+                    self.bad[piece.name] = None
             if layer.packed:
                 chosen = self.columns.get(layer.name) or _order(layer)[:COLUMNS]
                 read = _read(layer, chosen)
                 for piece in layer.pieces:
                     if len(piece.values) and not _equal(piece.of(read), piece.values[:, chosen]):
-                        found[piece.name] = None
-        return list(found)
+                        self.bad[piece.name] = None
 
-    def unknown(self, sent: Mapping[str, Tensor], transposed: Collection[str] = ()) -> list[str]:
-        """Parameters whose arrangement is not known here, so that they can't be compared."""
-        return [layer.name for layer in self.layers(sent, transposed) if not layer.pieces]
+    def found(self) -> tuple[list[str], list[str]]:
+        """After all buckets: (weights that it does not compute with, and its own that nothing was sent for; parameters whose
+        arrangement is not known here).
+        """
+        own = (f"{name}.{leaf}" for name, m in self.model.named_modules() for leaf, _ in m.named_parameters(recurse=False))
+        return [*self.bad, *(f"{name} (not sent)" for name in own if name not in self.seen)], list(self.strange)
 
     def layers(self, sent: Mapping[str, Tensor], transposed: Collection[str]) -> Iterator[Held]:
-        """Every parameter of the model."""
+        """Every parameter of the model that something was sent for."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         embedding = next((f"{n}.weight" for n, m in self.model.named_modules() if _is_embedding(m)), "")
         for name, module in self.model.named_modules():
@@ -274,7 +326,22 @@ class Readback:
                 sources = [".".join(filter(None, (head, one, leaf))) for one in fused.get(last, [last])]
                 if self.tied and "ParallelLMHead" in _kinds(module) and sources[0] not in sent and leaf == "weight":
                     sources = [embedding]
-                yield Held(f"{name}.{leaf}", module, parameter, _pieces(module, leaf, parameter, sources, sent, transposed))
+                rows = parameter
+                if "RoutedExperts" in _kinds(module) and parameter.ndim == 3:  # [experts, rows, columns]
+                    sources, rows = _expert_sources(module, head, leaf, len(parameter)), parameter.flatten(0, 1)
+                if any(source in sent for source in sources):
+                    pieces = _pieces(module, leaf, rows, sources, sent, transposed)
+                    if self.pack is not None and rows is not parameter and pieces and all(len(p.values) for p in pieces):
+                        whole = torch.cat([p.values for p in pieces]).view(parameter.shape).to(parameter.dtype)
+                        stored = self.pack(module, whole).view(rows.shape)
+                        pieces = [p._replace(values=p.of(stored)) for p in pieces]
+                    yield Held(f"{name}.{leaf}", module, rows, pieces)
+
+
+def _expert_sources(module: Any, head: str, leaf: str, count: int) -> list[str]:
+    """The weights of a checkpoint that a layer's experts are made of, in the order of their rows."""
+    names = [module.ckpt_gate_proj_name, module.ckpt_up_proj_name] if leaf == "w13_weight" else [module.ckpt_down_proj_name]
+    return [f"{head}.{expert}.{name}.weight" for expert in range(count) for name in names]
 
 
 def _pieces(
@@ -312,6 +379,8 @@ def _share(module: Any, leaf: str, place: int, count: int, whole: Tensor) -> Ten
             return None
         heads, block = (module.num_heads, rank) if place == 0 else (module.num_kv_heads, rank // module.num_kv_head_replicas)
         return whole.narrow(0, block * heads * module.head_size, heads * module.head_size)
+    if "RoutedExperts" in kinds:
+        return whole.chunk(size, 0 if leaf == "w13_weight" else 1)[rank]
     if "ColumnParallelLinear" in kinds:
         return whole.chunk(size, 0)[rank] if count > 1 or "MergedColumnParallelLinear" not in kinds else None
     if "RowParallelLinear" in kinds and leaf == "weight":
@@ -364,3 +433,34 @@ def _telling(layer: Held, wanted: list[Piece]) -> list[int]:
                 missing.remove(piece)
                 chosen.append(block[int(differs[0])])
     return list(dict.fromkeys(chosen))
+
+
+def wrong_in_adapter(
+    layers: Mapping[str, Any], slot: int, sent: Mapping[str, Tensor], scaling: float, fused: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """The matrices of an adapter that vLLM's `layers` do not have in the `slot` as they were sent, B times `scaling`, and those
+    that no layer has. Layers that several devices share are not read.
+    """
+    left, found = {name.removeprefix("base_model.model."): matrix for name, matrix in sent.items()}, []
+    for name, layer in layers.items():
+        head, _, last = name.rpartition(".")
+        linear = isinstance(layer.lora_a_stacked, tuple)  # the embedding's and the head's are no adapter of ours
+        for place, source in enumerate(fused.get(last, [last]) if linear else ()):
+            for letter, held, factor in (("A", layer.lora_a_stacked, 1.0), ("B", layer.lora_b_stacked, scaling)):
+                key = f"{head}.{source}.lora_{letter}.weight"
+                matrix = left.pop(key, None)
+                if getattr(layer, "tp_size", 1) > 1:
+                    continue
+                own = held[place][slot, 0]
+                expected = torch.zeros_like(own)
+                if matrix is not None:
+                    matrix = matrix.to(own.device, own.dtype)
+                    expected[: matrix.shape[0], : matrix.shape[1]] = matrix * factor if factor != 1 else matrix
+                if not torch.equal(own, expected):
+                    found.append(key)
+    return [*found, *(f"{name} (not taken)" for name in left)]
+
+
+def scaling_of(config: Mapping[str, Any]) -> float:
+    """What vLLM multiplies B with, by the adapter's configuration."""
+    return float(config["lora_alpha"]) / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])

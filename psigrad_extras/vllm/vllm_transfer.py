@@ -1,39 +1,73 @@
-"""What runs in each of vLLM's workers: a transfer engine that takes weights from a file, and their reading back.
+"""What runs in each of vLLM's workers: a transfer engine that takes weights from files, and the reading back of any weights.
 
 vLLM imports this module by name (`worker_extension_cls`), in each of its processes and before it loads the model.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter, packed_ipc_consumer
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
-from psigrad_extras.vllm.vllm_engine import BACKEND, Readback
+from psigrad_extras.vllm.vllm_engine import BACKEND, Readback, scaling_of, wrong_in_adapter
 
 
 class WeightUpdates:
     """What vLLM's workers are given besides their own methods; there is one for each device."""
 
     model_runner: Any
+    _psigrad: Any = None
+    _importer: Any = None
 
-    def psigrad_choose(self, path: str, changed: list[str], transposed: list[str]) -> None:
+    def psigrad_choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> None:
         """See `Readback.choose`."""
-        config = self.model_runner.model_config.hf_text_config
-        self._psigrad = Readback(self.model_runner.model, bool(getattr(config, "tie_word_embeddings", False)))
-        self._psigrad.choose(read(path), changed, transposed)
+        self._readback().choose(self._read(bucket), changed, transposed)
 
-    def psigrad_compare(self, path: str, transposed: list[str]) -> tuple[list[str], list[str]]:
-        """(weights that it does not compute with, parameters that can't be compared)."""
-        sent = read(path)
-        return self._psigrad.wrong(sent, transposed), self._psigrad.unknown(sent, transposed)
+    def psigrad_compare(self, bucket: dict[str, Any], transposed: list[str]) -> None:
+        """See `Readback.compare`."""
+        self._readback().compare(self._read(bucket), transposed)
+
+    def psigrad_compare_adapter(self, folder: str, number: int) -> None:
+        """See `wrong_in_adapter`."""
+        manager, place = self.model_runner.lora_manager._adapter_manager, Path(folder)
+        scaling = scaling_of(json.loads((place / "adapter_config.json").read_text()))
+        sent, slot = read(str(place / "adapter_model.safetensors")), manager.lora_index_to_id.index(number)
+        self._psigrad = wrong_in_adapter(manager.modules, slot, sent, scaling, manager.packed_modules_mapping), []
+
+    def psigrad_found(self) -> tuple[list[str], list[str]]:
+        """(weights that it does not compute with, parameters that can't be compared) of what was compared since the last call."""
+        held, self._psigrad = self._psigrad, None
+        found: tuple[list[str], list[str]] = held.found() if isinstance(held, Readback) else held or ([], [])
+        return found
+
+    def _readback(self) -> Readback:
+        if self._psigrad is None:
+            config = self.model_runner.model_config.hf_text_config
+            tied, pack = bool(getattr(config, "tie_word_embeddings", False)), pack_experts if current_platform.is_cpu() else None
+            self._psigrad = Readback(self.model_runner.model, tied, pack)
+        found: Readback = self._psigrad
+        return found
+
+    def _read(self, bucket: dict[str, Any]) -> dict[str, Tensor]:
+        """The weights of a bucket, in a file or in the GPU's memory."""
+        if "path" in bucket:
+            return read(bucket["path"])
+        names = ("ipc_handles", "names", "shapes", "dtype_names", "tensor_sizes")
+        handles, *what = (bucket[name] for name in names)
+        self._importer = self._importer or PackedBufferImporter()
+        return dict(packed_ipc_consumer(handles, *what, torch.accelerator.current_device_index(), self._importer))
 
 
 @dataclass
@@ -43,7 +77,7 @@ class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class InFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the weights are."""
+    """Where the weights of a bucket are."""
 
     path: str
 
@@ -78,6 +112,9 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             repack_head(self.model)
+            for module in self.model.modules():
+                if experts := _experts_of(module):
+                    experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """See vLLM."""
@@ -95,6 +132,18 @@ def repack_head(model: Any) -> None:
     """
     if hasattr(model, "lm_head"):
         dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+
+def _experts_of(module: Any) -> Any:
+    """What multiplies by the experts of a layer on a CPU: vLLM packs them when it starts, and its reload forgets to."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    return kernel.fused_experts if kernel is not None and hasattr(module, "w13_weight") else None
+
+
+def pack_experts(module: Any, matrices: Tensor) -> Tensor:
+    """Matrices [experts, rows, columns] as the layer stores them on a CPU."""
+    packed: Tensor = cpu_prepack_moe_weight(matrices, _experts_of(module).isa)
+    return packed
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -125,7 +125,7 @@ def test_every_setting_that_help_lists_is_read(name, job, alone, capsys):
             assert cli.main(words) == (2 if refused else 0), words
     shown = listed(name, capsys)
     assert {setting for setting in settings_of(cls) if flag_of(setting) in shown} == set(settings_of(cls))
-    elsewhere = {"sampling.vllm_memory"}  # only with vLLM
+    elsewhere = {"sampling.vllm_memory", "sampling.vllm_readback"}  # only with vLLM
     elsewhere |= {"agent_timeout", "agent_workers", "agent_calls"}  # with an agent: tests/serve/agents
     assert set(settings_of(cls)) - read - elsewhere == set()
     assert not shown & {flag_of(other) for other, stands in unread_of(cls).items() if not stands}
@@ -169,6 +169,7 @@ OTHER = {
     "model.lora_modules_to_save": "lm_head", "record_tokens": 1, "run.save_steps": 1, "run.save_total_limit": 1,
     "server": "http://127.0.0.1:9", "prompts_per_step": 3, "optim.lr_scheduler_kwargs": '{"power":3}',
     "evaluation.metric_for_best_model": "loss", "evaluation.greater_is_better": "false",
+    "model.quantize_base": "int8",  # rows of nf4's blocks of 64 this job has none of
     "optim.optimizer": "muon",  # adamw_8bit keeps parts as small as these whole: language/training/test_frugal_adamw.py
 }  # fmt: skip
 OTHER_OF = {("grpo", "evaluation.metric_for_best_model"): "completions/mean_length",
@@ -186,7 +187,8 @@ TALK = f"--environment {tiny_rewards.__file__}:Talker --max-turns 2 --stop-token
 BESIDES = {
     "run.num_train_epochs": "--max-steps 0", "max_refills": "--dynamic-sampling --reward exact",
     "run.save_total_limit": "--save-steps 1",
-    "max_logp_difference": "--keep-activations-gb 0", "max_unscored": f"--reward {tiny_rewards.__file__}:of_some",
+    "max_logp_difference": "--keep-activations-gb 0 --dtype bfloat16",
+    "max_unscored": f"--reward {tiny_rewards.__file__}:of_some",
     "server": "--server-attempts 1",
     **dict.fromkeys(("critic_shared", "critic_learning_rate", "critic_warmup_steps"), CRITIC),
     **{f"model.lora_{leaf}": LORA for leaf in ("alpha", "dropout", "target_modules", "modules_to_save", "save")},

@@ -174,6 +174,15 @@ def test_with_lambda_0_a_critic_of_actions_learns_the_reward_and_its_expectation
     torch.testing.assert_close(prepared.returns[0], torch.stack([1 + 0.9 * prepared.batch.value[0, 1], torch.tensor(2.0)]))
 
 
+def test_a_critic_of_states_learns_what_its_method_says_and_no_lambda_return():
+    """Rewards 1, 2: the residual's target is r + γ V(s'), where a λ-return would be 1 + 0.9·2."""
+    made = method("td_actor_critic", lambda: Counter((2, 3)), n_steps=0, n_envs=1, gamma=0.9)
+    *_, prepared = prepared_of(made)
+    target = torch.stack([1 + 0.9 * prepared.batch.value[0, 1], torch.tensor(2.0)])
+    torch.testing.assert_close(prepared.returns[0], target)
+    assert abs(float(target[0]) - 2.8) > 0.1
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -320,3 +329,18 @@ def test_each_minibatch_has_slopes_of_its_own(batch_size):
         found.append(made.network.flat.detach().clone())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
     assert method("reinforce", n_steps=0).most_steps == np.inf
+
+
+@pytest.mark.parametrize("batch_size", [0, 8])
+def test_rows_without_an_end_are_cut_into_minibatches_of_steps(batch_size, monkeypatch):
+    """Two rows of 16 steps that all go on: two passes of four minibatches of 8 steps, or of one of all."""
+    made = method("ppo", lambda: Counter((100,)), n_steps=16, n_envs=2, batch_size=batch_size, n_epochs=2)
+    sizes, update = [], made._update
+
+    def counted(algorithm, part, *rest):
+        sizes.append(len(part.action))
+        return update(algorithm, part, *rest)
+
+    monkeypatch.setattr(made, "_update", counted)
+    made.iterate()
+    assert sizes == ([8] * 8 if batch_size else [32] * 2)

@@ -124,6 +124,7 @@ def test_a_step_is_taken_by_the_settings(damping, monkeypatch):
     torch.testing.assert_close(more, torch.full_like(more, damping), rtol=0, atol=1e-6)
     assert named == {"max_kl": 0.02, "cg_steps": 3, "shrink": 0.7, "tries": 5}
     assert len(updates) == 4 * 2, "32 steps are two minibatches"
+    assert made.moves == 1, "the policy's step, which no optimiser took"
 
 
 def test_the_critics_error_is_the_mean_of_the_last_pass(monkeypatch):

@@ -121,6 +121,13 @@ def test_a_row_without_steps_leaves_ratios_and_losses_finite():
     torch.testing.assert_close(loss, torch.tensor([[-math.exp(0.2), -math.exp(0.2)], [0.0, 0.0]]))
 
 
+def test_a_row_without_steps_is_in_nobodys_group():
+    """The least int64 is a number that no group has."""
+    batch = rows([[1, 0], [0, 0], [0, 1]], group=[5, 5, 7], reward=[[1.0, 0.0], [0.0, 0.0], [0.0, 2.0]])
+    assert batch.group.tolist() == [5, -(2**63), 7] and not batch.whole
+    assert rows([[1, 1]], group=[5], reward=[[1.0, 0.0]]).group.tolist() == [5]
+
+
 def test_a_group_without_steps_has_no_advantage():
     batch = rows([[1, 1], [0, 0]], group=[0, 1], reward=[[0.0, 1.0], [0.0, 0.0]])
     assert torch.equal(length_weighted_mean(batch), torch.zeros(2, 2))

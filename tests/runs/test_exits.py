@@ -11,6 +11,7 @@ import sys
 import gymnasium as gym
 import pytest
 
+from psigrad import cli
 from psigrad.control import builder, run
 from psigrad.errors import UserError
 from psigrad.runs.session import no_way_out
@@ -99,6 +100,30 @@ def test_a_callback_that_ends_the_process_does_not_end_it_well(event, tmp_path):
     config = settings(lambda: Leaving(lambda: None), tmp_path / "run", callbacks=(Ends(event, lambda: sys.exit(0)),))
     with pytest.raises(UserError):
         run.run(config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "grpo {model} --reward {leaves}:f",
+        "grpo {model} --reward numeric --algorithm {leaves}:f",
+        "grpo {model} --reward numeric --metric {leaves}:f",
+        "grpo {model} --environment {leaves}:f",
+        "grpo {model} --reward numeric --tools {leaves}:f",
+        "sft {model} --callbacks {leaves}:f",
+        "eval {model} --reward {leaves}:f",
+        "score --dataset {rows} --reward {leaves}:f",
+        "control ppo --env {leaves}:f",
+    ],
+)
+def test_a_module_that_ends_the_process_where_it_is_imported_does_not_end_it_well(words, job, tmp_path):
+    """Whatever a command is given by name: it is imported once here, before a run has a folder."""
+    leaves = tmp_path / "leaves.py"
+    leaves.write_text("import os\nos._exit(0)\n\ndef f(*given, **also): return 0.0\n")
+    model = f"--model {job / 'base'} --dataset {job / 'train.jsonl'}"
+    model += "" if words.startswith("eval") else f" --output-dir {tmp_path / 'run'}"
+    given = words.format(model=model, leaves=leaves, rows=job / "train.jsonl").split()
+    assert status_of(lambda: cli.main(given)) == 1
 
 
 def at_exit(work):

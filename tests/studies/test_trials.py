@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -173,6 +174,9 @@ def test_alarms_are_counted_by_run():
     assert found.share.mean == 0.25 and found.share.low == pytest.approx(0.0456, abs=1e-4)
     (verdict,) = false_alarms.verdicts([found])
     assert verdict.test == "1 of 4 runs; share" and verdict.verdict == "undecided"
+    # looked at twice: 1 of 123 has [0.0014, 0.0446] at 95 %, and [0.0012, 0.0537] at the 97.5 % of each look
+    (verdict,) = false_alarms.verdicts([replace(found, runs=123)])
+    assert verdict.verdict == "undecided" and verdict.difference.high == pytest.approx(0.0537, abs=1e-4)
 
 
 def test_an_exploit_at_once_is_told_from_one_that_learns_first():

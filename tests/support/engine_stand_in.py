@@ -1,14 +1,16 @@
-"""A stand-in for vLLM's engine process. It speaks the same protocol and has no model: a completion is a hash of the weights that
-it holds, the prompt and the seed, and all log-probs of the probe are 0.
+"""A stand-in for vLLM's engine process. It speaks the same protocol, to the letter, and has no model: a completion is a hash of
+the weights that it holds, the prompt and the seed, and all log-probs of the probe are 0.
 
 PSIGRAD_TEST_ENGINE names what goes wrong in it: it "dies", "hangs" or "fails" while it samples; it is "mute" or "broken" at each
-start; it "misses" an update or "keeps" its cache.
+start; it "misses" an update or "keeps" its cache; it "refuses" adapters, or is "without" them from the start. What it was asked
+goes to PSIGRAD_TEST_LOG, where that names a file.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,22 +29,71 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
         os._exit(3)
     if fault == "broken":
         raise RuntimeError("no kernel for it")
-    assert (Path(payload["folder"]) / "config.json").exists()
-    return partial(answered, {"version": 0, "weights": {}}, fault)
+    settings = payload["settings"]
+    if fault == "without" and settings.get("enable_lora"):
+        raise RuntimeError("Tiny does not support LoRA yet.")
+    folder = Path(payload["folder"])
+    assert json.loads((folder / "config.json").read_text())["architectures"]
+    below = folder / "model.safetensors"
+    assert (settings.get("load_format") == "dummy") != below.exists(), "whole weights come by an update, a base from its folder"
+    return partial(answered, {"version": 0, "weights": load_file(below) if below.exists() else {}, "at": "settle"}, fault)
+
+
+# What may follow what in an update.
+AFTER = {
+    "begin": ("settle",),
+    "choose": ("begin", "choose"),
+    "start": ("begin", "choose"),
+    "load": ("start", "load"),
+    "finish": ("load",),
+    "compare": ("finish", "compare"),
+    "adapt": ("begin",),
+    "settle": ("finish", "compare", "adapt"),
+}
 
 
 def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[Any]]:
     """What the engine answers to one request."""
     name, arguments = message
-    if name == "update":
-        path, version, changed, _, _ = arguments
-        state |= {"version": version, "weights": load_file(path)}
-        wrong = sorted(changed) if fault == "misses" else []
-        yield ["updated", version, wrong, [], 130 if fault == "keeps" and version > 1 else 0]
+    if log := os.environ.get("PSIGRAD_TEST_LOG"):
+        with open(log, "a") as file:
+            file.write(f"{name} {sorted(load_file(arguments[0]['path'])) if name in ('choose', 'load', 'compare') else ''}\n")
+    if name == "sample":
+        assert state["at"] == "settle"
+        yield from sampled(state, fault, *arguments)
     elif name == "prompt_logprobs":
         yield ["logprobs", text(np.zeros(sum(map(len, arguments[0])) - len(arguments[0]), np.float32))]
     else:
-        yield from sampled(state, fault, *arguments)
+        assert state["at"] in AFTER[name], f"{name} after {state['at']}"
+        state["at"] = name
+        yield from updated(state, fault, name, arguments)
+
+
+def updated(state: dict[str, Any], fault: str, name: str, arguments: Any) -> Iterator[list[Any]]:
+    """A step of an update. All weights of it are new, and what was compared is what was loaded."""
+    if name == "begin":
+        state |= {"new": {}, "compared": {}, "changed": []}
+    if name == "choose":
+        state["changed"] += arguments[1]
+    if name == "load":
+        state["new"] |= load_file(arguments[0]["path"])
+    if name == "compare":
+        state["compared"] |= load_file(arguments[0]["path"])
+    if name == "finish":
+        state |= {"version": arguments[0], "weights": state["new"]}
+    if name == "adapt":
+        if fault == "refuses":
+            yield ["failed", "expected target modules in q_proj"]
+            return
+        assert (Path(arguments[0]) / "adapter_config.json").exists()
+        base = {n: w for n, w in state["weights"].items() if ".lora_" not in n}
+        state |= {"version": arguments[1], "weights": base | load_file(Path(arguments[0]) / "adapter_model.safetensors")}
+    if name == "settle":
+        assert not state["compared"] or state["compared"].keys() == state["new"].keys()
+        wrong = sorted(state["changed"]) if fault == "misses" else []
+        yield ["updated", state["version"], wrong, [], 130 if fault == "keeps" and state["version"] > 1 else 0]
+    else:
+        yield ["done"]
 
 
 def sampled(state: dict[str, Any], fault: str, flat: Any, params: dict[str, Any], version: int) -> Iterator[list[Any]]:

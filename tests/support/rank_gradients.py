@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from psigrad.config import OnlineConfig, Optim
 from psigrad.config.algorithms import resolve
@@ -20,6 +21,7 @@ from psigrad.language.data.pairs import Answer, Judged, Pair
 from psigrad.language.data.templates import Example
 from psigrad.language.models import language_model, scalar_model, tiny
 from psigrad.language.models.backbone import Pretrained
+from psigrad.language.models.experts import balance_of, balanced
 from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.language.training.offline import sft_task
@@ -40,7 +42,7 @@ VOCABULARY, BUDGET = 300, 120
 
 
 def make_models(folder: Path) -> None:
-    """tied/ and untied/, whose head is large enough for the closed-form log-probs."""
+    """tied/ and untied/, whose head is large enough for the closed-form log-probs, and experts/."""
     corpus = [f"{a} plus {b} is {a + b}" for a in range(40) for b in range(40)]
     tokenizer = tiny.tokenizer(corpus, VOCABULARY)
     for name in ("tied", "untied"):
@@ -48,6 +50,12 @@ def make_models(folder: Path) -> None:
         model = tiny.model("qwen3", VOCABULARY, hidden=64, tied=name == "tied", eos_token_id=eos, pad_token_id=pad)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_local_experts": 4}
+    ends = {"num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad, "initializer_range": 0.1}
+    mixture = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", vocab_size=VOCABULARY, **sizes, **ends))
+    mixture.save_pretrained(folder / "experts")
+    tokenizer.save_pretrained(folder / "experts")
 
 
 def groups_of(prompts: int = 7, members: int = 3, seed: int = 0, longest: int = 24) -> list[list[Trajectory]]:
@@ -80,6 +88,8 @@ class Case:
     dtype: str = "float32"
     recompute: bool = False
     algorithm: str = "dapo"
+    balance: float = 0.0
+    """Weight of the loss that keeps the load of experts even. Each pass has its own; its rows must not depend on the ranks."""
 
 
 def online(case: Case, world: World, model, critic, groups, control: str) -> list[Callable[[], torch.Tensor]]:
@@ -118,7 +128,9 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
 def offline(make_task, case: Case, world: World, model, critic, groups, control: str) -> list[Callable[[], torch.Tensor]]:
     task = make_task(model, [t for group in groups for t in group], groups)
     tally = Tally(world=world)
-    return [partial(tally.of, share, w) for share, w in shard(world, task.shares(range(len(task)), BUDGET, world.size))]
+    whole = task.shares(range(len(task)), BUDGET, 4 if case.balance else world.size)
+    shares = shard(world, [partial(balanced, model, share, len(whole)) for share in whole])
+    return [partial(tally.of, share, w) for share, w in shares]
 
 
 def _answer(t: Trajectory) -> Answer:
@@ -159,6 +171,8 @@ CASES = {
     "ppo shared bfloat16": Case(online, algorithm="ppo", value_head=True, dtype="bfloat16"),
     "lora": Case(online, lora=True),
     "sft": Case(partial(offline, sft)),
+    "experts": Case(partial(offline, sft), "experts", balance=0.5),
+    "experts online": Case(online, "experts"),
     "dpo": Case(partial(offline, dpo), "untied"),
     "kto": Case(partial(offline, kto)),
     "reward": Case(partial(offline, reward), scalar=True),
@@ -180,6 +194,8 @@ def load(case: Case, folder: Path, world: World, control: str = ""):
         for name, p in model.trainable().items():
             if "lora_B" in name:
                 nn.init.normal_(p, std=0.05)
+    if case.balance:
+        model.balance = balance_of(model.network, case.balance)
     if case.value_head:
         model.add_value_head()
         nn.init.normal_(model.value_head.weight, std=0.1)

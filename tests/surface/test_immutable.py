@@ -53,7 +53,7 @@ def test_dataclasses_are_frozen_but_for_those_that_are_there_to_change():
     assert len(found) > 200
 
 
-ROOMS = [ROOT / room for room in ("objective", "tabular", "language/training")]
+ROOMS = [ROOT / room for room in ("objective", "tabular", "control/methods", "language/training")]
 PLACES = ["language/models/logprobs.py", *(str(p.relative_to(ROOT)) for room in ROOMS for p in sorted(room.rglob("*.py")))]
 
 

@@ -22,6 +22,8 @@ from psigrad.language.data.dataset_rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Piece = tuple[str, str, bool]
+"""What stands before a text and bears on its tokens, the text, and whether it is trained."""
 CHATML = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -94,7 +96,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     elif row.completion or row.messages:
         talk, found = _rendered(tokenizer, row, empty_thinking)
         stops = _stops_of(talk)
-        made = [_conversation(talk, context, stops) for context in found]
+        made = [_conversation(talk, pieces, stops) for pieces in found]
     else:
         raise UserError(f"{row.source} has no completion to train on; give a row of the form prompt-completion or messages.")
     cut = []
@@ -116,18 +118,18 @@ def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
         if row.messages or isinstance(row.completion, list):
             with contextlib.suppress(UserError):  # it is raised again when the row's turn comes
                 known.talks[id(row)] = found = _rendered(tokenizer, row, empty_thinking)
-                pieces = (piece for context in found[1] for piece in _pieces(context))
-                texts.update((_encodable(_last_cut(tokenizer, before) + text), None) for before, text, _ in pieces)
+                texts.update((_encodable(before + text), None) for pieces in found[1] for before, text, _ in pieces)
     made = known.backend.encode_batch_fast([*texts], add_special_tokens=False)
     known.ahead.update(zip(texts, (one.ids for one in made), strict=True))
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Talk, list[Context]]:
-    """A conversation and its contexts, those made ahead if they are there."""
-    made: tuple[Talk, list[Context]] | None = dialect.specials_of(tokenizer).talks.pop(id(row), None)
+def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Talk, list[list[Piece]]]:
+    """A conversation and the pieces of its contexts, those made ahead if they are there."""
+    made: tuple[Talk, list[list[Piece]]] | None = dialect.specials_of(tokenizer).talks.pop(id(row), None)
     if made is None or made[0].row is not row:
         talk = Talk(tokenizer, row)
-        made = talk, contexts(talk, empty_thinking=empty_thinking)
+        found = contexts(talk, empty_thinking=empty_thinking)
+        made = talk, [[(_last_cut(tokenizer, before), text, trained) for before, text, trained in _pieces(one)] for one in found]
     return made
 
 
@@ -236,7 +238,7 @@ def completion_for_reward(row: Row, text: str) -> str | list[Message]:
 
 def _encodable(text: str) -> str:
     r"""Spell out lone surrogates (`\ud800`): they have no UTF-8 form and make tokenizers raise."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
@@ -302,11 +304,11 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
     return prompt + ids, [False] * len(prompt) + [True] * end + [False] * (len(ids) - end)
 
 
-def _conversation(talk: Talk, context: Context, stops: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+def _conversation(talk: Talk, pieces: Sequence[Piece], stops: tuple[int, ...]) -> tuple[list[int], list[bool]]:
     tokenizer, row = talk.tokenizer, talk.row
     ids: list[int] = []
     runs: list[tuple[int, int]] = []
-    for before, piece, trained in _pieces(context):
+    for before, piece, trained in pieces:
         new = encode_after(tokenizer, before, piece)
         runs += [(len(ids), len(ids) + len(new))] if trained else []
         ids += new
@@ -317,8 +319,8 @@ def _conversation(talk: Talk, context: Context, stops: tuple[int, ...]) -> tuple
     return ids, mask
 
 
-def _pieces(context: Context) -> Iterator[tuple[str, str, bool]]:
-    """(what stands before, a text, whether it is trained): a context in pieces that are encoded one by one."""
+def _pieces(context: Context) -> Iterator[Piece]:
+    """A context in pieces that are encoded one by one."""
     before, at = "", 0
     for start, end in [*context.spans, (len(context.text), len(context.text))]:
         for cut, trained in ((start, False), (end, True)):

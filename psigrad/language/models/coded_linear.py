@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from psigrad.errors import UserError
 from psigrad.language.models.native.codes import CodedMatrix, Kind, can_code, code
 from psigrad.language.models.native.kernels import kernels
 
@@ -50,11 +51,17 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def code_linears(network: nn.Module, kind: Kind) -> None:
-    """Put the linear layers inside lists of layers in codes, but for those whose rows are not whole blocks."""
+    """Put the linear layers inside lists of layers in codes, but for those whose rows are not whole blocks. Raises `UserError`
+    where that leaves none.
+    """
+    found = False
     for name, child in list(network.named_modules()):
         inside = any(part.isdigit() for part in name.split("."))
         if inside and type(child) is nn.Linear and can_code(child.weight, kind):
             network.set_submodule(name, CodedLinear(code(child.weight, kind), child.bias))
+            found = True
+    if not found:
+        raise UserError(f"quantize_base is {kind}, and no layer of the model has rows of whole blocks of it; leave it out.")
 
 
 def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:

@@ -188,6 +188,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         temperature: float,
         sums: gradients.Sums | None,
         known: Tensor | None,
+        figures: _Figures | None,
     ) -> Tensor:
         ctx.temperature, ctx.head, ctx.sums = temperature, weight, sums
         if known is not None:
@@ -195,7 +196,7 @@ class _ChosenLogProbs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, ids, chosen - known)
             return known.clone()
         if (native := _native(hidden, weight)) is not None:
-            logp, chosen = _as_drawn(native, hidden, weight, ids, temperature)
+            logp, chosen = _as_drawn(native, hidden, weight, ids, temperature, figures)
             ctx.save_for_backward(hidden, weight, ids, chosen / temperature - logp)
             return logp
         kind = upcast(weight[:0]).dtype
@@ -204,6 +205,8 @@ class _ChosenLogProbs(torch.autograd.Function):
         for rows, columns, logits, _ in _tiles(hidden, weight, temperature):
             hit, token = _hits(ids[rows], columns)
             chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0], chosen[rows])
+            if figures is not None:
+                figures.add(rows, columns, logits.clone())
             higher = torch.maximum(top[rows], logits.amax(1)).clamp_(min=torch.finfo(kind).min)
             total[rows] *= top[rows].sub_(higher).exp_()
             total[rows] += logits.sub_(higher[:, None]).exp_().sum(1)
@@ -223,13 +226,37 @@ class _ChosenLogProbs(torch.autograd.Function):
         if ctx.sums is not None:
             dweight = None if ctx.sums.defers(ctx.head, use) else ctx.sums.of(ctx.head)
         elif ctx.needs_input_grad[1]:
-            dweight = torch.zeros_like(weight, dtype=normaliser.dtype)
+            # what tiles of all states give is not added to: a sum of half precision's size, while activations fill the memory
+            dweight = torch.zeros_like(weight, dtype=normaliser.dtype if len(hidden) > TILE_ROWS else weight.dtype)
         if dhidden is not None or dweight is not None:
             use.add_products(dhidden, dweight, slice(0, len(weight)))
-        if dhidden is not None:
-            dhidden = dhidden.to(hidden.dtype)
-        given_back = None if dweight is None or ctx.sums is not None else dweight.to(weight.dtype)
-        return dhidden, given_back, None, None, None, None
+        back = (dhidden, None if ctx.sums is not None else dweight)
+        return *(None if x is None else x.to(hidden.dtype) for x in back), None, None, None, None, None
+
+
+class _Figures:
+    """The most probable token of each of M states, and the entropy, of logits over the temperature that come in tiles."""
+
+    def __init__(self, count: int, like: Tensor) -> None:
+        self._top, self._total, self._mean = (like.new_zeros(count) for _ in range(3))
+        self._top.fill_(-1e30)
+        self.best = torch.zeros(count, dtype=torch.long, device=like.device)
+
+    def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
+        """A tile, which is written over. Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) are kept, m the largest z so far."""
+        highest, place = logits.max(1)
+        self.best[rows] = torch.where(highest > self._top[rows], place + columns.start, self.best[rows])
+        higher = torch.maximum(self._top[rows], highest)
+        below = logits.sub_(higher[:, None]).clamp_(min=-1e4)  # 0 · log 0 = 0
+        drop, share = self._top[rows] - higher, below.exp()
+        self._mean[rows] += drop * self._total[rows]
+        for held, new in ((self._mean, torch.linalg.vecdot(share, below)), (self._total, share.sum(1))):
+            held[rows] = held[rows] * drop.exp() + new
+        self._top[rows] = higher
+
+    def entropy(self) -> Tensor:
+        """log Σ eᶻ⁻ᵐ − Σ eᶻ⁻ᵐ(z − m) / Σ eᶻ⁻ᵐ."""
+        return self._total.log() - self._mean / self._total
 
 
 class _RowLogProbs(torch.autograd.Function):
@@ -352,7 +379,9 @@ def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
     return None if isinstance(native, str) or weight.dtype not in native.dtypes else native
 
 
-def _as_drawn(native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _as_drawn(
+    native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
+) -> tuple[Tensor, Tensor]:
     """Log-probs [M] of tokens with the bits that a draw among the same logits gives them, and their logits."""
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
     width = max(1, TILE_ELEMENTS // height // STRETCH) * STRETCH
@@ -368,6 +397,8 @@ def _as_drawn(native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temp
             hit, token = _hits(ids[rows], columns)
             chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0].float(), chosen[rows])
             native.log_probs.sum_stretches(sums[rows, left // STRETCH :], logits, temperature)
+            if figures is not None:
+                figures.add(rows, columns, logits.float() / temperature)
     return native.log_probs.of(chosen, sums, temperature), chosen
 
 
@@ -421,7 +452,7 @@ def token_stats(
     """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
 
     If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form, and log-probs
-    `cached` from the same head are reused. On a GPU entropy and accuracy that are only looked at come along.
+    `cached` from the same head are reused. Entropy and accuracy that are only looked at come along.
     """
     linear: Any = head if type(head) is nn.Linear and head.bias is None else None
     plain = linear is not None
@@ -432,15 +463,19 @@ def token_stats(
         logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)
         hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
         return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
-    tiled = plain and (hidden.shape[0] * vocabulary > TILE_ELEMENTS or _native(hidden, linear.weight) is not None)
-    if wanted.nothing_else and tiled and len(ids):
+    large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
+    tiled = plain and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None))
+    if tiled and len(ids) and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True)):
         _check_ids(ids, len(linear.weight))
         # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
         known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
-        return TokenStats(
-            _ChosenLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, gradients.sums_for(linear.weight), known)
-        )
+        figures = None if wanted.nothing_else else _Figures(len(ids), upcast(hidden[:0]).detach())
+        given = (ids, wanted.temperature, gradients.sums_for(linear.weight), known if figures is None else None, figures)
+        logp = _ChosenLogProbs.apply(hidden, linear.weight, *given)
+        hit = (figures.best == ids).to(logp.dtype) if figures is not None and wanted.accuracy else None
+        entropy = figures.entropy() if figures is not None and wanted.entropy else None
+        return TokenStats(logp, entropy, hit=hit)
     rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if _on_gpu(hidden) else 1) // vocabulary)
 
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()

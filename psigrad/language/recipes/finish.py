@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,20 @@ def sampler_of(
     journal: Journal | None = None,
     longest: int = 0,
 ) -> Iterator[Sampler]:
-    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy. `longest`
-    bounds prompt and completion together, where that is known.
+    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy, unless it
+    is vLLM's. `longest` bounds prompt and completion together, where that is known.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal) as sampler:
             yield sampler
         return
     tell = None if journal is None else journal.tell
-    twin = model if model.root is None else load_model(config.model, config.run, None)
-    with contextlib.closing(samplers.make(config.sampling, twin, tell, longest)) as sampler:
+    drawn = config.sampling
+    # vLLM takes weights out of shards; the policy's log-probs of a filtered draw come of a whole copy
+    itself = model.root is None or (drawn.sampler == "vllm" and not (drawn.top_p < 1 or drawn.top_k or drawn.min_p))
+    twin = model if itself else load_model(config.model, config.run, None)
+    whole = partial(load_model, config.model, replace(config.run, device="cpu"), None)
+    with contextlib.closing(samplers.make(drawn, twin, tell, longest, whole)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
 

@@ -112,6 +112,7 @@ class SFTSettings(Given, total=False):
     sampler: str
     vllm_memory: float
     vllm_sleep: bool
+    vllm_readback: bool
     tensor_parallel_size: int
     max_decode_batch: int
     cuda_graphs: bool
@@ -279,6 +280,7 @@ class OnlineSettings(Given, total=False):
     sampler: str
     vllm_memory: float
     vllm_sleep: bool
+    vllm_readback: bool
     tensor_parallel_size: int
     max_decode_batch: int
     cuda_graphs: bool
@@ -487,6 +489,7 @@ class PreferenceSettings(Given, total=False):
     sampler: str
     vllm_memory: float
     vllm_sleep: bool
+    vllm_readback: bool
     tensor_parallel_size: int
     max_decode_batch: int
     cuda_graphs: bool

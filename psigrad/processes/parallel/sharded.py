@@ -133,7 +133,9 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
             state[name] = weight.cpu().clone()
     if world.rank == 0:
         if kept != "merged":
-            _write_adapter(model, state, folder / "adapter" if kept == "both" else folder)
+            own = folder / "adapter" if kept == "both" else folder
+            write_adapter(model, state, own)
+            model.tokenizer.save_pretrained(own)
         if kept == "adapter":
             return
         with torch.device("meta"):
@@ -147,14 +149,13 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
             write(_Saved(twin, merge(model, state)), model.tokenizer, folder)
 
 
-def _write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
+def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
     """The adapter in peft's form, out of whole weights by the network's own names."""
     wrapper: Any = model.adapter
     first = next(iter(state))
     prefix = next(name.removesuffix(first) for name, _ in wrapper.named_parameters() if name.endswith(first))
     whole = {f"{prefix}{name}": weight for name, weight in state.items()}
     wrapper.save_pretrained(folder, state_dict=whole, safe_serialization=True)
-    model.tokenizer.save_pretrained(folder)
 
 
 def whole_twin(model: Pretrained) -> Any:

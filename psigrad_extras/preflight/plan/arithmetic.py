@@ -60,8 +60,8 @@ class Work:
     critic: bool = False
     shared_critic: bool = False
     entropy: bool = False
-    only_logps: bool = True
-    """Whether nothing but log-probs is asked of the head."""
+    closed_head: bool = True
+    """Whether nothing but log-probs, and figures beside them, is asked of the head (`models/logprobs.py`)."""
     keeps: float = 0.0
     """Most bytes for what sampling computed and training need not compute again."""
     engine: float = 0.0
@@ -149,7 +149,7 @@ def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
         dataset=dataset,
         old_pass=kto,  # the answers that rows are mismatched with
         entropy=isinstance(config, SFTConfig),
-        only_logps=not isinstance(config, SFTConfig),
+        closed_head=not (isinstance(config, SFTConfig) and config.label_smoothing_factor),
     )
 
 
@@ -181,7 +181,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         critic=algorithm.needs_critic and not config.critic_shared,
         shared_critic=algorithm.needs_critic and config.critic_shared,
         entropy=not preferring and algorithm.needs_entropy,
-        only_logps=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
+        closed_head=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
         engine=config.sampling.vllm_memory if config.sampling.sampler == "vllm" else 0.0,
         tensor=tensor,
         keeps=0.0
@@ -229,7 +229,7 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     backward = (1 if frozen else 2) + (1 if recompute else 0)
     # logits are computed again for the backward pass; before it, where the sampler did not keep their log-probs
     training = work.passes * (body * backward + head * (1 + (1 if frozen else 2)))
-    training += work.fresh * body + (work.fresh if work.only_logps else work.passes) * head
+    training += work.fresh * body + (work.fresh if work.closed_head else work.passes) * head
     training += work.passes * work.critic * 3 * body
     passes = (work.reference + work.old_pass) * (body + head) + (work.critic or work.shared_critic) * body
     if not work.samples:

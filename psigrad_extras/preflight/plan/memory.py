@@ -329,7 +329,7 @@ def _logits(work: Work, policy: Shape) -> int:
 
 def _is_closed(work: Work, policy: Shape) -> bool:
     """Whether the head's gradient is in closed form (`models/logprobs.py`)."""
-    return _logits(work, policy) > TILE_ELEMENTS and work.only_logps
+    return _logits(work, policy) > TILE_ELEMENTS and work.closed_head
 
 
 def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:

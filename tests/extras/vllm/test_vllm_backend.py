@@ -28,7 +28,9 @@ from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.types import Completion, Request, SamplingParams
 from psigrad_extras.vllm import vllm_backend
-from psigrad_extras.vllm.vllm_backend import VLLMSampler, fingerprint, written
+from psigrad_extras.vllm.vllm_backend import VLLMSampler
+from psigrad_extras.vllm.vllm_probe import written
+from psigrad_extras.vllm.vllm_weights import fingerprint
 
 pytestmark = pytest.mark.vllm
 torch.set_num_threads(1)

@@ -15,15 +15,17 @@ from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.recipes.online import longest_of
-from psigrad_extras.vllm import vllm_backend
-from psigrad_extras.vllm.vllm_backend import VLLMSampler, devices_of, exactly, log_probs, written
+from psigrad_extras.vllm import vllm_probe
+from psigrad_extras.vllm.vllm_backend import VLLMSampler, devices_of
 from psigrad_extras.vllm.vllm_engine import Engine
+from psigrad_extras.vllm.vllm_probe import exactly, log_probs, written
 
 
 @pytest.mark.parametrize(
     ("device", "count", "visible", "expected"),
     [
         ("cpu", 1, None, ""),
+        ("cpu", 1, "5", "5"),
         ("cuda", 1, None, "0"),
         ("cuda:3", 1, None, "3"),
         ("cuda:2", 2, None, "2,3"),
@@ -61,10 +63,11 @@ class Recorder:
 @pytest.mark.parametrize("asleep", [True, False])
 def test_an_engine_that_slept_wakes_weights_first_and_its_cache_last(asleep, monkeypatch):
     engine = Engine.__new__(Engine)
-    engine.llm, engine.asleep, engine.sleep = Recorder(), asleep, True
+    engine.llm, engine.asleep, engine.sleep, engine.lora = Recorder(), asleep, True, None
     monkeypatch.setattr(Engine, "_cached", lambda self, probe: self.llm.calls.append("probe") or 0)
-    (answer,) = engine.update("file", 7, [], [], [1, 2])
-    assert answer == ["updated", 7, [], [], 0] and not engine.asleep
+    steps = [("begin", [1, 2]), ("start",), ("load", {}), ("finish", 7), ("compare", {}, []), ("settle", [1, 2])]
+    answer = [list(getattr(engine, name)(*arguments)) for name, *arguments in steps][-1]
+    assert answer == [["updated", 7, [], [], 0]] and not engine.asleep
     calls = [call for call in engine.llm.calls if call.partition(" ")[0] in ("wake_up", "update_weights", "probe")]
     woken = ["wake_up weights", "update_weights", "wake_up kv_cache", "probe"]
     assert calls == (woken if asleep else ["probe", "update_weights", "probe"])
@@ -104,9 +107,9 @@ def test_half_precision_is_allowed_what_it_does_to_the_trainers_own_numbers(monk
     assert exactly(exact, probe)[1] == 0
     right, own = exactly(half, probe)
     assert 1e-4 < own < 0.1 and half.network.dtype == torch.bfloat16
-    assert vllm_backend.distance(log_probs(half, probe), right) <= own and half.as_transformers().config._attn_implementation
-    monkeypatch.setattr(vllm_backend, "TEXTS", 3)
-    monkeypatch.setattr(vllm_backend, "LENGTH", 24)
+    assert vllm_probe.distance(log_probs(half, probe), right) <= own and half.as_transformers().config._attn_implementation
+    monkeypatch.setattr(vllm_probe, "TEXTS", 3)
+    monkeypatch.setattr(vllm_probe, "LENGTH", 24)
     sampler = VLLMSampler.__new__(VLLMSampler)
     for model, fine, wrong in ((half, 1.05 * own, 1.2 * own), (exact, 5e-5, 2e-4)):
         sampler.model = model

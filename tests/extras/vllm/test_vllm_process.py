@@ -4,23 +4,31 @@ against modules in vLLM's arrangement. What vLLM itself does is tested by `make 
 
 from __future__ import annotations
 
+import ast
+import itertools
+import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
 from engine_stand_in import completion
+from safetensors.torch import load_file
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
+from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad_extras.vllm import vllm_backend
+from psigrad_extras.vllm import vllm_backend, vllm_probe, vllm_weights
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
-from psigrad_extras.vllm.vllm_engine import Readback
+from psigrad_extras.vllm.vllm_engine import Readback, scaling_of, wrong_in_adapter
 
 REQUESTS = [Request((5, 6, 7), (1, 2)), Request((8, 9), (3,)), Request((10, 11, 12, 13), (4, 5, 6))]
 PARAMS = SamplingParams(max_tokens=6)
@@ -30,14 +38,15 @@ PARAMS = SamplingParams(max_tokens=6)
 def engine(monkeypatch, tmp_path):
     """A function that makes a sampler whose engine is the stand-in, with a fault."""
     find = vllm_backend.importlib.util.find_spec
-    monkeypatch.setattr(vllm_backend, "log_probs", lambda model, probe: torch.zeros(sum(map(len, probe)) - len(probe)))
+    monkeypatch.setattr(vllm_probe, "log_probs", lambda model, probe: torch.zeros(sum(map(len, probe)) - len(probe)))
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: True if name == "vllm" else find(name, *more))
     made: list[VLLMSampler] = []
 
-    def make(fault: str = "", **settings) -> VLLMSampler:
+    def make(fault: str = "", lora: Lora | None = None, **settings) -> VLLMSampler:
         monkeypatch.setenv("PSIGRAD_TEST_ENGINE", fault)
         monkeypatch.setenv("PSIGRAD_TEST_ONCE", str(tmp_path / "once"))
-        made.append(VLLMSampler(a_model(), 4, service="engine_stand_in:service", **settings))
+        monkeypatch.setenv("PSIGRAD_TEST_LOG", str(tmp_path / "log"))
+        made.append(VLLMSampler(a_model(lora), 4, service="engine_stand_in:service", **settings))
         return made[-1]
 
     yield make
@@ -45,10 +54,10 @@ def engine(monkeypatch, tmp_path):
         sampler.close()
 
 
-def a_model() -> LanguageModel:
+def a_model(lora: Lora | None = None) -> LanguageModel:
     torch.manual_seed(0)
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    return prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2), tokenizer)
+    return prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2), tokenizer, lora=lora)
 
 
 def nudge(model: LanguageModel) -> None:
@@ -219,6 +228,14 @@ def in_vllm(sent: dict[str, torch.Tensor], size: int, rank: int) -> nn.Module:
     return model
 
 
+def read_back(held: Readback, model: nn.Module, *buckets: dict[str, torch.Tensor], transposed=()) -> tuple[list[str], list[str]]:
+    """What is found in `model` after the buckets, by columns that were chosen before."""
+    again = Readback(model, held.tied, columns=held.columns)
+    for bucket in buckets:
+        again.compare(bucket, transposed)
+    return again.found()
+
+
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_every_weight_that_stayed_as_it_was_is_named_whatever_holds_it(size, rank):
     old, new = weights(0), weights(1)
@@ -226,12 +243,9 @@ def test_every_weight_that_stayed_as_it_was_is_named_whatever_holds_it(size, ran
         left = {**new, name: old[name]}
         held = Readback(in_vllm(old, size, rank), tied=True)
         held.choose(new, list(new))
-        held.model = in_vllm(left, size, rank)
-        assert held.wrong(new) == [name] and held.unknown(new) == []
-        held.model = in_vllm({**new, name: -new[name]}, size, rank)
-        assert held.wrong(new) == [name]
-        held.model = in_vllm(new, size, rank)
-        assert held.wrong(new) == []
+        assert read_back(held, in_vllm(left, size, rank), new) == ([name], [])
+        assert read_back(held, in_vllm({**new, name: -new[name]}, size, rank), new) == ([name], [])
+        assert read_back(held, in_vllm(new, size, rank), new) == ([], [])
 
 
 def test_a_head_that_was_not_packed_again_is_named_by_the_embedding():
@@ -239,10 +253,10 @@ def test_a_head_that_was_not_packed_again_is_named_by_the_embedding():
     held = Readback(in_vllm(old, 1, 0), tied=True)
     held.choose(new, list(new))
     stale = held.model.lm_head
-    held.model = in_vllm(new, 1, 0)
-    stale.weight = held.model.lm_head.weight  # shared with the embedding, and new; the packed copy is old
-    held.model.lm_head = stale
-    assert held.wrong(new) == ["embed.weight"]
+    model = in_vllm(new, 1, 0)
+    stale.weight = model.lm_head.weight  # shared with the embedding, and new; the packed copy is old
+    model.lm_head = stale
+    assert read_back(held, model, new) == (["embed.weight"], [])
 
 
 def test_one_changed_entry_of_a_packed_matrix_is_read():
@@ -255,19 +269,178 @@ def test_one_changed_entry_of_a_packed_matrix_is_read():
         model.o_proj = RowParallelLinear(old["o_proj.weight"], 1, 0)
         held = Readback(model, tied=False)
         held.choose(new, ["o_proj.weight"])
-        assert entry in held.columns["o_proj.weight"] and held.wrong(new) == ["o_proj.weight"]
+        assert entry in held.columns["o_proj.weight"] and read_back(held, model, new) == (["o_proj.weight"], [])
         model.o_proj.pack(new["o_proj.weight"])
-        assert held.wrong(new) == []
+        assert read_back(held, model, new) == ([], [])
 
 
 def test_what_was_not_sent_and_what_nobody_knows_is_told():
     new = weights(1)
     held = Readback(in_vllm(new, 1, 0), tied=True)
     rest = {name: w for name, w in new.items() if "k_proj" not in name}
-    held.choose(rest, list(rest))
-    assert "layer.attn.k_proj.weight (not sent)" in held.wrong(rest)
+    assert "layer.attn.k_proj.weight (not sent)" in read_back(held, held.model, rest)[0]
+    last = {"layer.norm.weight": new["layer.norm.weight"]}
+    first = {name: w for name, w in new.items() if name not in last}
+    assert read_back(held, held.model, first, last) == ([], [])
+    assert read_back(held, held.model, first) == (["layer.norm.weight (not sent)"], [])
     held.model.layer.mlp.down_proj.weight = nn.Parameter(torch.zeros(3, 4, 5), requires_grad=False)
-    assert held.unknown(new) == ["layer.mlp.down_proj.weight"]
+    assert read_back(held, held.model, new)[1] == ["layer.mlp.down_proj.weight"]
     turned = {**new, "layer.mlp.down_proj.weight": new["layer.mlp.down_proj.weight"].T.contiguous()}
-    again = Readback(in_vllm(new, 1, 0), tied=True)
-    assert again.wrong(turned, ["layer.mlp.down_proj.weight"]) == [] and again.unknown(turned) == ["layer.mlp.down_proj.weight"]
+    model, down = in_vllm(new, 1, 0), ["layer.mlp.down_proj.weight"]
+    assert read_back(held, model, turned, transposed=down) == ([], []) and read_back(held, model, turned) == ([], down)
+
+
+class RoutedExperts(nn.Module):
+    """Three experts, 4 wide and 6 inside."""
+
+    ckpt_gate_proj_name, ckpt_up_proj_name, ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+
+    def __init__(self, sent, size, rank):
+        super().__init__()
+        self.tp_size, self.tp_rank, n = size, rank, 6 // size
+        inner = slice(rank * n, (rank + 1) * n)
+        one = [{k: sent[f"mlp.experts.{e}.{k}_proj.weight"] for k in ("gate", "up", "down")} for e in range(3)]
+        self.w13_weight = nn.Parameter(torch.stack([torch.cat([x["gate"][inner], x["up"][inner]]) for x in one]))
+        self.w2_weight = nn.Parameter(torch.stack([x["down"][:, inner] for x in one]))
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 1)])
+def test_experts_are_read_back_one_by_one(size, rank):
+    shapes = {"gate": (6, 4), "up": (6, 4), "down": (4, 6)}
+    sent = {f"mlp.experts.{e}.{k}_proj.weight": torch.randn(s) for e in range(3) for k, s in shapes.items()}
+    model = nn.Module()
+    model.mlp, model.mlp.experts = nn.Module(), nn.Module()
+    for name in sent:
+        model.mlp.experts.routed_experts = RoutedExperts(sent | {name: -sent[name]}, size, rank)
+        assert read_back(Readback(model, tied=False), model, sent) == ([name], [])
+    model.mlp.experts.routed_experts = RoutedExperts(sent, size, rank)
+    assert read_back(Readback(model, tied=False), model, sent) == ([], [])
+    turn = Readback(model, tied=False, pack=lambda layer, matrices: matrices.flip(2))
+    turn.compare(sent)
+    assert sorted(turn.found()[0]) == sorted(sent), "they are stored in another order, and are not"
+    for parameter in model.mlp.experts.routed_experts.parameters():
+        parameter.data = parameter.data.flip(2)
+    again = Readback(model, tied=False, pack=turn.pack)
+    again.compare(sent)
+    assert again.found() == ([], [])
+
+
+def test_weights_leave_under_a_checkpoints_names_in_buckets_of_whole_layers(tmp_path):
+    shape = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 3, "head_dim": 8}
+    experts = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), tie_word_embeddings=False, **shape, **experts)
+    model = prepare(Qwen3MoeForCausalLM(config), tokenizer)
+    model.save(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sent = dict(vllm_weights.outgoing(model))
+    assert sent.keys() == saved.keys() and all(torch.equal(sent[name], saved[name]) for name in saved)
+    assert any(".experts.0.gate_proj." in name for name in sent)
+    buckets = list(vllm_weights.in_buckets(sent.items(), size=1))
+    assert [name for bucket in buckets for name in bucket] == list(sent) and len(buckets) == 5
+    layers = [{name.split(".layers.")[1][0] for name in bucket if ".layers." in name} for bucket in buckets]
+    assert layers == [set(), {"0"}, {"1"}, {"2"}, set()]
+    assert len(list(vllm_weights.in_buckets(sent.items()))) == 1
+
+
+def test_an_update_is_begun_sent_finished_compared_and_settled(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_weights, "BUCKET", 1)
+    monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
+    names, log = [name for name, _ in a_model().network.named_parameters()], tmp_path / "log"
+    passes = {True: ("choose", "load", "compare"), False: ("load",)}
+    for readback, wanted in passes.items():
+        log.unlink(missing_ok=True)
+        sampler = engine(readback=readback)
+        said = [line.partition(" ")[::2] for line in log.read_text().splitlines()]
+        order = [kind for kind, group in itertools.groupby(kind for kind, _ in said)]
+        steps = ["begin", *(("choose",) if readback else ()), "start", "load", "finish", *(("compare",) if readback else ())]
+        assert order == [*steps, "settle", "prompt_logprobs"]
+        for kind in wanted:
+            in_turn = [ast.literal_eval(of) for one, of in said if one == kind]
+            assert len(in_turn) == 3 and sorted(itertools.chain(*in_turn)) == sorted(names)
+        assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model)
+
+
+LORA = Lora(rank=4, alpha=8.0)
+
+
+def adapted(model: LanguageModel) -> list[list[tuple[int, ...]]]:
+    """What the stand-in samples with what lies below the adapter, and with the adapter in peft's names."""
+    held = {name.replace(".base_layer.", "."): p.detach().numpy() for name, p in model.network.named_parameters()}
+    below = {name: p for name, p in held.items() if ".lora_" not in name}
+    above = {f"base_model.model.{name.replace('.default', '')}": p for name, p in held.items() if ".lora_" in name}
+    both = below | above
+    return [[completion(both, r.prompt_ids, seed, PARAMS.max_tokens) for seed in r.seeds] for r in REQUESTS]
+
+
+def test_an_adapter_goes_alone(engine, tmp_path):
+    sampler = engine(lora=LORA)
+    for count in (1, 2):
+        assert ids(sampler.sample(REQUESTS, PARAMS)) == adapted(sampler.model) and sampler.version == count
+        with torch.no_grad():
+            for matrix in sampler.model.trainable().values():  # what lies below stays as it was loaded
+                matrix.add_(0.1)
+    kinds = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert kinds == ["begin", "adapt", "settle", "prompt_logprobs", "sample", "begin", "adapt", "settle", "sample"]
+
+
+@pytest.mark.parametrize("fault", ["refuses", "without"])
+def test_where_vllm_takes_no_adapter_it_gets_whole_weights(engine, fault):
+    told = []
+    sampler = engine(fault, lora=LORA, tell=lambda kind, text, **fields: told.append(kind))
+    assert told == ["adapter_merged"] and sampler.losses == 0
+    nudge(sampler.model)
+    whole = {name: w.numpy() for name, w in vllm_weights.outgoing(sampler.model)}
+    assert not any("lora" in name for name in whole)
+    found = [[completion(whole, r.prompt_ids, seed, PARAMS.max_tokens) for seed in r.seeds] for r in REQUESTS]
+    assert ids(sampler.sample(REQUESTS, PARAMS)) == found
+
+
+def test_adapters_that_only_whole_weights_can_carry_are_told():
+    assert vllm_weights.why_merged(a_model(LORA)) == ""
+    told = vllm_weights.adapter_settings(a_model(Lora(rank=9, target_modules=("q_proj", "o_proj"))))
+    assert told == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "lora_target_modules": ["o_proj", "q_proj"]}
+    assert "DoRA" in vllm_weights.why_merged(a_model(Lora(rank=4, dora=True)))
+    assert "trained whole" in vllm_weights.why_merged(a_model(Lora(rank=4, modules_to_save=("lm_head",))))
+    assert "it is on lm_head" in vllm_weights.why_merged(a_model(Lora(rank=4, target_modules=("lm_head",))))
+    assert vllm_weights.why_merged(a_model()) == "it has none"
+
+
+def test_every_matrix_of_an_adapter_is_read_in_the_slot_where_it_is():
+    """Rank 2 in slots of rank 4; q and v have adapters, k has none. B is doubled, by alpha 4 over rank 2."""
+    sent = {f"base_model.model.l.{n}_proj.lora_{x}.weight": torch.randn(2, 5) for n in "qvo" for x in "A"}
+    sent |= {f"base_model.model.l.{n}_proj.lora_B.weight": torch.randn(6, 2) for n in "qvo"}
+    scaling = scaling_of({"lora_alpha": 4, "r": 2})
+    assert scaling == 2.0 and scaling_of({"lora_alpha": 4, "r": 4, "use_rslora": True}) == 2.0
+
+    def held(names: str) -> SimpleNamespace:
+        a, b = (tuple(torch.zeros(3, 1, *shape) for _ in names) for shape in ((4, 5), (6, 4)))
+        for place, name in enumerate(names):
+            if name != "k":
+                a[place][1, 0, :2] = sent[f"base_model.model.l.{name}_proj.lora_A.weight"]
+                b[place][1, 0, :, :2] = 2 * sent[f"base_model.model.l.{name}_proj.lora_B.weight"]
+        return SimpleNamespace(lora_a_stacked=a, lora_b_stacked=b)
+
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def layers() -> dict[str, SimpleNamespace]:
+        return {"l.qkv_proj": held("qkv"), "l.o_proj": held("o"), "lm_head": SimpleNamespace(lora_a_stacked=torch.zeros(1))}
+
+    assert wrong_in_adapter(layers(), 1, sent, scaling, fused) == []
+    whole = ["l.q_proj.lora_A.weight", "l.q_proj.lora_B.weight", "l.v_proj.lora_A.weight", "l.v_proj.lora_B.weight"]
+    o = ["l.o_proj.lora_A.weight", "l.o_proj.lora_B.weight"]
+    assert wrong_in_adapter(layers(), 0, sent, scaling, fused) == [*whole, *o], "another slot"
+    assert wrong_in_adapter(layers(), 1, sent, 1.0, fused) == [n for n in (*whole, *o) if "_B" in n], "B without its factor"
+    one = layers()
+    one["l.qkv_proj"].lora_a_stacked[2][1, 0, 1, 3] += 1e-3
+    one["l.qkv_proj"].lora_b_stacked[1][1, 0, 5, 3] = 1e-3
+    assert wrong_in_adapter(one, 1, sent, scaling, fused) == ["l.k_proj.lora_B.weight", "l.v_proj.lora_A.weight"]
+    missing = {name: layer for name, layer in layers().items() if name != "l.o_proj"}
+    assert wrong_in_adapter(missing, 1, sent, scaling, fused) == [f"{name} (not taken)" for name in o]
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["whole", "adapter"])
+def test_weights_go_to_each_engine_out_of_shards_and_only_rank_0_loads_a_copy_to_compare(tmp_path, rank):
+    a_model().save(tmp_path / "model")
+    ranks.run(2, "vllm_shards", "samples", tmp_path / "model", rank, tmp_path / "said.json", lockstep=True)
+    assert json.loads((tmp_path / "said.json").read_text()) == [[[True, True], [0]], [[True, True], []]]

@@ -120,7 +120,7 @@ def test_a_run_goes_on_from_an_adapter_and_leaves_one_that_peft_opens(base, tmp_
 def test_an_adapter_out_of_shards_is_written_as_peft_writes_it(base, tmp_path):
     model = load_model(Model(path=str(base), lora_rank=2), Run(), None)
     state = {name: p.detach().clone() for name, p in model.network.named_parameters()}
-    sharded._write_adapter(model, state, tmp_path / "ours")
+    sharded.write_adapter(model, state, tmp_path / "ours")
     model.save(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "theirs"))
     assert ours.keys() == theirs.keys() and theirs and all(torch.equal(ours[k], theirs[k]) for k in theirs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,12 @@ from tiny_rewards import early_letters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import psigrad
+from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.models.experts import Balance, Routing, balance_of, balanced, replay_routers
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows
+from psigrad.language.recipes import online_settings
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.objective import Loss
@@ -293,3 +296,29 @@ def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
             "grpo", model=folder, dataset=rows, output_dir=tmp_path / "x", router_replay=True, sampler="transformers",
             **SHORT, **online,
         )  # fmt: skip
+
+
+ONLINE = OnlineConfig(reward=["length"], router_replay=True)
+TOLD = {
+    "pairs": (replace(ONLINE, algorithm="online_dpo", num_generations=2), "online_dpo trains on pairs"),
+    "episodes": (replace(ONLINE, environment="m:Game"), "episodes and agents have completions that are not sampled whole"),
+    "tools": (replace(ONLINE, tools=["m:tool"]), "episodes and agents have completions that are not sampled whole"),
+    "sampler": (
+        replace(ONLINE, sampling=replace(ONLINE.sampling, sampler="transformers")),
+        "sampling.sampler is 'transformers', which tells no experts",
+    ),
+    "fsdp": (
+        replace(ONLINE, placement=replace(ONLINE.placement, strategy="fsdp")),
+        "placement.strategy=fsdp samples from a copy",
+    ),
+    "cluster": (replace(ONLINE, placement=replace(ONLINE.placement, cluster="ray")), "placement.cluster samples elsewhere"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_where_no_experts_are_recorded_replay_is_refused_by_name(case):
+    config, why = TOLD[case]
+    with pytest.raises(UserError, match=re.escape(f"the embedded sampler recorded, and {why}; leave it out.")):
+        online_settings.check(config, online_settings.method(config))
+    without = replace(config, router_replay=False)
+    online_settings.check(without, online_settings.method(without))  # the control: nothing else is refused

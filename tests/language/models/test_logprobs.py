@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -37,6 +39,41 @@ def test_log_probs_under_a_large_head_have_autograds_gradient(tile, temperature,
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("tile", [(250, 100), (250, 7), (6, 4)], ids=str)
+@pytest.mark.parametrize("kind", [torch.double, torch.float32], ids=str)
+def test_figures_beside_them_come_of_the_same_tiles(tile, kind, monkeypatch):
+    """In double precision through PyTorch, in float32 through the kernels: no logits are kept and none is made a second time."""
+    draw = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(12, 50, bias=False).to(kind)
+    with torch.no_grad():
+        head.weight[7] = head.weight[3]  # never the most probable one before token 3
+    hidden = (3 * torch.randn(23, 12, generator=draw, dtype=kind)).requires_grad_()
+    ids = head(hidden).argmax(1).where(torch.arange(23) % 2 == 0, torch.arange(23))
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile[0])
+    monkeypatch.setattr(logprobs, "TILE_ROWS", tile[1])
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(logprobs, "checkpoint", None)  # what would keep a table of logits, or make it again
+    wanted = logprobs.TokenStatsRequest(0.7, entropy="figure", accuracy=True)
+    stats = logprobs.token_stats(hidden, ids, head, 50, wanted)
+    log_pi = torch.log_softmax(head(hidden) / 0.7, -1)
+    close = {"rtol": 1e-12, "atol": 1e-12} if kind == torch.double else {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(stats.logp, log_pi.gather(1, ids[:, None])[:, 0], **close)
+    torch.testing.assert_close(stats.entropy, -(log_pi.exp() * log_pi).sum(1), **close)
+    assert stats.hit.tolist() == (log_pi.argmax(1) == ids).tolist() and 12 <= stats.hit.sum() < 23
+    assert not stats.entropy.requires_grad and stats.logp.requires_grad
+
+
+def test_the_entropy_of_a_tile_of_two_tokens_by_hand(monkeypatch):
+    """Logits 0 and log 3 in two tiles: ¼ and ¾, entropy log 4 − ¾ log 3; a token that never comes (−∞) changes nothing."""
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1)
+    head = torch.nn.Linear(1, 3, bias=False).double()
+    head.weight.data[:, 0] = torch.tensor([0.0, math.log(3), -math.inf], dtype=torch.double)
+    wanted = logprobs.TokenStatsRequest(entropy="figure", accuracy=True)
+    stats = logprobs.token_stats(torch.ones(1, 1, dtype=torch.double), torch.tensor([1]), head, 3, wanted)
+    assert stats.entropy.item() == pytest.approx(math.log(4) - 0.75 * math.log(3), rel=1e-12)
+    assert stats.logp.item() == pytest.approx(math.log(0.75), rel=1e-12) and stats.hit.item() == 1
+
+
 def test_a_large_head_in_bfloat16_is_as_near_as_autograd(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     exact = torch.nn.Linear(64, 200, bias=False)
@@ -50,7 +87,7 @@ def test_a_large_head_in_bfloat16_is_as_near_as_autograd(monkeypatch):
         head = torch.nn.Linear(64, 200, bias=False)
         head.load_state_dict(exact.state_dict())
         head.to(dtype)
-        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, logprobs.TokenStatsRequest(accuracy=not closed)).logp
+        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, logprobs.TokenStatsRequest(entropy=not closed)).logp
         assert logp.dtype == torch.float32
         return torch.autograd.grad(logp.sum(), head.weight)[0].float()
 

@@ -195,6 +195,26 @@ def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
     assert all(x.grad is not None for x in busy.whole_masters()) and all(x.grad is None for x in idle.whole_masters())
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_pass_in_bfloat16_leaves_its_gradient_on_the_weight_or_where_processes_add_it_up(size):
+    """Of two processes with equal gradients the sum is on the masters, twice that of one: each of 3 outputs' weights has 1, 2."""
+
+    class World:
+        rank = 0
+
+        def all_reduce(self, x):
+            return x.mul_(2)
+
+    World.size = size
+    model = nn.Linear(2, 3, bias=False).bfloat16()
+    optimizer = Optimizer(dict(model.named_parameters()), Optim(), world=World())
+    add_up([optimizer], [lambda: model(torch.tensor([[1.0, 2.0]]).bfloat16()).sum()])
+    narrow, wide = model.weight.grad, optimizer.masters["weight"].grad
+    expected = size * torch.tensor([[1.0, 2.0]] * 3)
+    assert (narrow is None, wide is None) == (size == 2, size == 1)
+    torch.testing.assert_close((narrow if wide is None else wide).float(), expected, rtol=0, atol=0)
+
+
 def test_a_rule_of_whole_matrices_is_refused_where_they_lie_in_shards(monkeypatch):
     """AdamW steps what a process holds of them; a shard is another tensor than the parameter."""
     weights = {"w": torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Talk:
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
         """The spans of the template's generation blocks; None where it has none. The text is known then, too."""
-        if not _GENERATION.search(self.template):
+        if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
         found: list[Span] = spans
@@ -106,6 +107,11 @@ class Talk:
     def closing(self, message: Message) -> str:
         """What ends this turn."""
         return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
+
+
+@functools.lru_cache(maxsize=8)
+def _has_blocks(template: str) -> bool:
+    return _GENERATION.search(template) is not None
 
 
 def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:

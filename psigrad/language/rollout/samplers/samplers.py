@@ -17,9 +17,16 @@ from psigrad.language.rollout.types import Sampler, SamplingParams
 NAMES = ("embedded", "transformers", "vllm")
 
 
-def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | None = None, longest: int = 0) -> Sampler:
+def make(
+    sampling: Sampling,
+    model: LanguageModel,
+    tell: Callable[..., None] | None = None,
+    longest: int = 0,
+    whole: Callable[[], LanguageModel] | None = None,
+) -> Sampler:
     """The sampler that the settings ask for. Models that cannot run packed are sampled by transformers in place of ours.
-    `longest` is how many tokens a prompt and its completion may have together; 0: as many as the model allows.
+    `longest` is how many tokens a prompt and its completion may have together; 0: as many as the model allows. `whole` makes a
+    copy of a model in shards, for samplers that take its weights from there.
 
     `tell(kind, text, **fields)` hears of what it has to cope with; without it that is printed. Close the sampler after use.
 
@@ -46,7 +53,9 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
             tensor_parallel_size=sampling.tensor_parallel_size,
             sleep=sampling.vllm_sleep,
             longest=longest,
+            readback=sampling.vllm_readback,
             tell=tell,
+            whole=whole,
         )
         return vllm_sampler
     if name == "transformers" or model.why_padded:

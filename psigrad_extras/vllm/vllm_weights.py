@@ -1,0 +1,197 @@
+"""The weights as they leave the trainer: under a checkpoint's names, whole layers in buckets of bounded size, by files or in the
+GPU's own memory; of an adapter what it adds, alone.
+
+Weights in shards are gathered a tensor at a time, so no process has a second whole model for the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from psigrad.language.models import lora
+from psigrad.language.models.coded_linear import CodedLinear
+from psigrad.language.models.fused.weights_only import WeightsOnly
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.processes.parallel import sharded, shards
+
+# Bytes beyond which a bucket is closed, where a layer ends.
+BUCKET = 1 << 29
+# What an engine may be told is the rank of its adapters.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_NUMBERS = itertools.count()
+
+
+def why_merged(model: LanguageModel) -> str:
+    """Why the engine can't be given the model's adapter alone; empty where it can."""
+    config: Any = next(iter(getattr(model.adapter, "peft_config", {}).values()), None)
+    if config is None:
+        return "it has none"
+    if config.use_dora or config.modules_to_save:
+        return "vLLM has no DoRA, and no modules that are trained whole"
+    if any(isinstance(module, CodedLinear) for module in model.network.modules()):
+        return "its base is kept in codes, which vLLM's copy would not be"
+    if strange := _layers(model) & {"lm_head", "embed_tokens"}:
+        return f"it is on {', '.join(sorted(strange))}"
+    return "" if config.r <= _RANKS[-1] else f"vLLM's ranks end at {_RANKS[-1]}"
+
+
+def _layers(model: LanguageModel) -> set[str]:
+    """The layers that have a part of the adapter, by the last part of their names."""
+    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in model.trainable()}
+
+
+def adapter_settings(model: LanguageModel) -> dict[str, Any]:
+    """What `vllm.LLM` is told of the adapter. Without the names of layers the head would have one too, and on CPUs vLLM 0.32 then
+    has no log-probs of prompts.
+    """
+    wrapped: Any = model.adapter
+    rank = next(iter(wrapped.peft_config.values())).r
+    size = next(size for size in _RANKS if size >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": size, "lora_target_modules": sorted(_layers(model))}
+
+
+def describe(model: LanguageModel, folder: Path) -> None:
+    """What an engine must know before its weights come."""
+    config: Any = copy.deepcopy(model.network.config)
+    config.dtype = str(model.network.dtype).removeprefix("torch.")
+    kind = type(model.network).__name__.removeprefix("FSDP")
+    plain = f"{type(config).__name__.removesuffix('Config')}ForCausalLM"
+    config.architectures = config.architectures or [plain if isinstance(model.network, WeightsOnly) else kind]
+    config.save_pretrained(folder)
+
+
+def write_base(model: LanguageModel, folder: Path) -> None:
+    """What lies below the adapter, as a checkpoint."""
+    weights = {n: w for n, w in sharded.gather(model) if ".lora_" not in n}
+    state = {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
+    network: Any = model.network
+    describe(model, folder)
+    network.save_pretrained(folder, state_dict=state, safe_serialization=True)
+
+
+def write_adapter(model: LanguageModel, folder: Path) -> None:
+    """The adapter as peft has it, a gather for each of its tensors where it is in shards."""
+    sharded.write_adapter(model, dict(sharded.gather(model, set(model.trainable()))), folder)
+
+
+@torch.no_grad()
+def outgoing(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole weight) as a checkpoint has them, an adapter merged in. Of a model in shards all processes must iterate."""
+    if model.root is None:
+        whole = lora.merge_adapter(model.network, model.adapter)
+        named: Iterable[tuple[str, Tensor]] = ((name, p.detach()) for name, p in whole.named_parameters())
+    else:
+        whole, named = model.network, _merged(model)
+    for name, weight in named:
+        yield from _as_saved(whole, name, weight)
+
+
+def _merged(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    names = [name for name, _ in model.network.named_parameters()]
+    added = {name for name in names if ".lora_" in name}
+    matrices = dict(sharded.gather(model, added)) if added else {}
+    for name, weight in sharded.gather(model, set(names) - added):
+        yield from sharded.merge(model, {**matrices, name: weight}).items()
+
+
+def _as_saved(network: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """One weight under the name, or in the pieces, of a checkpoint: transformers has the experts of a layer in one."""
+    if isinstance(network, WeightsOnly):
+        return [(name, weight)]
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(network, {name: weight})
+    return found.items()
+
+
+def in_buckets(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET) -> Iterator[dict[str, Tensor]]:
+    """Weights of whole layers together: the engine makes one matrix of several, and can do so once it has them all."""
+    held: dict[str, Tensor] = {}
+    before = None
+    for name, weight in weights:
+        layer = re.match(r".*?\.\d+\.|", name)
+        here = layer.group() if layer else ""
+        if here != before and sum(w.numel() * w.element_size() for w in held.values()) >= size:
+            yield held
+            held = {}
+        held[name], before = weight, here
+    if held:
+        yield held
+
+
+def as_file(bucket: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
+    """What the engine is told of a bucket that is a file in `folder` now."""
+    path = folder / f"{next(_NUMBERS)}.safetensors"
+    save_file({name: weight.cpu().contiguous() for name, weight in bucket.items()}, path)
+    return {"path": str(path)}
+
+
+def as_handle(bucket: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+    """What vLLM's transfer engine `ipc` is told of a bucket on the GPU that it shares with the trainer, and the memory that must
+    stay until it has answered.
+    """
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    pieces = [weight.contiguous().view(-1).view(torch.uint8) for weight in bucket.values()]
+    buffer = torch.cat(pieces)
+    _, handle = reduce_tensor(buffer)
+    torch.cuda.current_stream().synchronize()
+    return {
+        "names": list(bucket),
+        "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in bucket.values()],
+        "shapes": [list(weight.shape) for weight in bucket.values()],
+        "tensor_sizes": [piece.numel() for piece in pieces],
+        "ipc_handles": {str(torch.cuda.get_device_properties(buffer.device).uuid): handle},
+    }, buffer
+
+
+@contextlib.contextmanager
+def shared_folder(size: int) -> Iterator[Path]:
+    """A folder while the block lasts: in memory where there is room for `size` bytes, else where temporary files are."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.1 * size + (1 << 20)
+    with tempfile.TemporaryDirectory(prefix="psigrad-vllm-", dir=memory if roomy else None) as folder:
+        yield Path(folder)
+
+
+def size_of(model: LanguageModel) -> int:
+    """Bytes of the whole model."""
+    return sum(p.numel() * p.element_size() for p in model.network.parameters())
+
+
+def transposed(network: Any) -> list[str]:
+    """Weights that transformers keeps as [in, out], and vLLM as [out, in]."""
+    from transformers.pytorch_utils import Conv1D
+
+    found = [f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Conv1D)]
+    return [name.replace(".base_layer.", ".") for name in found]
+
+
+def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
+    """What changes when weights do: of each parameter how often it was written in place, and the sum of the bits that this
+    process holds of it.
+    """
+    parameters = list(model.network.parameters())
+    sums = bit_sums([shards.local_of(p.detach()) for p in parameters])
+    return tuple(zip((p._version for p in parameters), sums, strict=True))
+
+
+def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each the sum of its bits, as integers of its width."""
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    sums = [t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    found: list[int] = torch.stack(sums).tolist() if sums else []
+    return found
