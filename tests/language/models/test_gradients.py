@@ -110,7 +110,7 @@ def test_a_half_precision_heads_gradient_is_summed_in_float32(monkeypatch):
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["tiles", "chunks"])
 def test_a_half_precision_heads_gradient_is_that_of_the_whole(entropy, monkeypatch):
-    """It is Σ (e_a − π) hᵀ, here of 2,048 states in 512 pieces, to 0.5 %: a product rounded to bfloat16 is 0.2 % off, and a sum of
+    """It is Σ (e_a − π) hᵀ, of 2,048 states in 512 pieces, to 0.5 %: a product rounded to bfloat16 is 0.2 % off, and a sum of
     512 in bfloat16 several percents.
     """
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 4 * 30)
