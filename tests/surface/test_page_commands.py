@@ -54,7 +54,7 @@ def test_what_a_shell_would_run_is_found_and_what_it_needs_is_named(commands):
     replay = "psigrad replay runs/a --step 137"
     assert [c.text for c in commands] == [sft, "psigrad experiment psi", "export NAME=value", "docker build .", replay]
     assert [c.needs for c in commands] == ["", "", "", "Docker", ""]
-    assert page_commands.shortened(sft).startswith(f"{sft.replace('MODEL', 'runs/demo/sft/model')} --max-steps 2 ")
+    assert page_commands.shortened(sft).startswith(f"{sft.replace('MODEL', 'model')} --max-steps 2 ")
     assert page_commands.shortened(replay).strip() == "psigrad replay runs/a --step 2"
 
 
