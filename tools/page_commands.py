@@ -60,7 +60,9 @@ MY_MODULE = '''
 def my_reward(completions, answer, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
-right_answer = my_reward
+def right_answer(completions, answer, **columns):
+    """Of episodes with tools: their last message."""
+    return [float(episode[-1]["content"].strip() == right) for episode, right in zip(completions, answer)]
 
 def score(completions, **columns):
     return [float(len(str(text)) % 3) for text in completions]
@@ -133,6 +135,7 @@ def shortened(text: str) -> str:
     if text.startswith("for "):
         return text.replace("--eval-prompts 400", "--eval-prompts 8")
     text = text.replace("--trials 20 --seeds 0 1 2", "--trials 2 --seeds 0")
+    text = text.replace("rooms.py", "rooms.py runs/rooms gemma4")  # one of the families of templates
     text = re.sub(r"--step \d+", "--step 2", re.sub(MODELS, "model", text))
     name = re.match(r"(?:[A-Z_]+=\S+ )?(?:torchrun \S+ -m )?psigrad (\S+)", text)
     if name is None or "--config" in text or re.search(SERVES, text):
