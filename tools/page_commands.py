@@ -53,7 +53,7 @@ CUTS = {
     "control": "--total-timesteps 2048 --eval-episodes 2",
     "sample": "--eval-prompts 100 --max-completion-length 12",
     "eval": "--eval-prompts 8 --max-completion-length 8",
-    "compare": f"{TRAINS} --seeds 0 --eval-steps 1 --prompts-per-step 4",
+    "compare": f"{TRAINS} --eval-steps 1 --prompts-per-step 4",
     "sweep": "--max-steps 2 --eval-prompts 4 --batch-size 4",
 }
 MY_MODULE = '''
@@ -134,7 +134,7 @@ def shortened(text: str) -> str:
 
     if text.startswith("for "):
         return text.replace("--eval-prompts 400", "--eval-prompts 8")
-    text = text.replace("--trials 20 --seeds 0 1 2", "--trials 2 --seeds 0")
+    text = text.replace("--trials 20", "--trials 2").replace("--seeds 0 1 2", "--seeds 0")
     text = text.replace("rooms.py", "rooms.py runs/rooms gemma4")  # one of the families of templates
     text = re.sub(r"--step \d+", "--step 2", re.sub(MODELS, "model", text))
     name = re.match(r"(?:[A-Z_]+=\S+ )?(?:torchrun \S+ -m )?psigrad (\S+)", text)
