@@ -35,6 +35,7 @@ _SPOKEN = tuple(
         rf"((?:{_WORD})=)(?:{_QUOTED}|[^\s\"',;)&]+)",
         rf"((?:{_NAMED})[\"']?:\s+[\"']?)(?=[^\s\"']*\d)[^\s\"',;]{{6,}}",
         rf"(--[\w.-]*(?:{_WORD})\s+)(?:{_QUOTED}|[^\s\"']+)",
+        rf"(-[\w.-]*(?:{_WORD})[\"'],\s*[\"'])[^\"']+",  # in the error of a process that failed
         rf"([\"'](?:[\w-]*(?:{_WORD}))[\"']\s*:\s*[\"'])[^\"']+",
         r"(\b(?:Bearer|Authorization:\s*\w+)\s+)(?:(?=\S*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{16,})",
         r"(\b)(?:hf_|gsk_|glpat-|nvapi-|xai-|npm_|pypi-|gh[opsu]_|github_pat_\w+_|sk-[\w-]*|xox[abp]-[\w-]*|AKIA|AIza[\w-]*|eyJ[\w-]+\.[\w.-]*)[a-z0-9]{16,}(?:\.?[\w-]+)*",

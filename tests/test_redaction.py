@@ -192,6 +192,7 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("--hub-token 'a b$' --steps 3", "--hub-token *** --steps 3"),
         ("api_key='a b' other=1", "api_key=*** other=1"),
         ("env OPENAI_KEY=abc DB_PASS='a b' python shop.py", "env OPENAI_KEY=*** DB_PASS=*** python shop.py"),
+        ("Command '['x', '--api-key', 'a b', '-n']' died", "Command '['x', '--api-key', '***', '-n']' died"),
         ("glpat-" + "Ab1" * 7 + " gsk_" + "Ab1" * 8, "*** ***"),
         ("Authorization: Basic YWxhZGRpbjpvcGVu", "Authorization: Basic ***"),
         ("X-Api-Key: abc123def, password: hunter2pass", "X-Api-Key: ***, password: ***"),
