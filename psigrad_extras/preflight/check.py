@@ -43,7 +43,7 @@ from psigrad.language.training.online.online_run import MicroBatch, inputs_of, m
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
-from psigrad.objective.parts.advantage import group_mean
+from psigrad.objective.parts.advantage import total_return
 from psigrad.runs import machine
 from psigrad_extras.preflight.first_rows import say
 
@@ -418,7 +418,8 @@ def _algorithm(config: OnlineConfig) -> PolicyGradient:
     usable = isinstance(algorithm, PolicyGradient) and not (algorithm.needs_critic or algorithm.needs_reference)
     if not usable or not isinstance(algorithm, PolicyGradient) or not algorithm.needs_reward:
         algorithm = replace(DAPO, name="")
-    return replace(algorithm, psi=group_mean(), keep=(), correction=None)
+    # no baseline: where completions are alike, terms around their mean cancel, and what is left is rounding
+    return replace(algorithm, psi=total_return(), keep=(), correction=None)
 
 
 class _Step:
@@ -426,9 +427,8 @@ class _Step:
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.algorithm = subject, _algorithm(subject.config)
-        # rewards by length are different within a group and need no reward function
-        scored = [
-            [replace(t, reward=float((7 * k + len(t.completion.ids)) % 5), status="scored") for k, t in enumerate(group)]
+        scored = [  # rewards by length are above 0, different within a group, and need no reward function
+            [replace(t, reward=float(1 + (7 * k + len(t.completion.ids)) % 5), status="scored") for k, t in enumerate(group)]
             for group in subject.trajectories
         ]
         self.batch = to_batch(scored).to(subject.model.device)

@@ -187,7 +187,7 @@ TALK = f"--environment {tiny_rewards.__file__}:Talker --max-turns 2 --stop-token
 BESIDES = {
     "run.num_train_epochs": "--max-steps 0", "max_refills": "--dynamic-sampling --reward exact",
     "run.save_total_limit": "--save-steps 1",
-    "max_logp_difference": "--keep-activations-gb 0 --dtype bfloat16",
+    "max_logp_difference": "--sampler transformers",
     "max_unscored": f"--reward {tiny_rewards.__file__}:of_some",
     "server": "--server-attempts 1",
     **dict.fromkeys(("critic_shared", "critic_learning_rate", "critic_warmup_steps"), CRITIC),

@@ -85,6 +85,7 @@ def test_every_name_leads_to_a_module(name):
 def test_a_package_of_others_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "psigrad_serve.agents.agent_gateway", raising=False)
     monkeypatch.delitem(sys.modules, "psigrad_serve.serving", raising=False)
+    monkeypatch.delitem(sys.modules, "psigrad_serve.quiet_server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(
         UserError, match=r"^An agent asks the policy over HTTP and needs uvicorn, .*pip install 'psigrad\[serve\]'\.$"

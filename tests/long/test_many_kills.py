@@ -19,7 +19,7 @@ def job(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_hundred_seeded_kills_change_nothing(recipe, job, tmp_path):
+def test_two_hundred_seeded_kills_change_nothing(recipe, job, tmp_path, record_property):
     run, config = RECIPES[recipe]
 
     def counted():
@@ -31,6 +31,7 @@ def test_two_hundred_seeded_kills_change_nothing(recipe, job, tmp_path):
     assert forked(counted) == 0
     events, expected = json.loads((tmp_path / "events.json").read_text()), digest(tmp_path / "whole")
     rng = random.Random(7)
+    record_property("count", 200)
     for k in range(200):
         point, output = rng.randrange(1, len(events) + 1), tmp_path / f"run-{k}"
 

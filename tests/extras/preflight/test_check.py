@@ -216,6 +216,15 @@ def test_a_shared_prompt_that_is_another_for_the_second_completion_fails(models,
     assert verdicts(config(models["qwen3"]))["shared prompts"] == "failed"
 
 
+@pytest.mark.parametrize("held", [check.check_micro_batches, check.check_processes])
+def test_completions_that_are_all_alike_have_a_gradient_to_compare(held, models):
+    """As of a model that ends each answer at once: around their mean, their terms cancel to rounding."""
+    subject = check.load_subject(config(models["qwen3"]))
+    alike = replace(subject, trajectories=[[group[0]] * len(group) for group in subject.trajectories])
+    finding = held(alike)
+    assert finding.verdict == "ok" and finding.control < 100
+
+
 def test_a_control_that_shows_nothing_leaves_a_check_unproven(models, tmp_path):
     """A model that says the same whatever it reads."""
     model = language_model.load(str(models["gpt2"])).as_transformers()

@@ -19,7 +19,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(check, "run", lambda config: [])
+    monkeypatch.setattr(check, "run", lambda config, told: [])
     monkeypatch.setattr(check, "report", lambda findings, **how: json.dumps([list(row) for row in how["rows"]]))
     file = tmp_path / "a.jsonl"
     talk = {"conversations": [{"from": "human", "value": "say a:"}, {"from": "gpt", "value": "a"}]}

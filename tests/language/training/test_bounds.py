@@ -124,10 +124,10 @@ def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_fir
 def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_else(monkeypatch):
     """An environment plays for one at a time; completions of a single turn go on beside it."""
     done = []
-    monkeypatch.setattr(training, "cycle", lambda name, state, total, turn, evaluate, *rest: evaluate(state))
+    monkeypatch.setattr(training, "cycle", lambda name, state, total, turn, evaluate, *rest, **named: evaluate(state))
     ahead = (SimpleNamespace(result=lambda: done.append("played")),)
     run = replace(make(tiny.tokenizer(["say a: b"], 270)), evaluate=lambda step: done.append(f"evaluated {step}"))
     run.journal.callbacks = SimpleNamespace()
     for episodes in (None, object()):
-        training.train(replace(run, episodes=episodes), State(step=3, pending=ahead), None)
+        training.train(replace(run, episodes=episodes), State(step=3, pending=ahead), SimpleNamespace(wait=None))
     assert done == ["evaluated 3", "played", "evaluated 3"]
