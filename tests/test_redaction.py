@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from planted_secrets import CHANNELS, PLANTED, found_in
 from tiny_jobs import online_config
 
 from psigrad import redaction
 from psigrad.cli import main
-from psigrad.config import Data, OnlineConfig
 from psigrad.control import builder, run
 from psigrad.errors import UserError
 from psigrad.language.recipes import evaluate, online
 from psigrad.language.rewards import code
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.journal import Journal
-from psigrad_extras.connect import trackers
-from psigrad_extras.investigate import comparison, search
 
-PLANTED = {
-    "variable": "correct-horse-71",
-    "url": "hunter2pass",
-    "query": "q9w8e7r6t5",
-    "key": "plain_key_value",
-    "token": "hf_" + "Ab1" * 12,
-    "bearer": "abcdef0123456789",
-    "flag": "flagged-value",
-}
 REWARD = """import os
 
 
 def mine(completions, **columns):
     raise ValueError(f"https://me:hunter2pass@judge.example/?api_key=q9w8e7r6t5 said no to {os.environ['JUDGE_SECRET']}")
 """
-
-
-def found_in(folder):
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert len(files) > 4
-    contents = {path: path.read_bytes() for path in files}
-    return {(name, path.name) for path, text in contents.items() for name, value in PLANTED.items() if value.encode() in text}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.0], ids=["to its end", "failed"])
@@ -91,20 +71,6 @@ def test_a_run_of_control_holds_none_either(tmp_path, monkeypatch):
         assert found_in(output) == set()
 
 
-CHANNELS = {
-    "data": {"dataset": f"https://me:{PLANTED['url']}@data.example/a.jsonl?X-Amz-Credential={PLANTED['query']}"},
-    "teacher": f"https://{PLANTED['url']}@teacher.example/v1",
-    "tools": [f"mcp:env OPENAI_KEY={PLANTED['key']} python shop.py --api-key '{PLANTED['flag']}'",
-              f"mcp:https://h/?key={PLANTED['query']}"],
-    "environment": f"openenv:wss://me:{PLANTED['url']}@play.example",
-    "env_kwargs": {"args": ["serve", "--auth-token", PLANTED["flag"], "-password", PLANTED["flag"], 3],
-                   "env": {"DB_PASS": PLANTED["key"], "GITHUB_PAT": PLANTED["key"], "HTTP_AUTH": PLANTED["key"]},
-                   "headers": {"Authorization": f"Bearer {PLANTED['bearer']}", "X-Api-Key": PLANTED["key"]}},
-    "model": {"hub_token": PLANTED["token"], "path": f"https://hf.co/m?token={PLANTED['query']}"},
-    "notes": f"MLFLOW_TRACKING_URI=https://me:{PLANTED['url']}@mlflow.example HF_TOKEN={PLANTED['token']} {PLANTED['variable']}",
-}  # fmt: skip
-
-
 def test_settings_and_exceptions_hold_none_by_whichever_channel(tmp_path, monkeypatch):
     monkeypatch.setenv("SWANLAB_API_KEY", PLANTED["variable"])
     with RunFolder.open(tmp_path / "run", CHANNELS) as folder:
@@ -115,51 +81,18 @@ def test_settings_and_exceptions_hold_none_by_whichever_channel(tmp_path, monkey
     assert '"serve", "--auth-token", "***", "-password", "***", 3' in told and "X-Amz-Credential=***" in told
 
 
-def test_files_of_a_sweep_and_a_comparison_and_an_evaluation_hold_none(tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
-    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
-    words = ("sft", "--hub-token", PLANTED["flag"], f"dataset=https://me:{PLANTED['url']}@data.example/a.jsonl")
-    reasons = iter(["", f"HTTP 401 for {words[-1]}: {PLANTED['variable']}", ""] * 2)
-    monkeypatch.setattr(search, "_figure", lambda folder, metric: 0.5)
-    sweep = search.Search(words, (search.Space("seed", ("1", "2", "3")),), tmp_path / "sweep", trials=3)
-    for trials in (3, 4):  # and it is known again
-        search.run(replace(sweep, trials=trials), lambda given, folder: next(reasons))
-        for name in ("a", "b"):
-            (tmp_path / "sweep" / name).touch()
-        assert found_in(tmp_path / "sweep") == set()
-
+def test_what_an_evaluation_writes_holds_none(tmp_path):
     evaluate.Report({}, [], [], settings=CHANNELS).save(str(tmp_path / "evaluation.json"))
     assert not [value for value in PLANTED.values() if value in (tmp_path / "evaluation.json").read_text()]
 
 
-def test_a_job_of_a_comparison_is_told_its_secrets_and_leaves_none(tmp_path, monkeypatch):
-    class Process:
-        def __init__(self, command, **pipes):
-            self.stdin, self.stderr, self.pid = (tmp_path / "told").open("wb"), io.BytesIO(b"it failed"), 0
-
-    (tmp_path / "settings").mkdir()
-    monkeypatch.setattr(comparison.subprocess, "Popen", Process)
-    monkeypatch.setattr(comparison.os, "wait4", lambda pid, options: (0, 256, None))
-    monkeypatch.setattr(comparison, "settings_of", lambda *given: OnlineConfig(data=Data(dataset=CHANNELS["data"]["dataset"])))
-    with pytest.raises(UserError, match="it failed"):
-        comparison._finish(SimpleNamespace(config=OnlineConfig()), tmp_path, "grpo", 0)
-    assert PLANTED["url"] in (tmp_path / "told").read_text()
-    written = (tmp_path / "settings" / "grpo-0.json").read_text()
-    assert "data.example" in written and PLANTED["url"] not in written
-
-
 def test_no_line_for_people_holds_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
-
-    def broken():
-        raise OSError(f"{PLANTED['variable']} is no key for https://me:{PLANTED['url']}@track.example")
-
-    trackers.Background("wandb", broken).close()
     with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
         Journal(folder).tell("warned", f"The judge said {PLANTED['variable']}.")
     assert main(["report", PLANTED["variable"]]) == 2
     said = capsys.readouterr().err
-    assert said.count("***") == 4 and not [value for value in PLANTED.values() if value in said]
+    assert said.count("***") == 2 and not [value for value in PLANTED.values() if value in said]
 
 
 def test_what_a_secret_is_called_and_a_variable_that_is_set_later(tmp_path, monkeypatch):

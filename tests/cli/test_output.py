@@ -52,23 +52,6 @@ def test_a_command_whose_reader_leaves_goes_on_to_the_end_of_its_work_and_its_st
         assert cli.main(["tasks", "fails"]) == 2 and sys.stdout is stream
 
 
-def test_a_sweep_whose_reader_leaves_tries_all_that_it_was_asked_for(tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
-    from psigrad_extras.investigate import search
-
-    def train(words, folder):
-        done.append(folder.parent.name)
-        return "diverged" if len(done) > 1 else ""
-
-    done = []
-    monkeypatch.setattr(search, "_train", train)
-    monkeypatch.setattr(search, "_figure", lambda folder, metric: 0.5)
-    given = ["sweep", "sft", "--search", "learning_rate:1e-6..1e-4", "--trials", "3", "--output-dir", str(tmp_path / "sweep")]
-    with unheard(monkeypatch):
-        assert cli.main(given) == 0
-    assert len(done) == 3 and (tmp_path / "sweep" / "sweep.json").exists()
-
-
 @pytest.mark.parametrize("reader", ["there", "gone"])
 def test_a_broken_pipe_that_is_not_our_outputs_is_an_error(reader, monkeypatch):
 
