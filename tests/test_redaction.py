@@ -81,7 +81,8 @@ def test_settings_and_exceptions_hold_none_by_whichever_channel(tmp_path, monkey
     assert '"serve", "--auth-token", "***", "-password", "***", 3' in told and "X-Amz-Credential=***" in told
 
 
-def test_what_an_evaluation_writes_holds_none(tmp_path):
+def test_what_an_evaluation_writes_holds_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
     evaluate.Report({}, [], [], settings=CHANNELS).save(str(tmp_path / "evaluation.json"))
     assert not [value for value in PLANTED.values() if value in (tmp_path / "evaluation.json").read_text()]
 
