@@ -63,7 +63,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     Flags beat overrides, overrides beat the file, the file beats `defaults`, those beat the class's own. Prints help and exits on
     --help. Raises `UserError` on anything unknown, with the nearest known name.
     """
-    parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments)
+    parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, told=asks_for_help(arguments))
     # taken out first: a flag with several values would swallow an override that follows it; a column mapping only looks like one
     is_override = [bool(_OVERRIDE.match(text)) and before != "--columns" for before, text in itertools.pairwise(["", *arguments])]
     overrides = list(itertools.compress(arguments, is_override))
@@ -94,7 +94,7 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -
 def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """(settings of class `cls`, all other arguments), for a command that takes another's flags besides its own."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
-    _add_flags(parser, cls, command, {}, every=True)
+    _add_flags(parser, cls, command, {}, every=True, told=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
     if asks_for_help(rest):
         print(parser.format_help())
@@ -176,7 +176,7 @@ def _read(value: Any, hint: Any, name: str) -> Any:
     return value if isinstance(value, bool) else read_value(value, hint, name)
 
 
-def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool) -> _Parser:
+def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> _Parser:
     """The parser of a command. Its help shows every setting, or only those that matter most."""
     parser = _Parser(
         prog=f"psigrad {command}",
@@ -188,7 +188,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     every = every or not find_marked(cls, MAIN)
     _add_shortcuts(parser, cls, defaults.get("loss") or defaults.get("algorithm", "grpo"), every)
-    _add_flags(parser, cls, command, defaults, every)
+    _add_flags(parser, cls, command, defaults, every, told)
     if not every:
         name = " ".join(itertools.takewhile(str.islower, command.split()))
         parser.last_line = (
@@ -219,8 +219,10 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
             group.add_argument(flag, dest=name, metavar=name.upper(), help=text)
 
 
-def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool) -> None:
-    """A flag for every setting, section by section. `defaults` are those of a method, by name."""
+def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> None:
+    """A flag for every setting, section by section. `defaults` are those of a method, by name. What a setting means stands in the
+    source, which is read where it is `told`.
+    """
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
     unread = unread_by(cls, str(defaults.get("algorithm", "")))
@@ -231,7 +233,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
         group = groups[section]
         names = [*(flag_of(other) for other, stands in unread_of(cls).items() if stands == name), flag_of(name)]
         text = argparse.SUPPRESS
-        if (every or MAIN in setting.marks) and name not in unread:
+        if told and (every or MAIN in setting.marks) and name not in unread:
             about = help_of(cls, name) if every else re.split(r"(?<=[\w)])\. ", help_of(cls, name))[0].rstrip(".") + "."
             text = (about + _choices(setting.type, defaults.get(name, setting.default))).replace("%", "%%")
         if setting.type is bool:

@@ -95,7 +95,7 @@ class RewardSettings:
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function, then one per reward model; empty: all 1."""
     reward_timeout: Annotated[Positive, RECORDED, _SCORED] = 10.0
-    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
+    """Wall-clock seconds that a function may take for a group, then for each of it alone, before its worker is killed."""
     reward_workers: Annotated[Count, RECORDED, _SCORED] = 1
     """Processes that score."""
     worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0

@@ -71,6 +71,17 @@ def test_help_of_a_command_needs_no_torch_and_shows_every_setting():
         assert flag_of(name) in out
 
 
+def test_what_a_setting_means_is_read_out_of_the_source_for_help_alone(monkeypatch, capsys):
+    read = []
+    monkeypatch.setattr(flags, "help_of", lambda cls, name: read.append(name) or "What it is.")
+    assert flags.parse(OnlineConfig, "grpo", ["--max-steps", "3"]).run.max_steps == 3 and not read
+    for asked in (["--help"], ["--max-steps", "3", "-h"], ["--help-all"]):
+        read.clear()
+        with pytest.raises(SystemExit):
+            flags.parse(OnlineConfig, "grpo", asked)
+        assert "run.max_steps" in read and "What it is." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", [["grpo"], ["sft"], ["dpo"], ["reward"], ["plan", "grpo"], ["control"], ["eval"]])
 def test_short_help_shows_what_matters_and_its_last_line_says_how_to_see_all(command, capsys):
     text = {}

@@ -24,7 +24,7 @@ _PATIENCE = 5.0
 def keep(parent: int) -> None:
     """Return in a fresh worker, for whose length this process stays as its keeper; ends as the worker ends.
 
-    SIGTERM, which also comes where the parent dies, ends the worker. Without Linux there is no keeper.
+    SIGTERM ends the worker, and so does the parent's death. Without Linux there is no keeper.
     """
     if not Path("/proc/self/stat").exists():
         return
@@ -38,14 +38,20 @@ def keep(parent: int) -> None:
         die_with_parent(own)
         os.setsid()
         return
+
+    def end_without_parent(*_: object) -> None:  # Linux tells of it too when only the thread that started this has ended
+        if os.getppid() != parent:
+            os.kill(worker, signal.SIGKILL)
+
     signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGKILL))
-    call(_DEATH_SIGNAL, signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, end_without_parent)
+    call(_DEATH_SIGNAL, signal.SIGUSR1)
     os.closerange(3, 1 << 16)
-    if parent and os.getppid() != parent:
-        os.kill(worker, signal.SIGKILL)
+    end_without_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # not reaped: its number is its own until here
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     _end_all()
     if status < 0:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM as Causal
 from transformers import (
+    LlamaConfig,
     MixtralConfig,
     OPTConfig,
     Phi3Config,
@@ -125,10 +126,22 @@ def longrope(positions: int):
     )  # fmt: skip
 
 
-def test_a_sequence_is_no_longer_than_its_rotary_embedding_is_one_and_the_same(tokenizer):
-    """longrope turns all positions of a pass otherwise as soon as one of its sequences is longer than 64."""
+def dynamic(positions: int):
+    return LlamaConfig(
+        **SMALL, vocab_size=300, bos_token_id=2, intermediate_size=64, max_position_embeddings=positions,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [longrope, dynamic])
+def test_a_sequence_is_no_longer_than_its_rotary_embedding_is_one_and_the_same(config, tokenizer):
+    """longrope and dynamic NTK turn all positions of a pass otherwise as soon as one of its sequences is longer than 64."""
     torch.manual_seed(0)
-    model = prepare(Causal.from_config(longrope(64)), tokenizer)
+    hf = Causal.from_config(config(64))
+    with torch.no_grad():
+        for p in hf.parameters():
+            p.mul_(5)  # as they begin, positions hardly matter
+    model = prepare(hf, tokenizer)
     assert model.max_length == 64
     short, long = (5, 9, 7), tuple(range(3, 67))
     alone = model.evaluate(Groups([short], [[(4, 2)]])).logp[0, :2]

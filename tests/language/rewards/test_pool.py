@@ -229,6 +229,24 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(pool_of, zoo, score):
     assert score(pool, ["half"]) == [Scored(0.5, {"act": 0.5})]
 
 
+def test_workers_outlive_the_thread_that_made_them(zoo, score):
+    """The kernel tells a process of its parent's end when the thread that started it ends."""
+    made = []
+
+    def make():
+        made.append(RewardPool([zoo("act")]))
+        score(made[0], ["half"])  # it is there, and has asked to be told
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+    with made[0] as pool:
+        before = workers(pool)
+        time.sleep(0.1)
+        assert score(pool, ["half"]) == [Scored(0.5, {"act": 0.5})]
+        assert workers(pool) == before and not any(gone(worker, 0.1) for worker in before)
+
+
 def test_workers_die_with_a_parent_that_was_killed(zoo, score, tmp_path):
     """One of them idle, one in a C call that never lets go of the interpreter."""
     told = tmp_path / "pids"
