@@ -35,6 +35,7 @@ NEEDS = {
     r"python -m (verl|openrlhf)": "another library, whose command the page translates",
     r"vllm|--gpu h100": "vLLM",
     r"--device cuda|--tflops": "",  # a plan is computed anywhere
+    r"--reward code": "" if shutil.which("bwrap") else "bubblewrap",
     r"--nnodes|--cluster|nproc-per-node=8|--processes 8": "several machines",
     r"^psigrad push|--push-to-hub": "an account at the hub",
     r"--server |--base-url|localhost|OPENAI_BASE_URL": "a server of others",
@@ -50,16 +51,18 @@ TRAINS = "--max-steps 2 --eval-prompts 4 --threads 1"
 # What cuts a run, by its command; those of methods otherwise.
 CUTS = {
     "control": "--total-timesteps 2048 --eval-episodes 2",
-    "sample": "--eval-prompts 40 --max-completion-length 8",
+    "sample": "--eval-prompts 100 --max-completion-length 12",
     "eval": "--eval-prompts 8 --max-completion-length 8",
-    "compare": f"{TRAINS} --seeds 0 --eval-steps 1 --prompts-per-step 4",
+    "compare": f"{TRAINS} --eval-steps 1 --prompts-per-step 4",
     "sweep": "--max-steps 2 --eval-prompts 4 --batch-size 4",
 }
 MY_MODULE = '''
 def my_reward(completions, answer, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
-right_answer = my_reward
+def right_answer(completions, answer, **columns):
+    """Of episodes with tools: their last message."""
+    return [float(episode[-1]["content"].strip() == right) for episode, right in zip(completions, answer)]
 
 def score(completions, **columns):
     return [float(len(str(text)) % 3) for text in completions]
@@ -81,6 +84,13 @@ class Guess:
         right = completion.strip() == str(self.secret)
         return "try again", float(right), right
 '''
+TRL_SCRIPT = """
+from trl import GRPOConfig, GRPOTrainer
+from my_module import my_reward
+
+trainer = GRPOTrainer(model="model", reward_funcs=my_reward, args=GRPOConfig(output_dir="out"), train_dataset="prompts.jsonl")
+trainer.train()
+"""
 AGENT = """
 def solve(row, client):
     answer = client.chat.completions.create(model="policy", messages=list(row["prompt"]))
@@ -124,8 +134,9 @@ def shortened(text: str) -> str:
 
     if text.startswith("for "):
         return text.replace("--eval-prompts 400", "--eval-prompts 8")
-    text = text.replace("--trials 20 --seeds 0 1 2", "--trials 2 --seeds 0")
-    text = re.sub(r"--step \d+", "--step 2", re.sub(MODELS, "runs/demo/sft/model", text))
+    text = text.replace("--trials 20", "--trials 2").replace("--seeds 0 1 2", "--seeds 0")
+    text = text.replace("rooms.py", "rooms.py runs/rooms gemma4")  # one of the families of templates
+    text = re.sub(r"--step \d+", "--step 2", re.sub(MODELS, "model", text))
     name = re.match(r"(?:[A-Z_]+=\S+ )?(?:torchrun \S+ -m )?psigrad (\S+)", text)
     if name is None or "--config" in text or re.search(SERVES, text):
         return text
@@ -144,17 +155,30 @@ def write_files(page: Path, folder: Path) -> None:
             (folder / name).write_text(source)
 
 
+def make_model(place: Path, demo: Path) -> None:
+    """A model as pages mean it, trained on conversations and with room for tools: the demo's, some steps of SFT further."""
+    from psigrad.language.data.templates import CHATML
+
+    begun = shutil.copytree(demo / "sft" / "model", place / "begun")
+    (begun / "chat_template.jinja").write_text(CHATML)
+    config = json.loads((begun / "config.json").read_text())
+    (begun / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    text = "psigrad sft --model begun --dataset runs/demo/data/demonstrations.jsonl --output-dir trained"
+    start(f"{text} --max-steps 30 --learning-rate 1e-3 --eval-prompts 0 --threads 1", place, {}, place / "begun.log").join()
+    (place / "trained" / "model").rename(place / "model")
+    for done in (begun, place / "trained"):
+        shutil.rmtree(done)
+
+
 def prepare(folder: Path, demo: Path) -> None:
     """The files that pages speak of, beside those that they show."""
-    from psigrad.language.data.templates import CHATML
+    from datasets import Dataset
 
     folder.mkdir(parents=True)
     shutil.copytree(demo, folder / "runs" / "demo")
-    (folder / "model").symlink_to("runs/demo/sft/model")
+    make_model(folder, demo)
     for name in ("mine", "sums"):
         (folder / "runs" / name).symlink_to("demo/grpo")
-    # the models that pages name were trained on conversations
-    (folder / "runs" / "demo" / "sft" / "model" / "chat_template.jinja").write_text(CHATML)
     rows = [json.loads(line) for line in (demo / "data" / "demonstrations.jsonl").read_text().splitlines()[:400]]
     rows = [
         {**row, "secret": 3, "start": "1", "tests": [f"assert spell('{row['answer']}') == {row['answer']!r}"]} for row in rows
@@ -162,28 +186,39 @@ def prepare(folder: Path, demo: Path) -> None:
     pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": " x"} for r in rows]
     plain = [{key: value for key, value in row.items() if key != "completion"} for row in rows]
     for name, lines in {
-        "prompts tasks problems instructions": plain,
+        "prompts problems instructions": plain,
+        "tasks": [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in plain],
         "demonstrations rows held_out completions texts": rows,
         "comparisons pairs Which-is-nearer-preference": pairs,
     }.items():
         for file in name.split():
             (folder / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name, source in {"my_module.py": MY_MODULE, "reward.py": MY_MODULE, "my_agent.py": AGENT}.items():
+    Dataset.from_list(plain).to_parquet(folder / "prompts.parquet")
+    for name, source in {
+        "my_module.py": MY_MODULE,
+        "reward.py": MY_MODULE,
+        "my_agent.py": AGENT,
+        "train_grpo.py": TRL_SCRIPT,
+    }.items():
         (folder / name).write_text(source)
-    settings = {"model": "runs/demo/sft/model", "dataset": "prompts.jsonl", "reward": "similarity", "output_dir": "runs/scale"}
+    settings = {"model": "model", "dataset": "prompts.jsonl", "reward": "similarity", "output_dir": "runs/scale"}
     small = {"max_steps": 2, "eval_prompts": 4, "prompts_per_step": 4, "num_generations": 2, "max_completion_length": 8}
-    (folder / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in {**settings, **small}.items()))
+    of_trl = {"model_name_or_path": "model", "dataset_name": "demonstrations.jsonl", "per_device_train_batch_size": 4}
+    for name, lines in {"run.yaml": {**settings, **small}, "sft.yaml": of_trl}.items():
+        (folder / name).write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
     (folder / "examples").symlink_to(ROOT / "examples")
 
 
 def place_of(page: Path, first: Path) -> Path:
-    """The folder of a page's commands: with the files and runs of the first page, but for those that its own commands write."""
+    """The folder of a page's commands: copies of the first page's files, and its runs but for those that the page writes."""
     place, text = first / page.relative_to(ROOT).with_suffix(""), page.read_text()
     if page.name != "README.md" and not place.exists():
         (place / "runs").mkdir(parents=True)
         for there in [*first.glob("README/*"), *first.glob("README/runs/*")]:
             here = place / there.relative_to(first / "README")
-            if there.name != "runs" and f"--output-dir runs/{there.name}" not in text:
+            if there.is_file():
+                shutil.copy(there, here)
+            elif there.name != "runs" and f"--output-dir runs/{there.name}" not in text:
                 here.symlink_to(there)
     return place
 
@@ -214,9 +249,9 @@ def start(text: str, folder: Path, variables: dict[str, str], log: Path) -> mult
     return process
 
 
-def run(command: Command, folder: Path, variables: dict[str, str], limit: float) -> tuple[str, str]:
+def run(command: Command, folder: Path, variables: dict[str, str], log: Path, limit: float) -> tuple[str, str]:
     """How it ended (`passed`, or the status), and what it said last."""
-    text, log = shortened(command.text), folder / "log"
+    text = shortened(command.text)
     if found := re.match(r"([A-Z]+)=(\S+)$|export (\w+)=(\S+)", text):
         variables[found[1] or found[3]] = found[2] or found[4]
         return "passed", ""
@@ -245,6 +280,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=400.0, help="seconds that a command may take")
     asked = parser.parse_args()
     sys.path.insert(0, str(ROOT))
+    asked.run = asked.run and asked.run.resolve()  # links lead into it
     # the commands of docs/errors.md are mistakes: tests/cli/test_mistakes.py runs each with its files
     asked.pages = [page.resolve() for page in asked.pages] or [page for page in pages() if page.name != "errors.md"]
     found = [command for page in asked.pages for command in commands(page)]
@@ -258,7 +294,8 @@ def main() -> int:
         if asked.run and not command.needs:
             place = place_of(ROOT / command.page, asked.run)
             write_files(ROOT / command.page, place)
-            how, said = run(command, place, variables, asked.limit)
+            of_checkout = re.match(r"make |\. ", command.text)
+            how, said = run(command, ROOT if of_checkout else place, variables, asked.run / "log", asked.limit)
         ended[how] += 1
         print(f"{number:3} {how:12} {command.page}: {shlex.quote(command.text)[:150]} {said}", flush=True)
     for how, count in ended.most_common():

@@ -58,7 +58,7 @@ def run(comparison: Comparison) -> Path:
     (folder / "settings").mkdir(parents=True, exist_ok=True)
     if "kto" in comparison.methods:  # it learns from each answer by itself
         write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
-    jobs = [(method, seed) for method in comparison.methods for seed in comparison.seeds]
+    jobs = list_jobs(comparison)
     with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
         for method, seed in jobs:
             advance(0, f"{method} seed {seed}")
@@ -69,6 +69,11 @@ def run(comparison: Comparison) -> Path:
     from psigrad_extras.investigate import compare
 
     return compare.write(folder)
+
+
+def list_jobs(comparison: Comparison) -> list[tuple[str, int]]:
+    """Each method with each seed, once: a run that counts twice would narrow the intervals."""
+    return [(method, seed) for method in dict.fromkeys(comparison.methods) for seed in dict.fromkeys(comparison.seeds)]
 
 
 def check(comparison: Comparison) -> None:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +93,7 @@ def run(sweep: Search, train: Train | None = None) -> Path:
         raise UserError('sweep needs Optuna; install it: pip install "psigrad[sweep]".') from error
     if not sweep.spaces or not sweep.seeds or sweep.trials < 1:
         raise UserError("sweep searches nothing; for example: psigrad sweep sft --search learning_rate:1e-6..1e-4:log …")
+    sweep = replace(sweep, seeds=tuple(dict.fromkeys(sweep.seeds)))  # a run that counts twice would narrow the intervals
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     direction = sweep.direction or ("minimize" if sweep.metric.endswith("loss") else "maximize")

@@ -52,7 +52,7 @@ const axis = (size, space, { text, log }, lines) => ({
 /** An empty chart inside `node`: `x` and `y` are {range, text, log}, `options` anything else of uPlot's. */
 export function plot(node, height, { x, y, ...options }) {
   const made = new uPlot({
-    width: node.clientWidth, height, padding: [10, 10, 0, 0], legend: { show: false },
+    width: node.clientWidth, height, padding: [10, 18, 0, 0], legend: { show: false },
     scales: { x: { time: false, range: x.range }, y: { range: y.range, distr: y.log ? 3 : 1 } },
     axes: [axis(24, 55, x, false), axis(52, 26, y, true)],
     ...options,

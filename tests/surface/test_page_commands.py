@@ -54,7 +54,7 @@ def test_what_a_shell_would_run_is_found_and_what_it_needs_is_named(commands):
     replay = "psigrad replay runs/a --step 137"
     assert [c.text for c in commands] == [sft, "psigrad experiment psi", "export NAME=value", "docker build .", replay]
     assert [c.needs for c in commands] == ["", "", "", "Docker", ""]
-    assert page_commands.shortened(sft).startswith(f"{sft.replace('MODEL', 'runs/demo/sft/model')} --max-steps 2 ")
+    assert page_commands.shortened(sft).startswith(f"{sft.replace('MODEL', 'model')} --max-steps 2 ")
     assert page_commands.shortened(replay).strip() == "psigrad replay runs/a --step 2"
 
 
@@ -72,7 +72,7 @@ def unknown(text: str) -> list[str]:
 def test_every_command_of_every_page_exists_with_its_flags():
     pages = [page for page in page_commands.pages() if page.name != "errors.md"]  # whose commands are mistakes
     found = [command for page in pages for command in page_commands.commands(page)]
-    assert len(found) > 150
+    assert len(found) > 170 and sum(not command.needs for command in found) >= 130  # and the reward `code`, with bubblewrap
     assert {f"{c.page}: {c.text}": wrong for c in found if (wrong := unknown(c.text))} == {}
     assert unknown("psigrad grpoo --model m") == ["grpoo"] and unknown("psigrad sft --no-such 1 --model m") == ["--no-such"]
 

@@ -159,11 +159,11 @@ def test_a_killed_worker_costs_nothing_but_time(job, whole, tmp_path, lag):
 
 
 def test_a_worker_that_stands_still_is_passed_by(job, whole, tmp_path):
-    run = start(job, tmp_path / "run", lag=2, steps=30, patience=2.0)
-    until(lambda: steps_done(tmp_path / "run") >= 3, run)
+    run = start(job, tmp_path / "run", lag=2, steps=120, patience=2.0)
+    until(lambda: steps_done(tmp_path / "run") >= 3 and joined(tmp_path / "run") >= 2, run)  # else the one is not at work yet
     workers(run)[0].suspend()
     finish(run)
-    same(tmp_path / "run", whole(2, 30))
+    same(tmp_path / "run", whole(2, 120))
     assert "worker_late" in kinds(tmp_path / "run")
 
 

@@ -93,6 +93,11 @@ def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
     assert {m.run.seed for m in made.values()} == {3} and len({m.run.output_dir for m in made.values()}) == 4
 
 
+def test_a_seed_that_is_given_twice_counts_once(job, tmp_path):
+    comparison = Comparison(("ppo", "grpo", "ppo"), config(job, tmp_path), (1, 0, 1))
+    assert compare.list_jobs(comparison) == [("ppo", 1), ("ppo", 0), ("grpo", 1), ("grpo", 0)]
+
+
 @repeat_for("name", [name for name, method in list_declarations().items() if method.online])
 def test_a_method_has_the_settings_of_its_command(name, tmp_path):
     """But for the number of samples per step, which is the same for every method."""
