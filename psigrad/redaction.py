@@ -1,6 +1,6 @@
 """What must not be written down: tokens, passwords, credentials in URLs, and environment variables that hold them.
 
-Settings and events are cleared of what looks like one, and every line of a run folder of the variables' values.
+`clear` is for whatever is written or said; the lines of a run folder, of which there are many, take its two halves.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ SECRET_NAME = re.compile(
     rf"{_TOKEN}(?!iz|s$)|secret|passw|passphrase|credential|(^|_)((api_?)?key|pass)(_|$)|_(pwd|pat)$|auth(?!ors?(_|$))",
     re.IGNORECASE,
 )
-_WORD = rf"(?:api|access|private)[_-]?key|secret|password|passwd|passphrase|credentials?|authorization|{_TOKEN}"
+_VARIABLE = r"(?-i:[A-Z][A-Z0-9_]*_(?:KEY|PASS|PWD|PAT|AUTH))"  # as `env OPENAI_KEY=…` in the command of a tool server
+_WORD = rf"{_VARIABLE}|(?:api|access|private)[_-]?key|secret|password|passwd|passphrase|credentials?|authorization|{_TOKEN}"
 _NAMED = r"(?:api|access|private)[_-]?key|password|passwd"
 _KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
+_FLAG = re.compile(rf"--?[\w.-]*(?:{_WORD})", re.IGNORECASE)
 _QUOTED = r"'[^']+'|\"[^\"]+\""
 _SPOKEN = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         r"(\w://)[^/?#\s\"'<>]+(?=@)",
-        r"([?&][\w.-]*(?:key|token|secret|passw\w*|sig|signature|auth)=)[^&\s\"'#<>]+",
+        r"([?&][\w.-]*(?:key|token|secret|passw\w*|sig|signature|credential|auth)=)[^&\s\"'#<>]+",
         rf"((?:{_WORD})=)(?:{_QUOTED}|[^\s\"',;)&]+)",
         rf"((?:{_NAMED})[\"']?:\s+[\"']?)(?=[^\s\"']*\d)[^\s\"',;]{{6,}}",
         rf"(--[\w.-]*(?:{_WORD})\s+)(?:{_QUOTED}|[^\s\"']+)",
+        rf"(-[\w.-]*(?:{_WORD})[\"'],\s*[\"'])[^\"']+",  # in the error of a process that failed
         rf"([\"'](?:[\w-]*(?:{_WORD}))[\"']\s*:\s*[\"'])[^\"']+",
         r"(\b(?:Bearer|Authorization:\s*\w+)\s+)(?:(?=\S*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{16,})",
-        r"(\b)(?:hf_|gh[opsu]_|github_pat_\w+_|sk-[\w-]*|xox[abp]-[\w-]*|AKIA|AIza[\w-]*|eyJ[\w-]+\.[\w.-]*)[a-z0-9]{16,}(?:\.?[\w-]+)*",
+        r"(\b)(?:hf_|gsk_|glpat-|nvapi-|xai-|npm_|pypi-|gh[opsu]_|github_pat_\w+_|sk-[\w-]*|xox[abp]-[\w-]*|AKIA|AIza[\w-]*|eyJ[\w-]+\.[\w.-]*)[a-z0-9]{16,}(?:\.?[\w-]+)*",
     )
 )
 
@@ -46,10 +49,18 @@ def hide(value: Any) -> Any:
         for pattern in _SPOKEN:
             value = pattern.sub(rf"\1{HIDDEN}", value)
         return value
+    if isinstance(value, list | tuple):  # the words of a command: what stands behind --api-key
+        return [HIDDEN if isinstance(one, str) and isinstance(flag, str) and _FLAG.fullmatch(flag) else hide(one)
+                for flag, one in zip(("", *value), value, strict=False)]  # fmt: skip
     if isinstance(value, Mapping):
         return {key: HIDDEN if isinstance(held, str) and held and _KEY.search(str(key)) else hide(held)
                 for key, held in value.items()}  # fmt: skip
-    return [hide(one) for one in value] if isinstance(value, list | tuple) else value
+    return value
+
+
+def clear(value: Any) -> Any:
+    """A value of JSON as it may be written down or said: `hide`, and without the `values` of this process' variables."""
+    return json.loads(without(json.dumps(hide(value)).encode(), values()))
 
 
 def values() -> list[bytes]:

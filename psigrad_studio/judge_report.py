@@ -121,7 +121,7 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
     path = Path(source)
     if not project:
         try:
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, ValueError) as error:
             raise UserError(f"{source} is no JSONL file of votes ({error}); for a database name its project too.") from error
     if "://" not in source and not path.is_file():

@@ -29,7 +29,7 @@ from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import api, sample, sft
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.report.plots import COLOURS
-from psigrad.records.row_lines import read_steps, replace_file
+from psigrad.records.row_lines import read_steps, replace_file, rollout_files
 from psigrad.records.rows import figures, parse_row
 from psigrad.records.warnings import SignalNames, Watch
 from psigrad.runs.progress import bar
@@ -256,8 +256,8 @@ def _rows(place: Path) -> list[dict[str, Any]]:
 
 def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "train") -> Iterator[dict[str, Any]]:
     """The completions that a run was trained on, or (`eval`) measured by."""
-    with (place(s, name, arm, seed) / "rollouts.jsonl").open() as lines:
-        yield from (row for row in map(json.loads, lines) if row["kind"] == kind)
+    files = rollout_files(place(s, name, arm, seed))
+    return (row for file in files for row in read_steps(file) if row.get("kind") == kind)
 
 
 def first_warning(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | None:

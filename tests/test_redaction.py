@@ -7,38 +7,24 @@ import sys
 from dataclasses import replace
 
 import pytest
+from planted_secrets import CHANNELS, PLANTED, found_in
 from tiny_jobs import online_config
 
 from psigrad import redaction
 from psigrad.cli import main
 from psigrad.control import builder, run
 from psigrad.errors import UserError
-from psigrad.language.recipes import online
+from psigrad.language.recipes import evaluate, online
 from psigrad.language.rewards import code
 from psigrad.records.run_folder import RunFolder
+from psigrad.runs.journal import Journal
 
-PLANTED = {
-    "variable": "correct-horse-71",
-    "url": "hunter2pass",
-    "query": "q9w8e7r6t5",
-    "key": "plain_key_value",
-    "token": "hf_" + "Ab1" * 12,
-    "bearer": "abcdef0123456789",
-    "flag": "flagged-value",
-}
 REWARD = """import os
 
 
 def mine(completions, **columns):
     raise ValueError(f"https://me:hunter2pass@judge.example/?api_key=q9w8e7r6t5 said no to {os.environ['JUDGE_SECRET']}")
 """
-
-
-def found_in(folder):
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert len(files) > 4
-    contents = {path: path.read_bytes() for path in files}
-    return {(name, path.name) for path, text in contents.items() for name, value in PLANTED.items() if value.encode() in text}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.0], ids=["to its end", "failed"])
@@ -85,6 +71,31 @@ def test_a_run_of_control_holds_none_either(tmp_path, monkeypatch):
         assert found_in(output) == set()
 
 
+def test_settings_and_exceptions_hold_none_by_whichever_channel(tmp_path, monkeypatch):
+    monkeypatch.setenv("SWANLAB_API_KEY", PLANTED["variable"])
+    with RunFolder.open(tmp_path / "run", CHANNELS) as folder:
+        folder.event("failed", reason=f"ConnectionError: {json.dumps(CHANNELS)}", traceback=f"raise E('{CHANNELS['teacher']}')")
+        folder.rollouts([{"step": 1, "reason": f"mcp: {CHANNELS['tools'][0]}: exit 1"}])
+        told = json.dumps(folder.settings)  # which trackers are given
+    assert found_in(tmp_path / "run") == set() and not [value for value in PLANTED.values() if value in told]
+    assert '"serve", "--auth-token", "***", "-password", "***", 3' in told and "X-Amz-Credential=***" in told
+
+
+def test_what_an_evaluation_writes_holds_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
+    evaluate.Report({}, [], [], settings=CHANNELS).save(str(tmp_path / "evaluation.json"))
+    assert not [value for value in PLANTED.values() if value in (tmp_path / "evaluation.json").read_text()]
+
+
+def test_no_line_for_people_holds_one(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
+        Journal(folder).tell("warned", f"The judge said {PLANTED['variable']}.")
+    assert main(["report", PLANTED["variable"]]) == 2
+    said = capsys.readouterr().err
+    assert said.count("***") == 2 and not [value for value in PLANTED.values() if value in said]
+
+
 def test_what_a_secret_is_called_and_a_variable_that_is_set_later(tmp_path, monkeypatch):
     with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
         for number, name in enumerate(("DB_PASS", "SSH_PASSPHRASE", "MYSQL_PWD", "GITHUB_PAT", "MY_API_KEY")):
@@ -114,9 +125,13 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("sk-proj-Ab1Ab1Ab1Ab1Ab1Ab1-x_y eyJhbGci.eyJzdWIiOiIxMjM0NTY3.a-b_c end", "*** *** end"),
         ("--hub-token 'a b$' --steps 3", "--hub-token *** --steps 3"),
         ("api_key='a b' other=1", "api_key=*** other=1"),
+        ("env OPENAI_KEY=abc DB_PASS='a b' python shop.py", "env OPENAI_KEY=*** DB_PASS=*** python shop.py"),
+        ("Command '['x', '--api-key', 'a b', '-n']' died", "Command '['x', '--api-key', '***', '-n']' died"),
+        ("glpat-" + "Ab1" * 7 + " gsk_" + "Ab1" * 8, "*** ***"),
         ("Authorization: Basic YWxhZGRpbjpvcGVu", "Authorization: Basic ***"),
         ("X-Api-Key: abc123def, password: hunter2pass", "X-Api-Key: ***, password: ***"),
         # what is none
+        ("sort_key=name bypass=1 N_KEYS=3 MONKEY=1", None),
         ("the password: at least 12 characters", None),
         ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
         ("mail me@host, see https://host/@me", None),

@@ -20,6 +20,7 @@ from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConf
 from psigrad.config.methods import list_declarations
 from psigrad.errors import UserError, nearest
 from psigrad.extras import command
+from psigrad.runs.progress import readers_may_leave
 
 
 def _training(settings: type[Any]) -> dict[str, Command]:
@@ -94,20 +95,16 @@ def help_text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
+    with readers_may_leave():  # as `head` does: the work goes on to its end, and the status says what came of it
+        return _status_of(list(sys.argv[1:] if argv is None else argv))
+
+
+def _status_of(arguments: list[str]) -> int:
     try:
-        try:
-            status = _run(list(sys.argv[1:] if argv is None else argv))
-        except SystemExit:  # behind help
-            sys.stdout.flush()
-            raise
-        sys.stdout.flush()  # a reader who has left is noticed here, not when Python ends
-        return status
+        return _run(arguments)
     except KeyboardInterrupt:
         print("psigrad: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE) or os.environ.get("PSIGRAD_TRACEBACK"):
             raise
@@ -122,13 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         stop = "" if str(error).endswith((".", "!", "?", "…", ")")) else "."
         more = f"{stop} More: psigrad explain {name}." if (name := maths.name_of_mistake(str(error))) else ""
-        print(f"psigrad: {redaction.hide(str(error))}{more}", file=sys.stderr)
+        print(f"psigrad: {redaction.clear(str(error))}{more}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:
         if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):
             raise
         print(f"psigrad: This needs {error.name}, which is not installed; run: pip install 'psigrad[{extra}]'", file=sys.stderr)
         return 2
+    finally:
+        sys.stdout.flush()  # a reader who has left is noticed here, not when Python ends
 
 
 def _extra_with(package: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from psigrad import extras
+from psigrad import extras, redaction
 from psigrad.cli import flags
 from psigrad.config import EvalConfig, SampleConfig
 from psigrad.config.methods import declaration, list_declarations
@@ -160,7 +160,7 @@ def evaluate(arguments: list[str]) -> int:
     terminal.print_lines((f"{name}: {value}", "") for name, value in done.settings.items())
     terminal.print_completions(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
     if done.unscored:
-        print(f"psigrad: {done.unscored}", file=sys.stderr)
+        print(f"psigrad: {redaction.clear(done.unscored)}", file=sys.stderr)
     return 0
 
 

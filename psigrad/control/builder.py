@@ -161,8 +161,7 @@ def save_policy(folder: Path, trainer: Trainer) -> None:
 def _plain(config: ControlConfig) -> dict[str, Any]:
     named = config.env if isinstance(config.env, str) else getattr(getattr(config.env, "spec", None), "id", None) or ""
     algorithm = config.algorithm.name if isinstance(config.algorithm, PolicyGradient) else config.algorithm
-    plain = redaction.hide(to_dict(replace(config, env=named, algorithm=algorithm)))
-    return dict(json.loads(redaction.without(json.dumps(plain).encode(), redaction.values())))
+    return dict(redaction.clear(to_dict(replace(config, env=named, algorithm=algorithm))))
 
 
 def load_policy(folder: Path, env: Any = None) -> Trainer:

@@ -206,7 +206,7 @@ class Journal:
         """An event, and a line for people on stderr."""
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
-            print(f"psigrad: {redaction.hide(text)}", file=sys.stderr, flush=True)
+            print(f"psigrad: {redaction.clear(text)}", file=sys.stderr, flush=True)
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does."""

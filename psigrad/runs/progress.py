@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import io
 import math
 import os
 import sys
@@ -16,7 +17,7 @@ class _Unheard:
     """A stream whose reader may leave, as `head` does: what is written then goes nowhere, and nothing is raised."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream = stream or io.StringIO()  # None where the shell has closed it: `>&-`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -42,7 +43,7 @@ class _Unheard:
 
 @contextlib.contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """For the length of the block it ends nothing that the reader of our output has left."""
+    """For the length of the block it ends nothing that the reader of our output has left, or that there never was one."""
     with contextlib.redirect_stdout(_Unheard(sys.stdout)), contextlib.redirect_stderr(_Unheard(sys.stderr)):
         yield
 

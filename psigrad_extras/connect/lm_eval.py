@@ -23,7 +23,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from psigrad import seeds
+from psigrad import redaction, seeds
 from psigrad.config import LmEvalConfig, Model, Run, Sampling
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.intervals import Interval, mean_interval, over_seeds
@@ -243,7 +243,7 @@ def run(config: LmEvalConfig) -> LmEvalResult:
     raw = {name: _evaluated(config, name, tasks, manager) for name in names}
     result = LmEvalResult(tuple(_metrics(*(raw[name] for name in names))), raw)
     if config.output:
-        content = {"settings": asdict(config), "metrics": [asdict(one) for one in result.metrics], "raw": raw}
+        content = {"settings": redaction.clear(asdict(config)), "metrics": [asdict(one) for one in result.metrics], "raw": raw}
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         Path(config.output).write_text(json.dumps(content, default=str, ensure_ascii=False) + "\n")
     return result

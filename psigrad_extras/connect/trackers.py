@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from psigrad import redaction
 from psigrad.errors import UserError, nearest
 from psigrad.records.read import flatten
 from psigrad.runs.journal import Tracker
@@ -206,7 +207,7 @@ class Background:
 
 
 def _tell(name: str, what: str) -> None:
-    print(f"psigrad: the tracker {name} {what}", file=sys.stderr)
+    print(f"psigrad: the tracker {name} {redaction.clear(what)}", file=sys.stderr)
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Tracker]:

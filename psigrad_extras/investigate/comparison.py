@@ -6,6 +6,7 @@ page is drawn from it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from psigrad import redaction
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
@@ -135,12 +137,17 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
     job = folder / "settings" / f"{method}-{seed}.json"
     settings = to_dict(settings_of(comparison, folder, method, seed))
     judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
-    job.write_text(json.dumps({"method": method, "seed": seed, "settings": settings, "judged": judged}))
+    task = {"method": method, "seed": seed, "settings": settings, "judged": judged}
+    job.write_text(json.dumps(redaction.clear(task)))  # for people: the process is told all of it, secrets too
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "psigrad_extras.investigate.comparison", str(job), str(result)], stderr=subprocess.PIPE
+        [sys.executable, "-m", "psigrad_extras.investigate.comparison", str(result)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    assert process.stderr is not None
+    assert process.stdin is not None and process.stderr is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as told:  # where it died at once, its status says so
+        told.write(json.dumps(task).encode())
     error = process.stderr.read().decode(errors="replace").strip()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -152,9 +159,8 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
     replace_file(result, [json.dumps(whole).encode()])
 
 
-def work(job: Path, result: Path) -> None:
+def work(task: Mapping[str, Any], result: Path) -> None:
     """One run, and what it came to on the held-out prompts: the metric (the truth) and the reward that was trained on."""
-    task = json.loads(job.read_text())
     finished = api.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
     rows = list(read_steps(finished.folder / "metrics.jsonl"))
@@ -226,6 +232,6 @@ if __name__ == "__main__":
     die_with_parent()
     try:
         machine.prepare_torch(Run())
-        work(Path(sys.argv[1]), Path(sys.argv[2]))
+        work(json.load(sys.stdin), Path(sys.argv[1]))
     except UserError as mistake:
         sys.exit(str(mistake))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from psigrad import redaction
 from psigrad.config.nested import read_value
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
@@ -136,11 +137,11 @@ def _failed(study: Any) -> int:
 def _check_same(study: Any, sweep: Search) -> None:
     """Another command, another metric or other seeds would make trials that cannot be compared."""
     asked = {
-        "command": list(sweep.command), "search": [repr(space) for space in sweep.spaces], "seeds": list(sweep.seeds),
-        "metric": sweep.metric,
+        "command": redaction.clear(list(sweep.command)), "search": [repr(space) for space in sweep.spaces],
+        "seeds": list(sweep.seeds), "metric": sweep.metric,
     }  # fmt: skip
     for name, value in asked.items():
-        if study.user_attrs.get(name, value) != value:
+        if redaction.clear(study.user_attrs.get(name, value)) != value:  # one of an older psigrad holds all of it
             raise UserError(f"{sweep.folder} holds a sweep with another {name}: {study.user_attrs[name]}; name another folder.")
         study.set_user_attr(name, value)
 
@@ -158,7 +159,7 @@ def _try(study: Any, trial: Any, sweep: Search, train: Train, *, first: bool) ->
         value = _figure(place, sweep.metric) if not reason else None
         if value is None:
             reason = reason or f"{place} has no held-out {sweep.metric or 'figure'}"
-            trial.set_user_attr("reason", reason)
+            trial.set_user_attr("reason", redaction.clear(reason))
             study.tell(trial, state=_state().FAIL)
             if first:
                 raise UserError(f"The first trial failed: {reason}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import BadRow, RowError, show, validate
-from psigrad.records.row_lines import rollout_files
+from psigrad.records.row_lines import read_lines, rollout_files
+from psigrad.records.rows import parse_step
 
 ROLLOUTS = "rollouts.jsonl"
 """The file of a run folder that holds what was sampled."""
@@ -54,7 +54,7 @@ class PromptGroup:
 
 @dataclass
 class CompletionGroups:
-    """Groups by key, in order of first appearance. `unusable` counts rows with an empty completion, which cannot be shown."""
+    """Groups by key, in order of first appearance. `unusable` counts rows that cannot be shown: empty or damaged."""
 
     groups: dict[str, PromptGroup] = field(default_factory=dict)
     unusable: int = 0
@@ -71,27 +71,30 @@ def gather(
     run: str | None = None,
     sampler: str | None = None,
     gold: bool = False,
-    skip_empty: bool = False,
+    skip_unusable: bool = False,
 ) -> CompletionGroups:
     """Rows, each with its place ("file:line"), by prompt.
 
     A row has `prompt` and either `completion`, `completions` or `chosen` and `rejected`. `sampler` (in the row, or given here)
     says what made the completion; `samplers` is a list beside `completions`. Other columns stay with the prompt. With `gold`
-    the chosen completion of a pair is taken as known to be the better one; with `skip_empty` rows with an empty completion are
-    counted and left out. Raises `UserError` naming place and column.
+    the chosen completion of a pair is taken as known to be the better one; with `skip_unusable` rows that cannot be
+    shown are counted and left out. Raises `UserError` naming place and column.
     """
     found = CompletionGroups()
     for place, row in rows:
-        if skip_empty and row.get("completion") == "":
+        try:
+            answers = _answers(row, place)
+            # a dataset may have columns with these names too; only a rollout has both step and k
+            said = ROLLOUT if {"step", "k"} <= row.keys() else ("reward", "finish_reason")
+            own = {k: v for k, v in row.items() if k not in (*_OWN, *said, *_MECHANICS) and v is not None}
+            if row.get("tools"):
+                own["tools"] = row["tools"]
+            prompt = validate({**own, "prompt": row["prompt"]}, "prompt-only", place).prompt
+        except RowError:
+            if not skip_unusable:
+                raise
             found.unusable += 1
             continue
-        answers = _answers(row, place)
-        # a dataset may have columns with these names too; only a rollout has both step and k
-        said = ROLLOUT if {"step", "k"} <= row.keys() else ("reward", "finish_reason")
-        own = {k: v for k, v in row.items() if k not in (*_OWN, *said, *_MECHANICS) and v is not None}
-        if row.get("tools"):
-            own["tools"] = row["tools"]
-        prompt = validate({**own, "prompt": row["prompt"]}, "prompt-only", place).prompt
         group = _join(found.groups, prompt, own)
         for i, (answer, made_by) in enumerate(answers):
             about = {name: row[name] for name in said if row.get(name) is not None}
@@ -164,24 +167,32 @@ def lines(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def rollouts(folder: Path, kind: str | None, steps: range | None) -> Iterator[tuple[str, Any]]:
+def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[str]) -> Iterator[tuple[str, Any]]:
     """Rows of a run's rollouts.jsonl, of one kind ("train" or "eval") and some steps only where these are given.
 
-    Completions of conversations are made messages, and the `sampler` of each is its step.
+    Completions of conversations are made messages, and the `sampler` of each is its step. Lines that are no rollouts are passed
+    over, and their places added to `damaged`. Raises `UserError` where there are no others.
     """
     file = folder / ROLLOUTS if folder.is_dir() else folder
     if not file.is_file():
         raise UserError(f"{folder} has no {ROLLOUTS}; name the output_dir of an online run.")
     files = rollout_files(folder) if folder.is_dir() else [file]
-    for place, row in itertools.chain.from_iterable(map(lines, files)):
-        if not isinstance(row, Mapping) or not {"step", "prompt", "completion"} <= row.keys():
-            raise UserError(f"{place} is no rollout; expected step, prompt and completion.")
+    none = True
+    placed = ((f"{one}:{number}", line) for one in files for number, line in enumerate(read_lines(one), 1))
+    for place, line in placed:
+        row = parse_step(line)
+        if row is None or not {"prompt", "completion"} <= row.keys():
+            damaged += [place] if line.strip() and line.endswith(b"\n") else []  # a kill leaves one without an end
+            continue
+        none = False
         if (kind and row.get("kind") != kind) or (steps is not None and row["step"] not in steps):
             continue
         text = row["completion"]
         talk = isinstance(row["prompt"], list) and isinstance(text, str) and text
         answer = [{"role": "assistant", "content": text}] if talk else text
         yield place, {**row, "completion": answer, "sampler": f"step {row['step']}"}
+    if none and damaged:
+        raise UserError(f"{damaged[0]} is no rollout; expected step, prompt and completion.")
 
 
 def by_step(rows: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:

@@ -62,7 +62,7 @@ class TaskOptions:
 @dataclass(frozen=True)
 class Added:
     """What an import added. `repeated` completions were there already; `alone` prompts had too few different completions to
-    compare; `unusable` rows had an empty completion; `known` tasks were there before; `checks` of the tasks have a known answer.
+    compare; `unusable` rows were empty or damaged; `known` tasks were there before; `checks` of the tasks have a known answer.
     """
 
     prompts: int = 0
@@ -129,12 +129,15 @@ def add_run(
     """
     making, path = making or TaskOptions(), Path(folder)
     name = name or (path if path.is_dir() else path.parent).resolve().name
-    rows = completion_groups.rollouts(path, kind, steps)
+    damaged: list[str] = []
+    rows = completion_groups.rollouts(path, kind, steps, damaged)
     batches: Iterable[Iterable[tuple[str, Any]]] = [rows] if across_steps else completion_groups.by_step(rows)
     _may_add(database, person, project_id)
-    found = [completion_groups.gather(batch, run=name, skip_empty=True) for batch in batches]
+    found = [completion_groups.gather(batch, run=name, skip_unusable=True) for batch in batches]
     groups = [group for each in found for group in each.groups.values()]
-    return _store_all(database, person, project_id, groups, making) + Added(unusable=sum(each.unusable for each in found))
+    return _store_all(database, person, project_id, groups, making) + Added(
+        unusable=len(damaged) + sum(each.unusable for each in found)
+    )
 
 
 def add_pair(

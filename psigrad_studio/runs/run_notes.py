@@ -46,11 +46,13 @@ class RunNotes:
     def _read(self, strict: bool = False) -> dict[str, dict[str, Any]]:
         try:
             status = self.path.stat(follow_symlinks=False)
-            if status.st_mtime_ns != self._known[0] and status.st_size <= MOST_BYTES:
+            if status.st_size > MOST_BYTES:
+                raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+            if status.st_mtime_ns != self._known[0]:
                 self._known = (status.st_mtime_ns, _checked(json.loads(self.path.read_text("utf-8"))))
         except FileNotFoundError:
             self._known = (0, {})
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if strict:  # what cannot be read must not be written over
                 raise UserError(f"{self.path} is not a file of notes ({error}); move it away.") from error
         return self._known[1]

@@ -36,6 +36,7 @@ from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.recipes import evaluate, sample
 from psigrad.records.report.plots import COLOURS
+from psigrad.records.row_lines import replace_file
 from psigrad_extras import sums
 from psigrad_extras.connect import likelihood
 from psigrad_extras.experiments import drawing
@@ -213,7 +214,7 @@ def _measure(s: PretrainedSettings, model: str, base: str, held_out: Path, place
         tuple(answers),
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(vars(found)) + "\n")
+    replace_file(kept, [json.dumps(vars(found)).encode() + b"\n"])
     return found
 
 

@@ -222,17 +222,6 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(mistake, job, tmp_path, cap
     assert error.rstrip().endswith((".", "?"))
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["grpo", "--help"], pytest.param(["explain", "grpo"], marks=pytest.mark.slow)]
-)
-def test_a_reader_who_leaves_is_no_error(arguments):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "psigrad", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    process.stdout.close()  # before anything is written, as `| head -0`
-    assert process.stderr.read() == "" and process.wait() == 0
-
-
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
     def broken(arguments):
         raise ValueError("deep in a library")

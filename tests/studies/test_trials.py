@@ -244,6 +244,16 @@ def test_the_processes_of_a_killed_experiment_end_with_it(ends, tmp_path):
         until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
+def test_completions_are_read_from_every_part_and_a_damaged_line_costs_no_other(tmp_path):
+    folder, row = trials.place(TrialSettings(out=str(tmp_path)), "length", "a", 0), '{{"step": {}, "kind": "{}"}}\n'.format
+    folder.mkdir(parents=True)
+    (folder / "rollouts-00000002-2.jsonl").write_text(row(1, "train") + row(2, "train"))
+    (folder / "rollouts.jsonl").write_text('{\n{"step": 3}\n' + row(3, "eval") + row(4, "train") + '{"step": 5, "ki')
+    found = {kind: [row["step"] for row in trials.rollouts(TrialSettings(out=str(tmp_path)), "length", "a", 0, kind)]
+             for kind in ("train", "eval")}  # fmt: skip
+    assert found == {"train": [1, 2, 4], "eval": [3]}
+
+
 def test_the_time_of_finished_runs_is_added_up(tmp_path):
     for name, seconds in (("noise/a-0", 30.0), ("noise-tuning/a-1000", 60.0), ("methods/a-0", 600.0)):
         (tmp_path / "runs" / name).mkdir(parents=True)

@@ -440,10 +440,11 @@ def test_tags_and_notes_are_kept_beside_the_runs(studio, root, ids):
     assert json.loads((root.parent / "run_notes.json").read_text()) == {}
 
 
-def test_a_damaged_file_of_notes_is_not_written_over(tmp_path):
-    (tmp_path / "run_notes.json").write_text("[1, 2")
+@pytest.mark.parametrize("text", ["[1, 2", "[" * 200_000, " " * ((8 << 20) + 1)], ids=["cut", "deep", "large"])
+def test_a_damaged_file_of_notes_is_not_written_over(text, tmp_path):
+    (tmp_path / "run_notes.json").write_text(text)
     notes = RunNotes(tmp_path / "runs")
     assert notes.of("a") == {"tags": [], "note": ""}
     with pytest.raises(UserError, match="is not a file of notes"):
         notes.put("a", ["x"], "")
-    assert (tmp_path / "run_notes.json").read_text() == "[1, 2"
+    assert (tmp_path / "run_notes.json").read_text() == text

@@ -119,6 +119,19 @@ def test_each_test_alone_passes_without_a_fault_and_says_how_it_ended_with_one(p
     assert waits == [False, "test_planted.py::test_that_waits", "waits"]
 
 
+def test_a_value_that_another_module_took_on_import_is_the_changed_one(planted, monkeypatch):
+    (planted / "taken_by.py").write_text("from planted_in import LIMIT\n\nTWICE = 2 * LIMIT\n")
+    (planted / "test_taken.py").write_text("from taken_by import TWICE\n\ndef test_twice():\n    assert TWICE == 6\n")
+    monkeypatch.chdir(planted)
+    monkeypatch.syspath_prepend(str(planted))
+    monkeypatch.setattr(forks, "ROOT", planted)
+    monkeypatch.setattr(forks, "OPTIONS", (*forks.OPTIONS, "-c", "/dev/null", "--rootdir", str(planted)))
+    asked = [("test_taken.py::test_twice", 0.1)]
+    changed = forks._fresh(forks.Request(asked, "planted_in.py", SOURCE.replace("LIMIT = 3", "LIMIT = 4")))
+    assert changed == (True, "test_taken.py::test_twice", "failed")
+    assert not forks._fresh(forks.Request(asked, "planted_in.py", SOURCE)).killed
+
+
 def test_the_lines_that_a_test_runs_are_its_own(planted, monkeypatch):
     monkeypatch.setattr(forks, "trace", lambda files: list(files))  # coverage is in the environment of `make test-mutants` alone
     monkeypatch.setattr(forks, "traced_lines", lambda tracer: {tracer[0]: [5]})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from psigrad import __version__, extras, seeds
+from psigrad import __version__, extras, redaction, seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
@@ -56,7 +56,7 @@ class Report:
             {"source": self.rows[t.row].source, "prompt": prompt, "completion": t.text, "score": t.reward, "reason": t.reason}
             for t, prompt in zip(self.trajectories, self.prompts, strict=True)
         ]
-        whole = {"figures": self.figures, "settings": self.settings, "completions": completions}
+        whole = {"figures": self.figures, "settings": redaction.clear(self.settings), "completions": completions}
         try:
             Path(output).write_bytes(to_line(whole))
         except OSError as error:

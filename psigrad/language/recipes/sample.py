@@ -159,14 +159,16 @@ def convert(
 def read_jsonl(path: str) -> list[dict[str, Any]]:
     """Raw rows of a JSONL file, before they have a form."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_bytes().split(b"\n")  # a text may hold other ends of lines, as U+2028
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     rows = []
     for i, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{i} is not JSON ({error}).") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{i} is {kind_of(row)}; expected an object with named columns.")

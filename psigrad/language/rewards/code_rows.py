@@ -180,7 +180,7 @@ def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
     if not name.isidentifier():
         raise ValueError(f"fn_name {name!r} is no name of a function")
     if isinstance(arguments, str):  # APPS and LiveCodeBench: one JSON value a line
-        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
     values = ", ".join(map(repr, arguments))
     found = f"(Solution().{name} if {name!r} not in globals() else {name})({values})"
     return Evaluated((found,), partial(_called_equal, expected))

@@ -70,7 +70,7 @@ function report({ since, until, ...added }, name) {
   if (added.known) parts.push(`here already: ${many(added.known, "task")}`);
   if (added.repeated) parts.push(`a text that its prompt has already: ${many(added.repeated, "completion")}`);
   if (added.alone) parts.push(`nothing to compare: ${many(added.alone, "prompt")}`);
-  if (added.unusable) parts.push(`empty: ${many(added.unusable, "completion")}`);
+  if (added.unusable) parts.push(`empty or damaged: ${many(added.unusable, "completion")}`);
   return `${name}: ${parts.join("; ")}.`;
 }
 

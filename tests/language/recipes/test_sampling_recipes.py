@@ -297,6 +297,15 @@ def test_malformed_ratings_are_refused_by_row(row, said):
     assert "my.jsonl:1" in str(refused.value)
 
 
+def test_a_row_may_hold_any_end_of_line_and_what_is_no_text_is_named(tmp_path):
+    file, rows = tmp_path / "rows.jsonl", [{"prompt": "a\u2028b\x85c"}, {"prompt": "d"}]
+    file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    assert sample.read_jsonl(str(file)) == rows
+    file.write_bytes(b"{}\n\xff\n")
+    with pytest.raises(UserError, match=r"rows.jsonl:2 is not JSON"):
+        sample.read_jsonl(str(file))
+
+
 def test_pairs_on_the_command_line(tmp_path, capsys):
     source, output = tmp_path / "ratings.jsonl", tmp_path / "pairs.jsonl"
     source.write_text(json.dumps({"prompt": "p", "completions": ["a", "b"], "ratings": [1, 2]}) + "\n")

@@ -300,6 +300,16 @@ def test_steps_and_kinds_can_be_chosen_and_compared_across(desks, db, run):
     assert said("talk") in contents(db, StoredCompletion.content)
 
 
+def test_a_damaged_line_of_a_run_costs_no_other_and_is_counted(desks, db, run):
+    made, damaged = (
+        desks(),
+        (b"{\n", b'{"step": "1"}\n', b'{"step": 1, "kind": "train", "prompt": 7, "completion": "x"}\n', b"\xff\n"),
+    )
+    file = run / "rollouts.jsonl"
+    file.write_bytes(b"".join(damaged) + file.read_bytes())
+    assert intake.add_run(db, made.owner, made.project, run) == Added(prompts=2, completions=7, tasks=6, alone=2, unusable=1 + 4)
+
+
 def test_a_folder_that_is_no_online_run_is_refused(desks, db, tmp_path):
     made = desks()
     with pytest.raises(UserError, match=r"no rollouts.jsonl"):

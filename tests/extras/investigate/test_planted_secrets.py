@@ -1,0 +1,78 @@
+"""Sweeps and comparisons: secrets are in no file that they leave, and a reader who leaves ends none."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from planted_secrets import CHANNELS, PLANTED, found_in
+
+from psigrad import cli
+from psigrad.config import Data, OnlineConfig
+from psigrad.errors import UserError
+from psigrad_extras.connect import trackers
+from psigrad_extras.investigate import comparison, search
+
+
+def test_files_of_a_sweep_hold_none(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
+    words = ("sft", "--hub-token", PLANTED["flag"], f"dataset=https://me:{PLANTED['url']}@data.example/a.jsonl")
+    reasons = iter(["", f"HTTP 401 for {words[-1]}: {PLANTED['variable']}", ""] * 2)
+    monkeypatch.setattr(search, "_figure", lambda folder, metric: 0.5)
+    sweep = search.Search(words, (search.Space("seed", ("1", "2", "3")),), tmp_path / "sweep", trials=3)
+    for trials in (3, 4):  # and it is known again
+        search.run(replace(sweep, trials=trials), lambda given, folder: next(reasons))
+        for name in ("a", "b"):
+            (tmp_path / "sweep" / name).touch()
+        assert found_in(tmp_path / "sweep") == set()
+
+
+def test_a_job_of_a_comparison_is_told_its_secrets_and_leaves_none(tmp_path, monkeypatch):
+    class Process:
+        def __init__(self, command, **pipes):
+            self.stdin, self.stderr, self.pid = (tmp_path / "told").open("wb"), io.BytesIO(b"it failed"), 0
+
+    (tmp_path / "settings").mkdir()
+    monkeypatch.setattr(comparison.subprocess, "Popen", Process)
+    monkeypatch.setattr(comparison.os, "wait4", lambda pid, options: (0, 256, None))
+    monkeypatch.setattr(comparison, "settings_of", lambda *given: OnlineConfig(data=Data(dataset=CHANNELS["data"]["dataset"])))
+    with pytest.raises(UserError, match="it failed"):
+        comparison._finish(SimpleNamespace(config=OnlineConfig()), tmp_path, "grpo", 0)
+    assert PLANTED["url"] in (tmp_path / "told").read_text()
+    written = (tmp_path / "settings" / "grpo-0.json").read_text()
+    assert "data.example" in written and PLANTED["url"] not in written
+
+
+def test_what_is_said_of_a_tracker_holds_none(monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
+
+    def broken():
+        raise OSError(f"{PLANTED['variable']} is no key for https://me:{PLANTED['url']}@track.example")
+
+    trackers.Background("wandb", broken).close()
+    said = capsys.readouterr().err
+    assert said.count("***") == 2 and not [value for value in PLANTED.values() if value in said]
+
+
+def test_a_sweep_whose_reader_leaves_tries_all_that_it_was_asked_for(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+
+    def train(words, folder):
+        done.append(folder.parent.name)
+        return "diverged" if len(done) > 1 else ""
+
+    done = []
+    monkeypatch.setattr(search, "_train", train)
+    monkeypatch.setattr(search, "_figure", lambda folder, metric: 0.5)
+    given = ["sweep", "sft", "--search", "learning_rate:1e-6..1e-4", "--trials", "3", "--output-dir", str(tmp_path / "sweep")]
+    shut, pipe = os.pipe()
+    os.close(shut)
+    with open(pipe, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        assert cli.main(given) == 0
+    assert len(done) == 3 and (tmp_path / "sweep" / "sweep.json").exists()
