@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import json
 import os
@@ -124,7 +123,6 @@ _work: dict[str, Any] = {}
 
 def _begin(rows: Sequence[Any], encoder: Encoder[Any]) -> None:
     die_with_parent()
-    gc.freeze()  # what is shared with the parent is not garbage, and a search of it would copy it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

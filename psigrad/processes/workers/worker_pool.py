@@ -279,9 +279,7 @@ class SharedWait:
 
 
 class PoolLimits(TypedDict, total=False):
-    """How many workers there are (1), the seconds that each has for a call (10), the memory that it may take (0: all of it), the
-    environment variables that it gets besides the usual ones, and what it runs in.
-    """
+    """How many workers there are, and what each may take; see `WorkerPool`."""
 
     workers: int
     timeout: float
@@ -326,17 +324,20 @@ class WorkerPool(Generic[C]):
         *,
         what: str,
         error: type[UserError] = UserError,
-        **limits: Unpack[PoolLimits],
+        workers: int = 1,
+        timeout: float = 10.0,
+        memory_gb: float = 0.0,
+        variables: Sequence[str] = (),
+        enclosure: Enclosure | None = None,
     ) -> None:
-        self.timeout = limits.get("timeout", 10.0)
+        self.timeout = timeout
         self._decode, self._what, self._error = decode, what, error
-        each: Any = {"memory": int(limits.get("memory_gb", 0.0) * 1e9), "variables": tuple(limits.get("variables", ()))}
-        each |= {"name": f"the worker of the {what}", "enclosure": limits.get("enclosure")}
-        self._start = partial(Worker, service, payload, homes, **each)
+        each: Any = {"memory": int(memory_gb * 1e9), "variables": tuple(variables), "enclosure": enclosure}
+        self._start = partial(Worker, service, payload, homes, name=f"the worker of the {what}", **each)
         self._places: list[_Place] = []
         self._looked = time.monotonic()
         try:
-            for _ in range(limits.get("workers", 1)):
+            for _ in range(workers):
                 self._places.append(_Place(self._start()))
         except OSError:
             self.close()
