@@ -177,8 +177,7 @@ class Callbacks:
         )  # fmt: skip
         self.model: Any = None
         self.tokenizer: Any = None
-        self.rows: list[dict[str, Any]] = []
-        """Rows of metrics that they are told of at the next event."""
+        self._rows: list[dict[str, Any]] = []
 
     def __bool__(self) -> bool:
         return bool(self.callbacks)
@@ -186,6 +185,11 @@ class Callbacks:
     def know(self, model: Any, tokenizer: Any = None) -> None:
         """The model that trains, as callbacks see it."""
         self.model, self.tokenizer = model, tokenizer
+
+    def see(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics, which they are told of at the next event."""
+        if self.callbacks:
+            self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
         """Give each callback what it remembered; then the run begins."""
@@ -218,7 +222,7 @@ class Callbacks:
         """The model was evaluated."""
         if not self.callbacks:
             return state
-        metrics = {k: v for row in self.rows for k, v in row.items() if k.startswith("eval/")}
+        metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
         metrics |= {name.replace("eval/", "eval_", 1): value for name, value in metrics.items()}
         found = headline(metrics)
         if found is not None:
@@ -292,7 +296,7 @@ class Callbacks:
             visible = self.visible_state
             visible.step = visible.global_step = state.step
             visible.num_input_tokens_seen = state.tokens
-            rows, self.rows = self.rows, []
+            rows, self._rows = self._rows, []
             for row in rows:
                 visible.history.append(row)
                 visible.epoch = row.get("epoch", visible.epoch)
@@ -328,7 +332,7 @@ class Callbacks:
             except Exception as error:
                 failure = _describe(error, self.asked)
         else:
-            self.rows = []
+            self._rows = []
         c = self.control
         asked = (failure, c.should_training_stop, c.should_evaluate, c.should_save, c.changes)
         failure, c.should_training_stop, c.should_evaluate, c.should_save, changes = self.world.broadcast(asked)

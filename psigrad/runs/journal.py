@@ -217,8 +217,7 @@ class Journal:
         if self.announcer is not None:
             self.announcer.see(step, figures)
         self.folder.metrics({"step": step, **figures})
-        if self.callbacks.callbacks:
-            self.callbacks.rows.append({"step": step, **figures})
+        self.callbacks.see({"step": step, **figures})
         for tracker in self.trackers:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 

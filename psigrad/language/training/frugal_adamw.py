@@ -6,7 +6,6 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,20 +77,24 @@ class FrugalAdamW(AdamW):
     With `eight_bits` moments of at least 4,096 numbers have 8 bits, in blocks of 256, but for embeddings, whose rows learn
     at very different rates: as transformers does. Weights in `bare` have no master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded to
     bfloat16 up or down by chance, so that steps smaller than a 256th of a weight happen as often as is right (Zamirai et al.
-    2020, arXiv:2010.06192). `rule` is as `AdamW` has it. Draws depend on `seed`, the weight's name and the step.
+    2020, arXiv:2010.06192). Draws depend on `seed`, the weight's name and the step.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        *rule: Any,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        low_precision: Mapping[str, Tensor] | None = None,
+        *,
         eight_bits: bool = False,
         bare: Mapping[str, Tensor] | None = None,
         seed: int = 0,
     ) -> None:
         self.bare, self.seed = dict(bare or {}), seed
         self.coarse = {n for n, p in parameters.items() if eight_bits and p.numel() >= _LEAST and not _WHOLE.search(n)}
-        super().__init__(parameters, *rule)
+        super().__init__(parameters, betas, eps, weight_decay, low_precision)
 
     def _fresh(self, name: str, p: Tensor) -> dict[str, Tensor]:
         if name not in self.coarse and name not in self.bare:
