@@ -237,7 +237,8 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
     )
     width = DTYPES[dtype].itemsize
     cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
-    weights = width * (shape.matrices + shape.head) - (width - CODED.get(work.quantize_base, width)) * shape.layer_matrices
+    saved = (width - CODED.get(work.quantize_base, width)) * shape.layer_matrices
+    weights = width * (shape.matrices + shape.head) - round(saved)
     again = (
         work.gradient_checkpointing
         and dtype == "float32"
