@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -438,7 +439,7 @@ def test_a_checkpoint_is_read_and_summed_once(tmp_path, monkeypatch):
 
 
 def test_a_file_is_summed_while_the_disk_writes_it(tmp_path, monkeypatch):
-    """A sum and the wait for the disk meet: each goes on only when the other has begun. One behind the other would wait in vain."""
+    """A sum and the wait for the disk meet: each goes on only when the other has begun, so one behind the other waits in vain."""
     meeting = threading.Barrier(2)
     for name in ("sha256", "sync"):
         original = getattr(checkpoint, name)
@@ -469,9 +470,12 @@ def test_a_save_computes_no_more_than_the_plain_write_and_one_sum(tmp_path):
         work()
         return time.process_time() - begun
 
+    def saved(step: int) -> None:
+        save(tmp_path / "runs", step, lambda folder: checkpoint.save_tensors(folder / "w.safetensors", tensors), meta={})
+
     for step in range(8):
         least = spent(write) + spent(lambda: checkpoint.sha256(plain))
-        whole = spent(lambda: save(tmp_path / "runs", step, lambda to: checkpoint.save_tensors(to / "w.safetensors", tensors), meta={}))
+        whole = spent(partial(saved, step))
         if whole < 1.3 * least + 0.01:
             return
     raise AssertionError(f"{whole:.3f} s of processor time for {least:.3f}")

@@ -150,7 +150,9 @@ def compiled(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], p
     return rendered if all(_alike(rendered, tokenizer, arguments, one) for one in probes) else render
 
 
-def _alike(other: Rendering, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> bool:
+def _alike(
+    other: Rendering, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]
+) -> bool:
     """Whether `render` and another rendering give the same for messages, with the generation prompt and without it."""
     found = []
     for way, prompt in itertools.product((render, other), (False, True)):
