@@ -128,7 +128,10 @@ def compiled(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], p
     options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"chat_template", "tools"}
     if own or plain is None or alias is None or options & arguments.keys() or "strftime_now" in text:
         return render
-    template = utils._compile_jinja_template(text)
+    try:
+        template = utils._compile_jinja_template(text)
+    except Exception:  # it is no Jinja, as whoever renders it says
+        return render
     given = {**tokenizer.special_tokens_map, **plain(dict(arguments)), "documents": None}
     given.pop("chat_template", None)
 
