@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,7 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
 
 
 def _needed(root: Path) -> str:
-    before = max((size_of(path) for path in _steps(root)), default=0)
+    before = max((size_of(path) for path in steps(root)), default=0)
     return f"; the last one takes {before}" if before else ""
 
 
@@ -234,7 +234,7 @@ def step_of(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _steps(root: Path) -> list[Path]:
+def steps(root: Path) -> list[Path]:
     """Checkpoint folders, newest first; of one step the one in place before one that was replaced."""
     if not root.is_dir():
         return []
@@ -242,12 +242,14 @@ def _steps(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def latest(root: Path, most: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
-    """The newest checkpoint under `root` that verifies, of step `most` or before; the lines in `ignored` say why newer ones do
-    not. `check` may be what verifies on several processes.
+def latest(
+    root: Path | Sequence[Path], most: int | None = None, check: Callable[[Path], dict[str, Any]] = verify
+) -> Latest:
+    """The newest checkpoint under `root`, or of these, that verifies, of step `most` or before; the lines in `ignored` say why
+    newer ones do not. `check` may be what verifies on several processes.
     """
     ignored = []
-    for path in _steps(root):
+    for path in steps(root) if isinstance(root, Path) else root:
         if most is not None and (step_of(path) or 0) > most:
             continue
         try:
@@ -267,7 +269,7 @@ def prune(root: Path, keep: int, spare: int = 0) -> None:
     """
     newest = latest(root).path
     if newest is not None:
-        places = _steps(root)
+        places = steps(root)
         for path in places[places.index(newest) + max(1, keep) :]:
             if step_of(path) != spare or not spare:
                 _discard(path)

@@ -142,7 +142,7 @@ def newest_checkpoint(journal: Journal) -> Path | None:
 
 
 def _verify_together(world: World, root: Path) -> checkpoint.Latest:
-    """The newest checkpoint that verifies. Rank 0 names one after the other; each process sums its share of the files."""
+    """The newest checkpoint that verifies, of those that rank 0 sees; each process sums its share of the files."""
 
     def check(path: Path) -> dict[str, Any]:
         manifest, fault = dict[str, Any](), ""
@@ -155,14 +155,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
         checkpoint.trust(path, manifest)
         return manifest
 
-    found = checkpoint.Latest(None)
-    if world.rank == 0:
-        found = checkpoint.latest(root, check=lambda path: check(world.broadcast(path)))
-        world.broadcast(None)
-    while world.rank and (path := world.broadcast(None)) is not None:
-        with contextlib.suppress(checkpoint.CheckpointError):
-            check(path)
-    return world.broadcast(found)
+    return checkpoint.latest(world.broadcast(checkpoint.steps(root)), check=check)
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:

@@ -81,7 +81,6 @@ class RewardPool:
         self.watch = SharedWait()
         self.jobs: deque[tuple[PoolScoring, list[RewardCall]]] = deque()
         self._at_once = TOGETHER if any(is_async(spec.function) for spec in self.specs) else 1
-        self._singly = 0  # groups to come that were under way with one that was late, and may be late themselves
         self._of_thread: dict[int, PoolScoring] = {}
         self.workers: WorkerPool[tuple[PoolScoring, RewardCall]] = WorkerPool(
             "psigrad.language.rewards.reward_worker:service",
@@ -126,9 +125,8 @@ class RewardPool:
             if isinstance(answer, Lost):
                 why = f"its process died ({answer.status})" if answer.status else f"time-out after {self.workers.timeout:g} s"
                 rest = itertools.groupby((call for _, call in answer.rest), lambda call: call.samples)
-                again = [(scoring, list(calls)) for _, calls in rest]
-                self.jobs.extendleft(again[::-1])
-                self._singly += len(again)
+                self.jobs.extendleft([(scoring, list(calls)) for _, calls in rest][::-1])
+                self._at_once = 1  # others of them may be late too, and each is waited for
                 answer = Unscored(f"{self.specs[call.function].name}: {why}")
             scoring.enter(call, answer)
         self._hand_out()
@@ -136,8 +134,7 @@ class RewardPool:
     def _hand_out(self) -> None:
         idle = self.workers.idle() if self.jobs else []
         for left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
-            count, jobs = 1 if self._singly else min(self._at_once, -(-len(self.jobs) // left)), []  # each gets its share
-            self._singly = max(0, self._singly - 1)
+            count, jobs = min(self._at_once, -(-len(self.jobs) // left)), []  # each gets its share
             while self.jobs and len(jobs) < count and (not jobs or self.jobs[0][0] is jobs[0][0]):
                 jobs.append(self.jobs.popleft())
             if jobs:

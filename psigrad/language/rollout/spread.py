@@ -65,9 +65,12 @@ def tokens_of(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, completion=bare, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
 
 
+_KINDS = {"ids": np.int32, "prompts": np.int32, "numbers": np.float64, "mask": np.bool_}
+
+
 def pack(rows: Sequence[Trajectory]) -> bytes:
     """Trajectories as arrays: each prompt once, however many stand behind it."""
-    arrays: dict[str, list[Any]] = {"ids": [], "prompts": [], "numbers": [], "mask": []}
+    arrays: dict[str, list[Any]] = {name: [np.empty(0, kind)] for name, kind in _KINDS.items()}
     prompts: dict[Any, int] = {}
 
     def put(name: str, values: Any) -> Any:
@@ -90,15 +93,10 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
         row["branches"] = [(branch.start, prompt(branch.prompt_ids)) for branch in t.branches]
         held.append(row)
     text = json.dumps({"rows": held, "prompts": [put("prompts", ids) for ids in prompts]}, ensure_ascii=False)
-    numbers = np.concatenate([np.empty(0), *arrays["numbers"]])
-    small = numbers.astype(np.float32)
-    flat = {
-        "rest": np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8),
-        "numbers": small if np.array_equal(small, numbers, equal_nan=True) else numbers,
-        "mask": np.concatenate([np.empty(0, np.bool_), *arrays["mask"]]).astype(np.bool_),
-        **{name: np.concatenate([np.empty(0, np.int32), *arrays[name]]).astype(np.int32) for name in ("ids", "prompts")},
-    }
-    return safetensors.numpy.save(flat)
+    flat = {name: np.concatenate(parts, dtype=_KINDS[name], casting="unsafe") for name, parts in arrays.items()}
+    if np.array_equal(small := flat["numbers"].astype(np.float32), flat["numbers"], equal_nan=True):
+        flat["numbers"] = small
+    return safetensors.numpy.save({**flat, "rest": np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)})
 
 
 def unpack(data: bytes) -> list[Trajectory]:
