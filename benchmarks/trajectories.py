@@ -20,8 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
+import rank_trajectories
 import ranks
-from rank_trajectories import Alphabet, Written, collected, count_bytes, prompts_of
+from rank_trajectories import Written, collected, count_bytes, prompts_of
 
 from psigrad.language.training.online import collect
 from psigrad.language.training.online.figures import collection_metrics
@@ -37,7 +38,7 @@ def measure(world: World, folder: str, completions: str, tokens: str) -> None:
     made: dict[int, Any] = {}
     write = Written.completion
     Written.completion = lambda self, seed: made.get(seed) or made.setdefault(seed, write(self, seed))  # type: ignore[method-assign]
-    Alphabet.decode = lambda self, ids, **settings: "word" * len(ids)  # type: ignore[assignment,method-assign]
+    rank_trajectories.letters = lambda tokenizer, ids: "word" * len(ids)
     whole, gathered = collect.rollout, [0.0, 0.0]
 
     @contextmanager

@@ -242,9 +242,7 @@ def steps(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def latest(
-    root: Path | Sequence[Path], most: int | None = None, check: Callable[[Path], dict[str, Any]] = verify
-) -> Latest:
+def latest(root: Path | Sequence[Path], most: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
     """The newest checkpoint under `root`, or of these, that verifies, of step `most` or before; the lines in `ignored` say why
     newer ones do not. `check` may be what verifies on several processes.
     """

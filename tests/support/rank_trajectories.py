@@ -36,24 +36,14 @@ class Written:
         rng = np.random.default_rng(seed)
         count = int(rng.integers(self.tokens // 2, self.tokens + 1))
         ids = tuple(rng.integers(0, 150_000, count).tolist())
-        logps = tuple(-rng.random(count, dtype=np.float32).astype(np.float64))
+        logps = tuple((-rng.random(count, dtype=np.float32)).tolist())
         drawn = logps if seed % 2 else tuple(x / 2 for x in logps)
-        return Completion(ids, tuple(map(float, logps)), tuple(map(float, drawn)), "stop" if seed % 3 else "length", seed)
+        return Completion(ids, logps, drawn, "stop" if seed % 3 else "length", seed)
 
 
-class Alphabet:
-    """A tokenizer whose text is four letters a token."""
-
-    chat_template, special_tokens_map = None, {}
-
-    def decode(self, ids, **settings):
-        return "".join(f"{i % 10_000:04d}" for i in ids)
-
-    def get_vocab(self):
-        return {}
-
-    def convert_tokens_to_ids(self, token):
-        return None
+def letters(tokenizer, ids) -> str:
+    """Four letters a token."""
+    return "".join(f"{i % 10_000:04d}" for i in ids)
 
 
 class Lengths:
@@ -74,6 +64,7 @@ def prompts_of(count: int, tokens: int) -> list[Prompt]:
 
 
 def collected(world: World, prompts: list[Prompt], size: int, tokens: int, central: bool) -> list:
+    collect.decode = letters
     return collect.rollout(
         Written(tokens, central),
         Lengths(),
@@ -81,7 +72,7 @@ def collected(world: World, prompts: list[Prompt], size: int, tokens: int, centr
         PARAMS,
         num_generations=size,
         seed_of=lambda i, k: i * size + k,
-        model=SimpleNamespace(tokenizer=Alphabet()),
+        model=SimpleNamespace(tokenizer=None),
         version=0,
         world=world,
     )
@@ -137,5 +128,12 @@ def share(world: World, folder: str, count: str, size: str, length: str, central
         held = SimpleNamespace(trajectories=whole, groups=alone)
         assert json.dumps(written) == json.dumps(rollout_rows(ALONE, prompts, held, outcome, 1, 2))
     mine = sum(len(ids) for own in inputs for group in own.completions for ids in group)
-    told = {"tokens": sum(len(t.completion.ids) for t in whole), "own": mine, "rows": len(whole), "sent": sum(trained.values())}
+    lengths = [(len(t.completion.ids), t.completion.logprobs is t.completion.sampling_logprobs) for t in whole]
+    told = {
+        "tokens": sum(length for length, _ in lengths),
+        "numbers": sum(length if same else 2 * length for length, same in lengths),
+        "own": mine,
+        "rows": len(whole),
+        "sent": sum(trained.values()),
+    }
     Path(folder, f"{world.rank}.json").write_text(json.dumps(told))
