@@ -134,6 +134,7 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
 
 def newest(world: World, run: str) -> None:
     """Look for the newest checkpoint together; write down which it is, what was passed over, and what this rank summed."""
+    saved.checkpoint._verified.clear()  # what the parent of this fork knows
     summed, plain = [], saved.checkpoint.sha256
     saved.checkpoint.sha256 = lambda path: summed.append(f"{path.parent.name}/{path.name}") or plain(path)
     found = session._verify_together(world, Path(run))
