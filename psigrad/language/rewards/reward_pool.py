@@ -134,7 +134,8 @@ class RewardPool:
     def _hand_out(self) -> None:
         idle = self.workers.idle() if self.jobs else []
         for left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
-            count, jobs = min(self._at_once, -(-len(self.jobs) // left)), []  # each gets its share
+            count = min(self._at_once, -(-len(self.jobs) // left))  # each gets its share
+            jobs: list[tuple[PoolScoring, list[RewardCall]]] = []
             while self.jobs and len(jobs) < count and (not jobs or self.jobs[0][0] is jobs[0][0]):
                 jobs.append(self.jobs.popleft())
             if jobs:

@@ -93,7 +93,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
         row["branches"] = [(branch.start, prompt(branch.prompt_ids)) for branch in t.branches]
         held.append(row)
     text = json.dumps({"rows": held, "prompts": [put("prompts", ids) for ids in prompts]}, ensure_ascii=False)
-    flat = {name: np.concatenate(parts, dtype=_KINDS[name], casting="unsafe") for name, parts in arrays.items()}
+    flat: dict[str, Any] = {name: np.concatenate(parts, dtype=_KINDS[name], casting="unsafe") for name, parts in arrays.items()}
     if np.array_equal(small := flat["numbers"].astype(np.float32), flat["numbers"], equal_nan=True):
         flat["numbers"] = small
     return safetensors.numpy.save({**flat, "rest": np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)})
@@ -108,7 +108,7 @@ def unpack(data: bytes) -> list[Trajectory]:
         if isinstance(count, list):
             return Away(*count)
         at[name] += count
-        found = arrays[name][at[name] - count : at[name]]
+        found: Any = arrays[name][at[name] - count : at[name]]
         return tuple(found.tolist()) if whole else memoryview(found)
 
     prompts, rows = [take("prompts", count) for count in held["prompts"]], []
