@@ -124,9 +124,13 @@ class RewardPool:
         for _, (scoring, call), answer in self.workers.answers(False):
             if isinstance(answer, Lost):
                 why = f"its process died ({answer.status})" if answer.status else f"time-out after {self.workers.timeout:g} s"
-                rest = itertools.groupby((call for _, call in answer.rest), lambda call: call.samples)
-                self.jobs.extendleft([(scoring, list(calls)) for _, calls in rest][::-1])
-                self._at_once = 1  # others of them may be late too, and each is waited for
+                calls = [call, *(one for _, one in answer.rest)]
+                others = calls[-1].samples != call.samples  # were under way too, and it may be the fault of one of these
+                rest = itertools.groupby(calls if others else calls[1:], lambda one: one.samples)
+                self.jobs.extendleft([(scoring, list(own)) for _, own in rest][::-1])
+                if others:
+                    self._at_once = 1
+                    continue
                 answer = Unscored(f"{self.specs[call.function].name}: {why}")
             scoring.enter(call, answer)
         self._hand_out()

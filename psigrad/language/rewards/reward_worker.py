@@ -68,9 +68,21 @@ def _together(jobs: Sequence[tuple[str, Any, dict[str, Any]]]) -> Iterator[list[
     def begin(name: str, function: Any, samples: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         with contextlib.suppress(Malformed):  # which is said when it is asked
             if is_async(function):
-                task = loop.create_task(function(**_select_arguments(name, function, samples)))
-                return name, functools.wraps(function)(lambda **given: loop.run_until_complete(task)), samples
+                task = loop.create_task(held(function(**_select_arguments(name, function, samples))))
+                return name, functools.wraps(function)(lambda **given: finished(task)), samples
         return name, function, samples
+
+    async def held(begun: Any) -> Any:
+        try:
+            return await begun, None
+        except BaseException as error:  # SystemExit would end the loop, and be another's
+            return None, error
+
+    def finished(task: Any) -> Any:
+        value, error = loop.run_until_complete(task)
+        if error is not None:
+            raise error
+        return value
 
     loop = asyncio.new_event_loop()
     with contextlib.closing(loop):
