@@ -19,8 +19,8 @@ from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 def check(arguments: list[str]) -> int:
     """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
-    about = "Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools and "
-    about += "the environment say to them, and what must be equal computed twice. Nothing is trained. Flags are those of a run."
+    about = "Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools "
+    about += "and the environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's."
     rest = [argument for argument in arguments if argument != "--json"]
     config = flags.parse(OnlineConfig, "check [--json]", rest, about=about)
     from psigrad.language.data.rendered_rows import lines
@@ -65,7 +65,7 @@ def compare(arguments: list[str]) -> int:
     """Train by several methods and draw the comparison."""
     methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
     usage = "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]"
-    about = "Train by several methods from one checkpoint, over seeds, each with the same number of samples, and draw the comparison."
+    about = "Train by several methods from one checkpoint, over seeds, with equal samples, and draw the comparison."
     config = flags.parse(OnlineConfig, usage, rest, {"algorithm": methods[0]} if methods else {}, about)
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import compare as compare_page

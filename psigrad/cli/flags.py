@@ -57,10 +57,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help` lists what there is.")
 
 
-def parse(
-    cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = ""
-) -> T:
-    """Settings from `--config FILE`, `a.b=c` overrides and flags. Help says what the command is `about`, by default what `cls` is.
+def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
+    """Settings from `--config FILE`, `a.b=c` and flags. Help says what the command is `about`; by default what `cls` is.
 
     Flags beat overrides, overrides beat the file, the file beats `defaults`, those beat the class's own. Prints help and exits on
     --help. Raises `UserError` on anything unknown, with the nearest known name.
@@ -89,7 +87,9 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], a
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
         else:
             shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
-            parser.add_argument(flag, type=type(value), default=value, metavar=shown, help=f"(default {value})" if value else None)
+            parser.add_argument(
+                flag, type=type(value), default=value, metavar=shown, help=f"(default {value})" if value else None
+            )
     known, rest = parser.parse_known_args(list(arguments))
     _refuse(rest, parser, "a value of one")
     return vars(known)
