@@ -181,7 +181,7 @@ class Background:
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue the first completions of one step; those of training of every tenth step."""
         if rows and (step == 1 or step % EVERY == 0 or rows[0].get("kind") == "eval"):
-            kept = [dict(row) for row in rows[:ROWS]]
+            kept = redaction.clear([{name: row.get(name) for name in COLUMNS} for row in rows[:ROWS]])
             self._waiting.append(lambda tracker: tracker.completions(step, kept))
             self._wake.set()
 

@@ -59,6 +59,19 @@ def test_what_is_said_of_a_tracker_holds_none(monkeypatch, capsys):
     assert said.count("***") == 2 and not [value for value in PLANTED.values() if value in said]
 
 
+def test_completions_that_a_tracker_is_shown_hold_none(monkeypatch):
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
+    shown = []
+    mine = SimpleNamespace(completions=lambda *told: shown.append(told), close=lambda: None)
+    tracker = trackers.Background("mine", lambda: mine)
+    talk = [{"role": "tool", "content": f"JUDGE_SECRET is {PLANTED['variable']}, and {PLANTED['token']}"}]
+    tracker.completions(1, [{"kind": "train", "prompt": talk, "completion": f"?token={PLANTED['query']}", "reward": 1.0}])
+    tracker.close()
+    ((_, (row,)),) = shown
+    assert row["completion"] == "?token=***" and row["reward"] == 1.0
+    assert row["prompt"] == [{"role": "tool", "content": "JUDGE_SECRET is ***, and ***"}]
+
+
 def test_a_sweep_whose_reader_leaves_tries_all_that_it_was_asked_for(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
 
