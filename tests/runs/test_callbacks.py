@@ -203,17 +203,13 @@ def test_transformers_early_stopping_works_on_the_headline_and_its_patience_is_k
     assert held["ended"] and held["callbacks"] == {"EarlyStoppingCallback": {"early_stopping_patience_counter": 2}}
 
 
-@pytest.mark.parametrize(
-    "named", [{"metric_for_best_model": "loss", "greater_is_better": True}, {"metric_for_best_model": "exact"}]
-)
-def test_transformers_early_stopping_follows_the_metric_that_is_named(named, job, tmp_path):
+@pytest.mark.parametrize(("name", "greater", "threshold"), [("loss", True, 0.0), ("exact", None, 10.0)])
+def test_transformers_early_stopping_follows_the_metric_that_is_named(name, greater, threshold, job, tmp_path):
     """More of a loss is wanted, which falls; an accuracy does not rise by ten. The headline is the accuracy."""
-    stopper = EarlyStoppingCallback(
-        early_stopping_patience=2, early_stopping_threshold=10.0 * (named.keys() == {"metric_for_best_model"})
-    )
+    stopper = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=threshold)
     config = with_callbacks(sft_config(job, tmp_path / "run", max_steps=20), stopper)
-    result = sft.run(replace(config, evaluation=replace(config.evaluation, eval_steps=2, **named)))
-    assert result.after["step"] == 4
+    asked = replace(config.evaluation, eval_steps=2, metric_for_best_model=name, greater_is_better=greater)
+    assert sft.run(replace(config, evaluation=asked)).after["step"] == 4
 
 
 def test_the_beta_of_a_preference_loss_can_change(job, tmp_path):
