@@ -217,7 +217,7 @@ class Background:
 
 
 def _tell(name: str, what: str) -> None:
-    print(f"psigrad: the tracker {name} {redaction.clear(what)}", file=sys.stderr)
+    redaction.say(f"the tracker {name} {what}")
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Tracker]:

@@ -5,11 +5,11 @@ training.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from psigrad import redaction
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.data import rendered_rows
@@ -42,8 +42,8 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
         return []
     tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
     settle_chat(tokenizer, config.model)
-    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, say).rows
-    (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, say)
+    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.tell).rows
+    (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
     return rendered_rows.first_rows(tokenizer, offer_tools(config, rows[: rendered_rows.SHOWN]))
 
 
@@ -94,7 +94,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
         said = answer.observation
         text = said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
         reward = "" if called else f" and the reward {show_number(answer.reward)}"
-        lines.append((f"{name} answers {show(text)}{reward} to {shown} on {row.source}", ""))
+        lines.append((redaction.clear(f"{name} answers {show(text)}{reward} to {shown} on {row.source}"), ""))
     return lines
 
 
@@ -126,8 +126,3 @@ def _first_row(config: OnlineConfig, playing: Playing) -> Row | None:
         return _tried_rows(config)[0]
     made = playing.rows(1, config.run.seed)
     return from_rows(made, "prompt-only", "environment").rows[0] if made else None
-
-
-def say(kind: str, text: str, **fields: Any) -> None:
-    """Tell what a run would write into its events."""
-    print(f"psigrad: {text}", file=sys.stderr)
