@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,6 +140,27 @@ def test_what_a_worker_raises_is_told_with_its_place(ray):
     said = "\n".join(f'File "{file}", line {line}, in f' for file, line in files)
     assert run(Raised(KeyError("x"), said)) == "A worker failed on the cluster (KeyError: 'x', /home/me/mine.py, line 7)."
     assert told[-1] == ("worker_failed", {"traceback": said})
+
+
+# What Ray 2.60 says, with the addresses left out and the list of the largest processes cut.
+LOW = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: RolloutWorker\n\tactor_id: 1\nThe actor is dead "
+    "because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: 1 worker(s) were killed due "
+    "to the node running low on memory. Memory on the node (IP: 10.0.0.2) was 28.62GB / 30.00GB (0.954017), which exceeds the "
+    "memory usage threshold of 0.95. Top 10 memory users:\n" + "PID\tMEM(GB)\tCOMMAND\n" * 90 + "Set max_restarts to retry it."
+)
+
+
+def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatch):
+    monkeypatch.setattr(Ray, "get", lambda self, ref: (_ for _ in ()).throw(Lost(LOW)))
+    told = []
+    pool = make(tell=lambda kind, text, **fields: told.append((kind, text, fields)))
+    why = "Lost: Ray ended it because its machine ran low on memory (28.62GB / 30.00GB in use); give each more CPUs in placement"
+    with pytest.raises(UserError, match=re.escape(f"6 workers in a row could not start on the cluster: {why}")):
+        run(pool, [None])
+    assert told and all(kind == "worker_lost" and why in text for kind, text, _ in told)
+    said = told[0][2]["said"]
+    assert "NODE_OUT_OF_MEMORY" in said and said.endswith("Set max_restarts to retry it.") and len(said) < 1300 < len(LOW)
 
 
 @pytest.mark.parametrize("address", ["auto", "ray-head"])

@@ -228,14 +228,18 @@ def test_a_machine_that_is_cut_off_is_passed_by_and_may_come_back(job, whole, tm
     same(out, undisturbed)
 
 
-def test_a_lost_head_ends_the_run_which_then_goes_on(job, whole, tmp_path, cluster):
+def test_a_lost_head_ends_the_run_which_then_goes_on(job, whole, tmp_path, request):
+    undisturbed = whole(2, 120)  # before there is a cluster, which "auto" would find
+    cluster, out = request.getfixturevalue("cluster"), tmp_path / "run"
     cluster.add_node(num_cpus=1)
-    run = start(job, tmp_path / "run", lag=2, steps=5000, cluster=cluster.address, samplers=2)
-    until(lambda: steps_done(tmp_path / "run") >= 12, run)
+    run = start(job, out, lag=2, steps=120, cluster=cluster.address, samplers=2)
+    until(lambda: steps_done(out) >= 12, run)
     cluster.shutdown()
     said = run.communicate(timeout=500)[0]
     assert run.returncode not in (0, None), said[-3000:]
-    assert "checkpoints" in os.listdir(tmp_path / "run")
+    train(job, out, lag=2, steps=120)
+    same(out, undisturbed)
+    assert "resumed" in kinds(out)
 
 
 def line_of(what: str) -> int:

@@ -16,7 +16,7 @@ from itertools import pairwise
 import pytest
 import torch
 from tiny_jobs import make_job, online_config
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_sabotage import switch
 
 from psigrad.config import Model, Sampling
@@ -204,6 +204,20 @@ def test_every_weight_that_does_not_arrive_is_named_and_no_other(sampler):
             switch(sampler)
             assert sampler._transfer()[1:] == ([], [], 0), "and an honest update says nothing"
     sampler._sent = fingerprint(sampler.model)
+
+
+def test_a_mixture_of_experts_takes_its_updates():
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(len(tokenizer), max_position_embeddings=256, tie_word_embeddings=False, **shape, **heads)
+    model = prepare(Qwen3MoeForCausalLM(config), tokenizer)
+    with closing(VLLMSampler(model, 16)) as sampler:
+        before = sampler.sample(some_requests(), SamplingParams(max_tokens=16))
+        for version in (1, 2, 3):  # a token that is sent to other experts by rounding would show
+            assert worst(sampler, SamplingParams(max_tokens=16)) < 5e-4 and sampler.version == version
+            step(model)
+        assert sampler.sample(some_requests(), SamplingParams(max_tokens=16)) != before
 
 
 def test_a_missed_update_ends_the_run_in_a_sentence():
