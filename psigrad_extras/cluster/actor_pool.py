@@ -405,8 +405,8 @@ def _cause_of(error: Exception) -> tuple[str, str]:
     """Why a worker is gone, and Ray's words for it, of which a long message loses its middle."""
     name, said = type(error).__name__, " ".join(str(error).split())
     if "low on memory" in said:
-        used = re.search(r"was ([\d.]+ ?GB / [\d.]+ ?GB)", said)
-        of = f" ({used[1]} in use)" if used else ""
+        used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)
+        of = f" ({used[1]} of {used[2]} GB in use)" if used else ""
         name += f": Ray ended it because its machine ran low on memory{of}; give each more CPUs in placement, or take fewer"
     return name, said if len(said) <= 2 * SAID else f"{said[:SAID]} … {said[-SAID:]}"
 
