@@ -118,8 +118,7 @@ class ActorPool:
         self._closed = True
         self._head.over.set()
         for worker in self._workers:
-            with contextlib.suppress(Exception):
-                self.ray.kill(worker.actor)
+            self._kill(worker)
         self._workers.clear()
 
     def begin(self) -> JobBatch:
@@ -270,9 +269,7 @@ class ActorPool:
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
         self._workers.remove(worker)
-        with contextlib.suppress(Exception):
-            if not self._head.silent:
-                self.ray.kill(worker.actor)
+        self._kill(worker)
         reason, said = _cause_of(error)
         if worker.starting is not None:
             self._failed += 1
@@ -288,6 +285,11 @@ class ActorPool:
                 self.entries["again"] += 1
                 owed.batch.waiting.appendleft(owed.job)
         self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
+
+    def _kill(self, worker: _Worker) -> None:
+        if not self._head.silent:  # who asks it for something waits for an answer
+            with contextlib.suppress(Exception):
+                self.ray.kill(worker.actor)
 
     def _find_late(self) -> _Owed | None:
         """A job that is overdue and only one worker has."""
@@ -309,13 +311,13 @@ class ActorPool:
 
     def _tend(self) -> None:
         """Start workers that are wanted; end those that owe for too long what nobody waits for."""
-        if self._head.silent:  # who asks it for something waits for an answer
+        if self._head.silent:
             return
         for worker in [w for w in self._workers if self._is_late(w, 3.0)]:
             if not any(owed.wanted for owed in worker.work.values()):
                 self._workers.remove(worker)
                 self.entries["lost"] += 1
-                self.ray.kill(worker.actor)
+                self._kill(worker)
                 self._tell("worker_lost", f"{self._a} that no longer answers was ended.", reason="no answer")
         for _ in range(len(self._workers), self.wanted):
             actor = self._remote.remote(*self._arguments)

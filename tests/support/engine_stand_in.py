@@ -38,7 +38,8 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
     assert json.loads((folder / "config.json").read_text())["architectures"]
     below = folder / "model.safetensors"
     assert (settings.get("load_format") == "dummy") != below.exists(), "whole weights come by an update, a base from its folder"
-    return partial(answered, {"version": 0, "weights": load_file(below) if below.exists() else {}, "at": "settle"}, fault)
+    held = {"version": 0, "weights": load_file(below) if below.exists() else {}, "at": "settle"}
+    return partial(answered, {**held, "room": settings["max_model_len"]}, fault)
 
 
 # What may follow what in an update.
@@ -60,7 +61,10 @@ def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[A
     if log := os.environ.get("PSIGRAD_TEST_LOG"):
         with open(log, "a") as file:
             file.write(f"{name} {sorted(read(arguments[0])) if name in ('choose', 'load', 'compare') else ''}\n")
-    if name == "sample":
+    texts = {"begin": arguments[:1], "settle": arguments[:1], "prompt_logprobs": arguments[0] if arguments else ()}.get(name, ())
+    if too_long := [len(given) for given in texts if len(given) >= state["room"]]:  # a token is written behind it
+        yield ["failed", f"maximum context length is {state['room']} tokens, and the prompt contains {too_long[0]}"]
+    elif name == "sample":
         assert state["at"] == "settle"
         yield from sampled(state, fault, *arguments)
     elif name == "prompt_logprobs":

@@ -130,6 +130,13 @@ def test_what_cannot_go_on_ends_in_a_sentence_and_leaves_no_process(engine, faul
             sampler.sample(REQUESTS, PARAMS)
 
 
+@pytest.mark.parametrize("longest", [0, 7, 200])
+def test_a_run_of_short_texts_leaves_room_for_the_probes(engine, longest):
+    sampler = engine(longest=longest)
+    assert sampler._settings["max_model_len"] == {0: sampler.model.max_length, 7: vllm_backend.CACHED + 1, 200: 200}[longest]
+    assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model)
+
+
 def test_an_engine_hears_what_it_needs_of_the_environment_and_no_key(engine, monkeypatch, tmp_path):
     passed = {"NCCL_DEBUG": "INFO", "TRITON_CACHE_DIR": "/t", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in (*passed, "VLLM_API_KEY", "HF_TOKEN"):
