@@ -222,9 +222,14 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/control.py
 
 # The models and lengths that people train with, beside TRL (hours; goes on where it was cut off).
+# TRL's base in 4 bits is bitsandbytes', which TRL's side alone finds: where peft finds it, it imports it.
 .PHONY: bench-real
-bench-real: $(INSTALLED)
+bench-real: $(INSTALLED) .trl-packages/.installed
 	$(RUN) benchmarks/real.py $(WORKS)
+
+.trl-packages/.installed: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .trl-packages bitsandbytes==0.50.2
+	@touch .trl-packages/.installed
 
 # Runs on 1, 2 and 4 processes beside each other. On a cluster: make bench-cluster CLUSTER="--cluster ray://… --samplers 1 2 4 8".
 CLUSTER ?=

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
@@ -50,10 +51,11 @@ def beside(
     *,
     make: Maker = build,
     device: str = "cpu",
-    keep: Callable[[dict[str, float]], None] | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+    packages: str = "",
 ) -> dict[str, Any]:
-    """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both. Each pair's
-    costs (see `costs`) and peaks in MiB are given to `keep` as soon as it was taken.
+    """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both. Each pair (see
+    `pair`) is given to `keep` as soon as it was taken. TRL's process alone finds `packages`, a folder of them.
 
     Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
     same batch.
@@ -67,36 +69,50 @@ def beside(
     with tempfile.TemporaryDirectory() as folder:
         make(work, Path(folder))
         before = rates(dtype, threads, device)
-        with _sides(CHECKS, Path(folder), dtype, threads, device) as sides:
+        with _sides(CHECKS, Path(folder), dtype, threads, device, packages) as sides:
             checks = {who: side.hear() for who, side in sides.items()}
             agree(work, dtype, checks)
         # new processes are timed, so that a first step or a peak contains nothing of the check
-        with _sides(STEPS, Path(folder), dtype, threads, device) as sides:
+        with _sides(STEPS, Path(folder), dtype, threads, device, packages) as sides:
             steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+            first: dict[str, float] = {}
             for number in range(1 + work.steps):
                 for who, side in sides.items():
                     time.sleep(0.3)  # OpenMP threads spin for a while after their work
                     steps[who].append(whole_batch(work, who, side))
-                if keep is not None and number:
-                    last = {who: taken[-1] for who, taken in steps.items()}
-                    peaks = {f"{who}_mb": step["peak_mb"] for who, step in last.items()}
-                    keep({who: costs(work, [step])[0] for who, step in last.items()} | peaks)
-            # imports, model and first step, as the process itself measured them; the first is not among the others
-            first = {who: side.ready + steps[who].pop(0)["seconds"] for who, side in sides.items()}
+                if number == 0:  # imports, model and first step, as the process itself measured them
+                    first = {who: side.ready + steps[who].pop()["seconds"] for who, side in sides.items()}
+                elif keep is not None:
+                    tokens = steps["ours"][-1]["tokens"]
+                    least = timing.floor(work, Path(folder), tokens, dtype, before)
+                    keep(pair(work, {who: taken[-1] for who, taken in steps.items()}, first, least))
         found = {who: medians(work, taken) for who, taken in steps.items()}
         found["ours"] |= timing.efficiency(work, Path(folder), found["ours"], dtype, before, rates(dtype, threads, device))
     return {**timing.head(work, dtype, threads, device), "check": checks, "to_first_step": first, **found, **ratios(work, steps)}
 
 
+def pair(
+    work: Workload, last: Mapping[str, dict[str, Any]], first: Mapping[str, float], floor: Mapping[str, float]
+) -> dict[str, Any]:
+    """One step of each side: what it cost (see `costs`), seconds, tokens, peaks in MiB, the seconds to the first step, and our
+    phases with their floor.
+    """
+    found: dict[str, Any] = {"phases": last["ours"]["phases"], "floor": dict(floor)}
+    for who, step in last.items():
+        found |= {who: costs(work, [step])[0], f"{who}_mb": step["peak_mb"], f"{who}_first": first[who]}
+        found |= {f"{who}_seconds": step["seconds"], f"{who}_tokens": step["tokens"]}
+    return found
+
+
 @contextlib.contextmanager
 def _sides(
-    programs: Mapping[str, Sequence[str]], folder: Path, dtype: str, threads: int, device: str
+    programs: Mapping[str, Sequence[str]], folder: Path, dtype: str, threads: int, device: str, packages: str
 ) -> Iterator[dict[str, WorkerProcess]]:
     """The processes of both, started one after the other."""
     with contextlib.ExitStack() as stack:
         sides = {}
         for who, program in programs.items():
-            sides[who] = WorkerProcess(folder, dtype, threads, device, program)
+            sides[who] = WorkerProcess(folder, dtype, threads, device, program, packages if who == "trl" else "")
             stack.callback(sides[who].close)
         yield sides
 
@@ -159,9 +175,8 @@ def check(run: timed_run.TimedRun) -> dict[str, float]:
     given, model = fixed_batch(run.work), run.model
     assert isinstance(model, LanguageModel)
     device = model.device
-    lengths = torch.tensor([len(c) for group in given["completions"] for c in group], device=device)
-    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-    nothing = torch.zeros(len(lengths), device=device)
+    mask = pad_sequence([torch.tensor(chosen) for chosen in given["chosen"]], batch_first=True).bool().to(device)
+    nothing = torch.zeros(len(mask), device=device)
     algorithm = timed_run.method(run.work.kind, 0.0)
 
     def loss() -> Tensor:
@@ -169,7 +184,7 @@ def check(run: timed_run.TimedRun) -> dict[str, float]:
         batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
         prepared = algorithm.prepare(batch, {})
         advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)
-        prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(lengths, dtype=torch.bool))
+        prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(nothing, dtype=torch.bool))
         return algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {}).value
 
     return sum_up(run.optimizer, [loss])
@@ -195,7 +210,9 @@ def sum_up(optimizer: Optimizer, losses: Sequence[Callable[[], Tensor]]) -> dict
 
 
 def fixed_batch(work: Workload) -> dict[str, Any]:
-    """Token ids and advantages that both sides compute the loss and its gradient on, before anything is timed."""
+    """Token ids and advantages that both sides compute the loss and its gradient on, before anything is timed. `chosen` is 0 of
+    what the environment says, in the midst of a completion of several turns.
+    """
     rng = random.Random(1)
     longest, letters = min(24, work.completion_tokens), min(64, work.vocabulary)
 
@@ -207,7 +224,10 @@ def fixed_batch(work: Workload) -> dict[str, Any]:
     prompts = [[rng.randrange(2, letters) for _ in range(min(12, work.prompt_tokens))] for _ in range(groups)]
     # mostly of one sign: a loss whose terms cancel is all rounding. Below 0, where the clip lets the gradient through
     advantages = [rng.gauss(-1, 1) for _ in range(4 * groups)]
-    return {"prompts": prompts, "completions": completions, "advantages": advantages}
+    parts = [[2 * len(c) // 5, 3 * len(c) // 5] if work.turns > 1 else [len(c), len(c)] for group in completions for c in group]
+    lengths = [len(c) for group in completions for c in group]
+    chosen = [[int(not a <= t < b) for t in range(n)] for (a, b), n in zip(parts, lengths, strict=True)]
+    return {"prompts": prompts, "completions": completions, "chosen": chosen, "advantages": advantages}
 
 
 def answer(folder: Path, dtype: str, device: str, parent: Parent) -> None:

@@ -6,13 +6,16 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad_extras.preflight.bench.workload import Workload
+from psigrad_extras.preflight.bench import timed_run
+from psigrad_extras.preflight.bench.inputs import build
+from psigrad_extras.preflight.bench.workload import Workload, answer, read
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = Workload("small", "", prompts=2, generations=2, prompt_tokens=6, completion_tokens=4, steps=2)
@@ -24,7 +27,8 @@ def compare(monkeypatch):
     import beside_trl
 
     yield beside_trl
-    del sys.modules["beside_trl"]
+    for name in ("beside_trl", "trl_worker"):
+        sys.modules.pop(name, None)
 
 
 def test_without_trl_nothing_is_measured_beside_it(monkeypatch, compare):
@@ -58,6 +62,51 @@ def test_ratios_are_per_token_and_passes_are_added(compare):
 
     twice = compare.whole_batch(replace(SMALL, iterations=2), "trl", Passing())
     assert twice["seconds"] == 2.0 and twice["phases"] == {"sample": 1.0} and twice["tokens"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"micro_batch": 2}, {"turns": 3, "spread": 0.4}, {"lora_rank": 4}])
+def test_trls_side_computes_our_loss_however_it_is_divided(change, tmp_path, compare):
+    """Rows in parts, episodes with words of the environment in their midst, adapters."""
+    import trl_worker
+
+    work = replace(SMALL, vocabulary=80, hidden=32, layers=1, **change)
+    build(work, tmp_path)
+    ours = compare.check(timed_run.build(tmp_path, "float32", "cpu"))
+    trainer, _ = trl_worker._trainer(work, tmp_path, read(tmp_path)[1], False, "cpu")
+    compare.agree(work, "float32", {"ours": ours, "trl": trl_worker._check(work, trainer)})
+
+
+def test_what_the_environment_says_has_no_part_in_the_loss(compare):
+    given = compare.fixed_batch(replace(SMALL, turns=2))
+    sizes = [len(c) for group in given["completions"] for c in group]
+    assert [len(chosen) for chosen in given["chosen"]] == sizes and any(0 in chosen for chosen in given["chosen"])
+    assert all(0 not in chosen for chosen in compare.fixed_batch(SMALL)["chosen"])
+
+
+def test_an_episode_is_answered_between_turns_and_ends_with_one_that_was_cut(compare):
+    """By a generator that ends every turn but the second of the second episode: TRL's loop over tools, by hand."""
+    import trl_worker
+
+    end, written = 9, iter([[[1, 9], [2, 9]], [[3, 9], [4, 4]], [[5, 9]]])
+
+    class Generator:
+        eos_token_ids = (end,)
+        asked: ClassVar = []
+
+        @staticmethod
+        def processing_class(text, add_special_tokens=True):
+            return {"input_ids": [7] * len(text) if isinstance(text, str) else [[6] for _ in text]}
+
+        def _generate_single_turn(self, prompts, images, fields, num_generations):
+            self.asked.append(prompts)
+            return next(written), None
+
+    found = trl_worker._episodes(3, ["abcd", "ab"], Generator())
+    assert [len(answer(text, 1)) for text in ("abcd", "ab")] == [2, 1] and len(answer("abcd", 2)) == 1
+    assert found["completion_ids"] == [[1, 9, 7, 7, 3, 9, 7, 5, 9], [2, 9, 7, 4, 4]]
+    assert found["env_mask"] == [[1, 1, 0, 0, 1, 1, 0, 1, 1], [1, 1, 0, 1, 1]]
+    assert Generator.asked[-1] == [[6, 1, 9, 7, 7, 3, 9, 7]]
 
 
 @pytest.mark.long

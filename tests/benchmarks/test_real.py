@@ -21,8 +21,17 @@ def real(monkeypatch):
     del sys.modules["real"], sys.modules["beside_trl"]
 
 
-def pair(ours, trl, setting=(16, False), mb=(1.0, 2.0)):
-    return {"trl_setting": list(setting), "ours": ours, "trl": trl, "ours_mb": mb[0], "trl_mb": mb[1]}
+def taken(ours, trl, mb=(1.0, 2.0), first=7.0, **times):
+    """A pair as `beside_trl.pair` has it; `times` are the seconds of phases, whose floor is one."""
+    found = {"ours": ours, "trl": trl, "ours_mb": mb[0], "trl_mb": mb[1], "ours_first": first, "trl_first": 20.0}
+    found |= {"ours_seconds": ours, "trl_seconds": trl, "ours_tokens": 100, "trl_tokens": 100}
+    phases = {name.replace("_", "-"): value for name, value in times.items()}
+    return found | {"phases": phases, "floor": dict.fromkeys(phases, 1.0)}
+
+
+def pair(*given, setting=(16, False), **more):
+    """The same as a line of the file."""
+    return {"trl_setting": list(setting), **taken(*given, **more)}
 
 
 def test_the_interval_is_that_of_the_logarithms_by_hand(real):
@@ -39,7 +48,7 @@ def test_trl_has_its_best_setting_and_what_is_there_is_not_taken_again(real):
     def take(work, pairs, keep):
         asked.append((work.micro_batch, work.half_weights, pairs))
         for _ in range(pairs):
-            keep({"ours": 1.0, "trl": 3.0 if work.half_weights else 4.0, "ours_mb": 1.0, "trl_mb": 2.0})
+            keep(taken(1.0, 3.0 if work.half_weights else 4.0))
 
     found = [{"workload": "R7", **pair(1.0, 5.0)}]
     real.complete(work, found, 4, take, kept.append)
@@ -51,19 +60,48 @@ def test_trl_has_its_best_setting_and_what_is_there_is_not_taken_again(real):
 
 @pytest.mark.parametrize(("times", "share", "missed"), [(5.0, 0.5, False), (4.9, 0.5, True), (9.0, 0.51, True)])
 def test_a_goal_is_missed_where_the_interval_ends_below_it(real, times, share, missed):
-    taken = [pair(1.0, times * factor, mb=(share, 1.0)) for factor in (0.995, 1.0, 1.005) * 3]
-    lines, bad = real.judge(real.WORKS["R7"], taken)
+    pairs = [pair(1.0, times * factor, mb=(share, 1.0)) for factor in (0.995, 1.0, 1.005) * 3]
+    lines, bad = real.judge(real.WORKS["R7"], pairs)
     assert bad is missed and ("missed" in " ".join(lines)) is missed
 
 
 def test_few_pairs_miss_nothing(real):
-    assert not real.judge(real.WORKS["R7"], [pair(1.0, 0.1)])[1]
+    assert not real.judge(real.WORKS["R7"], [pair(1.0, 0.1, forward_backward=9.0)])[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "missed"),
+    [
+        ("R1", {}, False),
+        ("R1", {"first": 8.1}, True),
+        ("R2", {"first": 8.1}, False),
+        ("R1", {"sample": 1.9}, True),
+        ("R1", {"forward_backward": 1.5}, True),
+        ("R1", {"rest": 5.0}, False),
+    ],
+)
+def test_the_first_step_and_the_phases_have_goals_of_their_own(real, name, change, missed):
+    """Sampling may take 1.8 times its floor, training 1.4 times; a phase without a goal is told alone."""
+    pairs = [pair(1.0, 30.0 + 0.01 * n, mb=(0.5, 1.0), **{"sample": 1.7, "forward_backward": 1.3, **change}) for n in range(7)]
+    lines, bad = real.judge(real.WORKS[name], pairs)
+    assert bad is missed and sum("missed" in line for line in lines) == missed
+    text = "\n".join(lines)
+    assert f"{change.get('first', 7.0):.1f} s to the end of the first step (TRL 20.0)" in text
+    assert "psigrad: 1.00 s a step, 100 tokens/s" in text
+    assert f"sample: {change.get('sample', 1.7):.2f} s, {change.get('sample', 1.7):.2f} times its floor" in text
+
+
+def test_a_phase_without_a_floor_is_told_and_judges_nothing(real):
+    """As of episodes, some of whose tokens are the environment's."""
+    pairs = [{**pair(1.0, 30.0, sample=50.0), "floor": {}} for _ in range(7)]
+    lines, bad = real.judge(real.WORKS["R5"], pairs)
+    assert not bad and any("sample: 50.00 s" in line and "floor" not in line for line in lines)
 
 
 def test_the_command_goes_on_with_its_file_and_tells_by_its_status(real, tmp_path, monkeypatch, capsys):
     def measured(one, dtype, threads, work, pairs, keep):
         for _ in range(pairs):
-            keep({"ours": 1.0, "trl": 2.0, "ours_mb": 1.0, "trl_mb": 4.0})
+            keep(taken(1.0, 2.0, mb=(1.0, 4.0)))
 
     monkeypatch.setattr(real, "measure", measured)
     file = tmp_path / "real.jsonl"
@@ -72,6 +110,17 @@ def test_the_command_goes_on_with_its_file_and_tells_by_its_status(real, tmp_pat
     assert len(file.read_text().splitlines()) == 9 and json.loads(file.read_text().splitlines()[0])["dtype"] == "bfloat16"
     monkeypatch.setattr(real, "measure", lambda *given: pytest.fail("taken again"))
     assert real.main() == 1, "nothing is missing"
-    monkeypatch.setattr(sys, "argv", ["real.py", "R4"])
-    with pytest.raises(real.UserError, match="4 bits"):
+    monkeypatch.setattr(sys, "argv", ["real.py", "R9"])
+    with pytest.raises(real.UserError, match="none of R1"):
         real.main()
+
+
+def test_without_bitsandbytes_a_coded_base_is_left_out_and_said(real, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(real, "measure", lambda *given: pytest.fail("measured"))
+    monkeypatch.setattr(real, "find_spec", lambda name: None)
+    monkeypatch.setattr(real, "PACKAGES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["real.py", "R4", "--json", str(tmp_path / "real.jsonl")])
+    assert real.main() == 0 and "R4  not measured: TRL's base in nf4 needs bitsandbytes" in capsys.readouterr().out
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes" / "__init__.py").touch()
+    assert not real.lacks(real.WORKS["R4"])

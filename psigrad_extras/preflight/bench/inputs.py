@@ -136,12 +136,18 @@ def rows(work: Workload, made: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
         letters = rng.choices(LETTERS, k=n)
         return gap.join(letters[: max(1, round(n * n / size(gap.join(letters))))])
 
+    def spread(mean: int) -> int:
+        if not work.spread:
+            return mean
+        drawn = mean * rng.lognormvariate(-(work.spread**2) / 2, work.spread)
+        return round(min(max(drawn, mean / 4), 4 * mean))
+
     found = []
     for _ in range(_ROWS):
-        row: dict[str, Any] = {"prompt": text(work.prompt_tokens)}
+        row: dict[str, Any] = {"prompt": text(spread(work.prompt_tokens))}
         if work.kind in ("dpo", "reward"):
             row |= {"chosen": text(rng.randint(16, 64)), "rejected": text(rng.randint(16, 64))}
         elif work.kind == "sft":
-            row |= {"completion": text(rng.randint(16, 64))}
+            row |= {"completion": text(spread(40) if work.spread else rng.randint(16, 64))}
         found.append(row)
     return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
+from psigrad.language.rollout.episodes.environments import InProcess
+from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.learners import State
@@ -38,7 +41,7 @@ from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
 from psigrad.runs.machine import prepare_torch
-from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, read, reward, serve
+from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, answer, read, reward, serve
 
 RATE = Optim(learning_rate=1e-6)
 
@@ -80,6 +83,22 @@ class Inline:
 def _call_reward(group: Samples) -> list[float]:
     given: dict[str, Any] = group.shown
     return reward(**given)
+
+
+class Answering:
+    """An environment that answers so many turns but the last; what the episode earns, the reward function says."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns, self._said = turns, 0
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """See `Environment`."""
+        self._prompt = str(row["prompt"])
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """See `Environment`."""
+        self._said += 1
+        return answer(self._prompt, self._said), 0.0, self._said == self._turns
 
 
 Step = Callable[[], tuple[int, dict[str, float]]]
@@ -140,14 +159,17 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         total_steps=100000,
         journal=journal,
         critic=critic,
+        episodes=Episodes(InProcess(partial(Answering, work.turns)), work.turns) if work.turns > 1 else None,
     )
     return TimedRun(work, model, run.optimizer, _stepping(run, State(algorithm=algorithm.initial_state())))
 
 
 def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel:
     lora = Lora(work.lora_rank) if work.lora_rank else None
+    base: Any = work.quantize_base
     torch.manual_seed(0)  # fresh adapters are those of TRL's process
-    return language_model.load(path, dtype=dtype, device=device, lora=lora, gradient_checkpointing=work.gradient_checkpointing)
+    again = work.gradient_checkpointing
+    return language_model.load(path, dtype=dtype, device=device, lora=lora, base=base, gradient_checkpointing=again)
 
 
 def method(kind: str, beta: float) -> PolicyGradient:

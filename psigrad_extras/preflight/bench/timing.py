@@ -32,6 +32,7 @@ from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan.arithmetic import Lengths, StepCost, Work, cost_of
 from psigrad_extras.preflight.plan.hardware import Machine, machine
 from psigrad_extras.preflight.plan.memory import recomputed_gradients
+from psigrad_extras.preflight.plan.predict import CODED
 from psigrad_extras.preflight.plan.shape import count_shape
 from psigrad_extras.preflight.settings import BenchConfig
 
@@ -80,11 +81,19 @@ def _beside_trl() -> tuple[Callable[..., dict[str, Any]], Callable[[list[dict[st
 
 
 class WorkerProcess:
-    """A Python process in which `program` (see `workload.serve`) takes steps when it is asked to."""
+    """A Python process in which `program` (see `workload.serve`) takes steps when it is asked to; it alone finds `packages`."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int, device: str = "cpu", program: Sequence[str] = OURS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        threads: int,
+        device: str = "cpu",
+        program: Sequence[str] = OURS,
+        packages: str = "",
+    ) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        path = [str(Path(psigrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(psigrad.__file__).parents[1]), os.environ.get("PYTHONPATH", ""), packages]
         self.process = subprocess.Popen(
             [sys.executable, *program, str(folder), dtype, str(threads), device, str(time.time())],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
@@ -188,7 +197,11 @@ def rates(dtype: str, threads: int, device: str) -> Machine:
 
 
 def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine) -> dict[str, float]:
-    """Seconds by phase of a step on the model under `folder` with `tokens` completion tokens; offline, tokens of all rows."""
+    """Seconds by phase of a step on the model under `folder` with `tokens` completion tokens; offline, tokens of all rows.
+    Nothing for episodes of several turns: some of their tokens are read and not sampled.
+    """
+    if work.turns > 1:
+        return {}
     spent = cost(work, folder, tokens, dtype)
     found = {"forward-backward": spent.training / rate.peak}
     if work.online:
@@ -224,7 +237,8 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
     )
     width = DTYPES[dtype].itemsize
     cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
-    weights = width * (shape.matrices + shape.head)
+    saved = (width - CODED.get(work.quantize_base, width)) * shape.layer_matrices
+    weights = width * (shape.matrices + shape.head) - round(saved)
     again = (
         work.gradient_checkpointing
         and dtype == "float32"

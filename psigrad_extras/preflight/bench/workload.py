@@ -26,7 +26,9 @@ from psigrad.runs.machine import default_threads
 class Workload:
     """One shape of work. `kind` is the method: grpo, rloo, ppo, or offline dpo, reward, sft. The sizes of the model are those of
     one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own. TRL takes `micro_batch` rows at once
-    (0: all), with bfloat16 weights (`half_weights`) or by autocast.
+    (0: all), with bfloat16 weights (`half_weights`) or by autocast. The logarithms of lengths of prompts (of rows, in sft) have
+    the deviation `spread`, around the lengths given. With several `turns` each completion is answered by `answer`, but the last,
+    and one that was cut.
     """
 
     name: str
@@ -42,6 +44,9 @@ class Workload:
     beta: float = 0.0
     iterations: int = 1
     lora_rank: int = 0
+    quantize_base: str = ""
+    spread: float = 0.0
+    turns: int = 1
     micro_batch: int = 0
     half_weights: bool = False
     gradient_checkpointing: bool = False
@@ -64,6 +69,11 @@ def read(folder: Path) -> tuple[Workload, list[dict[str, Any]]]:
 def reward(completions: list[str], **columns: Any) -> list[float]:
     """A number in [0, 1) out of the text alone: every group has signal, and scoring costs nothing."""
     return [int(hashlib.md5(text.encode()).hexdigest()[:6], 16) / 16**6 for text in completions]
+
+
+def answer(prompt: str, turn: int) -> str:
+    """What is read behind the turn (from 1) of an episode: a part of its prompt, so that lengths are those of prompts."""
+    return prompt[: max(1, len(prompt) // (1 + turn % 3))]
 
 
 class Phases:

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad_extras.preflight.bench import timing, workload
+from psigrad_extras.preflight.bench import inputs, timed_run, timing, workload
 from psigrad_extras.preflight.bench.inputs import prepare, rows, tokenizer
 from psigrad_extras.preflight.bench.workload import Workload, read
+from psigrad_extras.preflight.plan.hardware import Machine
+from psigrad_extras.preflight.plan.shape import count_shape
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
@@ -141,3 +144,36 @@ def test_the_figures_of_performance_are_those_of_its_picture():
 def test_rewards_depend_on_the_text_alone():
     assert workload.reward(["a", "b", "a"])[0] == workload.reward(["a"])[0]
     assert len(set(workload.reward(["a", "b", "c"]))) == 3
+
+
+def test_lengths_of_prompts_spread_as_those_of_real_rows_do(configuration, tmp_path):
+    """Their mean stays; a tenth of them is far above it, and without a spread all are equal."""
+    prepare(replace(SMALL, prompt_tokens=24, spread=0.4), str(configuration), tmp_path)
+    lengths = sorted(len(row["prompt"]) for row in read(tmp_path)[1])
+    assert sum(lengths) / len(lengths) == pytest.approx(24, rel=0.05)
+    assert lengths[len(lengths) // 10] < 16 and lengths[-len(lengths) // 10] > 35 and lengths[0] >= 6 and lengths[-1] <= 96
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_a_coded_base_is_read_in_its_codes(configuration, tmp_path, name):
+    """The floor of decoding counts the bytes of the codes; those of adapters and head are as they were."""
+    work = replace(SMALL, lora_rank=4)
+    prepare(work, str(configuration), tmp_path)
+    rate = Machine("cpu", 1 << 30, peak=1e15, bandwidth=1e9)
+    plain, coded = (timing.floor(replace(work, quantize_base=base), tmp_path, 16, "bfloat16", rate) for base in ("", name))
+    saved = (plain["sample"] - coded["sample"]) * rate.bandwidth / work.completion_tokens
+    layers = count_shape(AutoConfig.from_pretrained(tmp_path / "model")).layer_matrices
+    assert saved == pytest.approx(layers * (2 - {"nf4": 4.5, "int8": 9}[name] / 8))
+
+
+def test_episodes_of_several_turns_are_timed(tmp_path):
+    """Every turn but the last is answered, and nothing is said of a floor: some of their tokens are read and not sampled."""
+    work = replace(SMALL, vocabulary=80, hidden=32, layers=1, turns=3, prompt_tokens=12)
+    inputs.build(work, tmp_path)
+    run = timed_run.build(tmp_path, "float32", "cpu")
+    tokens, phases = run.step()
+    assert tokens > 0 and phases["sample"] > 0 and phases["forward-backward"] > 0
+    assert timing.floor(work, tmp_path, tokens, "float32", Machine("cpu", 1 << 30, peak=1e9, bandwidth=1e9)) == {}
+    environment = timed_run.Answering(2)
+    environment.reset({"prompt": "abcdef"})
+    assert [environment.step("x") for _ in range(2)] == [("abc", 0.0, False), ("ab", 0.0, True)]
