@@ -247,10 +247,10 @@ def test_a_head_that_no_longer_answers_is_told_before_ray_ends_the_driver(job, t
     """The control plane alone is lost, as where it is on another machine; workers go on for a while."""
     cluster.add_node(num_cpus=1)
     run, out = start(job, tmp_path / "run", lag=2, steps=100_000, cluster=cluster.address, samplers=2), tmp_path / "run"
+    sentence = f"The head of the Ray cluster at {cluster.address} has not answered for 30 s"
     until(lambda: steps_done(out) >= 6, run)
     cluster.head_node.kill_gcs_server()
     said = finish(run, status=1)
-    sentence = f"The head of the Ray cluster at {cluster.address} has not answered for 30 s"
     assert f"{sentence}; start a cluster again, and the same command goes on from the newest checkpoint." in said
     assert "head_lost" in kinds(out) and sentence in events(out)[-1]["reason"]
 
