@@ -251,8 +251,9 @@ def test_a_head_that_no_longer_answers_is_told_before_ray_ends_the_driver(job, t
     until(lambda: steps_done(out) >= 6, run)
     cluster.head_node.kill_gcs_server()
     said = finish(run, status=1)
-    assert f"{sentence}; start a cluster again, and the same command goes on from the newest checkpoint." in said
-    assert "head_lost" in kinds(out) and sentence in events(out)[-1]["reason"]
+    assert f"psigrad: {sentence}." in said and "head_lost" in kinds(out)
+    reason = events(out)[-1]["reason"]
+    assert f"{sentence}; start a cluster again, and the same command goes on from the newest checkpoint." in reason
 
 
 def test_workers_that_are_ended_because_memory_is_short_are_told_as_that(job, tmp_path, monkeypatch):
