@@ -43,6 +43,12 @@ def train(name: str) -> Callable[[list[str]], int]:
     return run
 
 
+_SCORE = """\
+What reward functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model (--model) give to
+each row of a dataset with prompts and completions: written to OUTPUT, or printed. --attack gives reward functions
+right answers in other forms and wrong ones for the first MAX_ROWS rows, and exits with 1 where a wrong one is rewarded."""
+
+
 def score(arguments: list[str]) -> int:
     """Write what a reward model, or reward functions, say of every row."""
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
@@ -52,7 +58,7 @@ def score(arguments: list[str]) -> int:
     defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
         defaults |= {"attack": False, "max_rows": 50}
-    given = flags.plain("score", rest, {"model": "", **defaults})
+    given = flags.plain("score", rest, {"model": "", **defaults}, _SCORE)
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     rewards, dataset = listed["--reward"], given.pop("dataset")
@@ -116,9 +122,15 @@ def sample(arguments: list[str]) -> int:
     return 0
 
 
+_PAIRS = """\
+Rows with a ranking of their completions, or with ratings of 1 to SCALE (of several, or one a row), become pairs of a
+chosen and a rejected one in OUTPUT. Ratings that differ by at most TIE are a tie; ties are left out and counted."""
+
+
 def pairs(arguments: list[str]) -> int:
     """Write the pairs of rankings or ratings."""
-    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0})
+    known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
+    given = flags.plain("pairs", arguments, known, _PAIRS)
     from psigrad.language.recipes import sample
 
     written, converted = sample.convert(**given)
