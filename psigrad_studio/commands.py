@@ -11,6 +11,17 @@ from psigrad.errors import UserError
 
 _JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
 
+_MEANINGS = {
+    "model": "The judge, as the endpoint names it.",
+    "base_url": "Where the endpoint is, as http://127.0.0.1:8500/v1 of psigrad serve.",
+    "project": "Of a database, the project.",
+    "self_model": "The judge's own model as completions name it: does it prefer its own texts?",
+    "cache": "Folder that keeps replies, so that nothing is asked twice.",
+    "output": "File for the figures, as JSON.",
+    "api_key_variable": "Environment variable that holds the endpoint's key.",
+    "max_pairs": "The first pairs alone; 0: all.",
+}
+
 
 def judge_report(arguments: list[str]) -> int:
     """Print how a judge compares with people's votes and with itself."""
@@ -21,7 +32,7 @@ def judge_report(arguments: list[str]) -> int:
     names, listed, rest = flags.parse_lists(arguments, "--criteria")
     texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
     usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
-    given = flags.plain("judge-report VOTES", rest, usual)
+    given = flags.plain("judge-report VOTES", rest, usual, _MEANINGS)
     if len(names) != 1:
         raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
     from psigrad.config.nested import read_value

@@ -77,15 +77,19 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     return load(cls, config, overrides, {**values, **others}, defaults)
 
 
-def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags of a command that has no settings class."""
+def plain(
+    command: str, arguments: Sequence[str], defaults: Mapping[str, Any], meanings: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Flags of a command that has no settings class; its help tells what they mean."""
     parser = _Parser(prog=f"psigrad {command}")
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
+        told = (meanings or {}).get(name, "")
         if isinstance(value, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=told)
         else:
-            parser.add_argument(flag, type=type(value), default=value, help=f"(default {value})")
+            usual = f" (default {value})" if value != "" else ""
+            parser.add_argument(flag, type=type(value), default=value, help=told + usual)
     known, rest = parser.parse_known_args(list(arguments))
     _refuse(rest, parser, "a value of one")
     return vars(known)

@@ -43,6 +43,23 @@ def train(name: str) -> Callable[[list[str]], int]:
     return run
 
 
+_MEANINGS = {
+    "model": "A reward model: folder or hub name; without it reward functions score.",
+    "reward": "Reward functions: built-in names or module:function, several with spaces between them; --reward-weights weighs them.",
+    "dataset": "JSONL, JSON, Parquet or CSV file, or hub name.",
+    "split": "The part of a dataset of the hub.",
+    "output": "File for the rows.",
+    "columns": "Renamed columns, as question=prompt,gold=answer.",
+    "tokenizer": "A model whose tokenizer counts tokens, for rewards that read them.",
+    "device": "cpu, cuda or auto.",
+    "reward_timeout": "Seconds for a row.",
+    "attack": "Try the rewards on answers that should fail, and on right ones in other forms.",
+    "max_rows": "With --attack: the first rows.",
+    "scale": "Ratings go from 1 to this.",
+    "tie": "Ratings that differ by no more are a tie, and left out.",
+}
+
+
 def score(arguments: list[str]) -> int:
     """Write what a reward model, or reward functions, say of every row."""
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
@@ -52,7 +69,7 @@ def score(arguments: list[str]) -> int:
     defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
         defaults |= {"attack": False, "max_rows": 50}
-    given = flags.plain("score", rest, {"model": "", **defaults})
+    given = flags.plain("score", rest, {"model": "", **defaults}, _MEANINGS)
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     rewards, dataset = listed["--reward"], given.pop("dataset")
@@ -85,7 +102,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
 
 def _score_by_model(arguments: list[str]) -> int:
     defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "output": "", "device": "auto"}
-    given = flags.plain("score", arguments, defaults)
+    given = flags.plain("score", arguments, defaults, _MEANINGS)
     output = given.pop("output")
     from psigrad.language.recipes import reward
 
@@ -118,7 +135,8 @@ def sample(arguments: list[str]) -> int:
 
 def pairs(arguments: list[str]) -> int:
     """Write the pairs of rankings or ratings."""
-    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0})
+    usual = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
+    given = flags.plain("pairs", arguments, usual, _MEANINGS)
     from psigrad.language.recipes import sample
 
     written, converted = sample.convert(**given)
