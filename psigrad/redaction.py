@@ -1,6 +1,7 @@
 """What must not be written down: tokens, passwords, credentials in URLs, and environment variables that hold them.
 
-`clear` is for whatever is written or said; the lines of a run folder, of which there are many, take its two halves.
+`clear` is for whatever is written, `say` for the lines of a terminal. Those of a run folder, of which there are many, take the
+two halves of `clear`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,6 +63,16 @@ def hide(value: Any) -> Any:
 def clear(value: Any) -> Any:
     """A value of JSON as it may be written down or said: `hide`, and without the `values` of this process' variables."""
     return json.loads(without(json.dumps(hide(value)).encode(), values()))
+
+
+def say(text: str) -> None:
+    """A line for people on standard error."""
+    print(f"psigrad: {clear(text)}", file=sys.stderr, flush=True)
+
+
+def tell(kind: str, text: str, **fields: Any) -> None:
+    """`say`, where there is no run that takes the event as well."""
+    say(text)
 
 
 def values() -> list[bytes]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from planted_secrets import CHANNELS, PLANTED, found_in
@@ -196,3 +198,23 @@ def test_a_sandbox_services_token_is_read_from_the_variable_that_is_named(monkey
     with pytest.raises(AttributeError):  # there is no executor
         reward(["x"], tests=[["assert f() == 1"]])
     assert asked == [("https://sandbox.example", {"token": "let me in", "allow_unsafe_code": False})]
+
+
+def test_a_line_for_people_holds_no_secret_and_no_other_place_writes_such_lines(capsys, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
+    redaction.say("the server refused correct-horse-battery and --api-key 12ab34cd56ef")
+    redaction.tell("data", "refused hf_abcdefghijklmnopqrst", rows=3)
+    assert capsys.readouterr().err.splitlines() == [
+        "psigrad: the server refused *** and --api-key ***",
+        "psigrad: refused ***",
+    ]
+    packages = [Path(__file__).parents[1] / "psigrad", Path(__file__).parents[1] / "psigrad_extras"]
+    prints = re.compile(r'print\((?:f?"psigrad: |text|line)[^\n]*\{[^\n]*file=sys\.stderr')
+    found = {
+        str(f.relative_to(p.parent))
+        for p in packages
+        for f in p.rglob("*.py")
+        if f.name != "redaction.py" and prints.search(f.read_text())
+    }
+    # numbers and names that psigrad makes itself
+    assert found == {"psigrad/cli/__init__.py", "psigrad/importing.py", "psigrad/processes/parallel/launch.py"}

@@ -119,7 +119,7 @@ def _status_of(arguments: list[str]) -> int:
 
         stop = "" if str(error).endswith((".", "!", "?", "…", ")")) else "."
         more = f"{stop} More: psigrad explain {name}." if (name := maths.name_of_mistake(str(error))) else ""
-        print(f"psigrad: {redaction.clear(str(error))}{more}", file=sys.stderr)
+        redaction.say(f"{error}{more}")
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:
         if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):

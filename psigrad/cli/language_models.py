@@ -84,7 +84,7 @@ def score(arguments: list[str]) -> int:
     scores = score_rows.score(rewards, dataset, tokenizer=given["tokenizer"], **how)
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
     score_rows.check_scored(scores)
-    print(score_rows.summary(scores), file=sys.stderr)
+    print(redaction.clear(score_rows.summary(scores)), file=sys.stderr)
     return 0
 
 
@@ -178,7 +178,7 @@ def evaluate(arguments: list[str]) -> int:
     terminal.print_lines((f"{name}: {value}", "") for name, value in done.settings.items())
     terminal.print_completions(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
     if done.unscored:
-        print(f"psigrad: {redaction.clear(done.unscored)}", file=sys.stderr)
+        redaction.say(done.unscored)
     return 0
 
 

@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -222,7 +221,7 @@ class RunFolder:
 
     def _warn(self, kind: str, text: str, **fields: Any) -> None:
         self.event(kind, **fields)
-        print(f"psigrad: {self.path}: {text}", file=sys.stderr, flush=True)
+        redaction.say(f"{self.path}: {text}")
 
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Everything written so far is on the disk when this returns. With a `step` it is all up to that step, and a checkpoint
@@ -344,7 +343,7 @@ def _lock(path: Path) -> BinaryIO:
     except OSError as error:
         if error.errno in NO_LOCKS:
             where = f"{path} lies on a file system without locks"
-            print(f"psigrad: {where}; see to it yourself that no other run writes there.", file=sys.stderr, flush=True)
+            redaction.say(f"{where}; see to it yourself that no other run writes there.")
             return stream
         if not isinstance(error, BlockingIOError):
             raise

@@ -130,7 +130,7 @@ class Announcer:
         for alert in self._judge(step, row):
             rule = BY_NAME[alert.rule]
             self._folder.event("warning", rule=rule.name, step=alert.step, value=alert.value, says=f"{rule.title}. {rule.advice}")
-            print(f"psigrad: warning from step {alert.step:g} on: {rule.title}. {rule.advice}", file=sys.stderr, flush=True)
+            redaction.say(f"warning from step {alert.step:g} on: {rule.title}. {rule.advice}")
 
     def _judge(self, step: float, row: Mapping[str, Any]) -> list[Alert]:
         self._watch.see(step, {self._names.of(key): value for key, value in rows.figures(row).items()})
@@ -206,7 +206,7 @@ class Journal:
         """An event, and a line for people on stderr."""
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
-            print(f"psigrad: {redaction.clear(text)}", file=sys.stderr, flush=True)
+            redaction.say(text)
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does."""
@@ -305,5 +305,5 @@ class Watchdog:
                     stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {phase} for {spent:.0f} s\n")
                     stream.flush()
                     faulthandler.dump_traceback(stream)
-                print(f"psigrad: {phase} has lasted {spent:.0f} s; the stacks are in {self._file}", file=sys.stderr, flush=True)
+                redaction.say(f"{phase} has lasted {spent:.0f} s; the stacks are in {self._file}")
                 self._report(phase, spent)

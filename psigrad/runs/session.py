@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from psigrad import extras
+from psigrad import extras, redaction
 from psigrad.config import Run
 from psigrad.config.fields import LENGTH, find_marked, idle
 from psigrad.config.load import to_dict
@@ -99,8 +99,8 @@ def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     found += [Best(evaluation)] if Best.wanted(evaluation) else []
     for callback in found if world.rank == 0 else ():
         if never := callbacks.never_called(callback):
-            print(f"psigrad: {', '.join(never)} of {type(callback).__name__} is never called; the events are "
-                  f"{', '.join(callbacks.EVENTS)}.", file=sys.stderr, flush=True)  # fmt: skip
+            given, events = f"{', '.join(never)} of {type(callback).__name__}", ", ".join(callbacks.EVENTS)
+            redaction.say(f"{given} is never called; the events are {events}.")
     return Callbacks(found, config, folder, world)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, and not re-exported by name
 
-from psigrad import __version__
+from psigrad import __version__, redaction
 from psigrad.config.sections import Hub
 from psigrad.errors import UserError, name_reason, reason_of
 from psigrad.records.report import card
@@ -70,7 +69,7 @@ def check(hub: Hub, output_dir: str = "") -> None:
     except Exception as error:  # as in push
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise UserError(f"push_to_hub is set and {_why(error, '')}.") from error
-        print(f"psigrad: push_to_hub is set and {_why(error, '')}; the run goes on, and is pushed at its end.", file=sys.stderr)
+        redaction.say(f"push_to_hub is set and {_why(error, '')}; the run goes on, and is pushed at its end.")
 
 
 def after_run(hub: Hub, folder: Path) -> None:
@@ -78,11 +77,11 @@ def after_run(hub: Hub, folder: Path) -> None:
     repository = hub.hub_model_id or folder.resolve().name
     try:
         address = push(folder, repository, private=hub.hub_private_repo, revision=hub.hub_revision)
-        print(f"psigrad: pushed {folder / 'model'} to {address}", file=sys.stderr, flush=True)
+        redaction.say(f"pushed {folder / 'model'} to {address}")
     except Exception as error:  # the run is done, and nothing that the hub does may take it away
         more = ["--private"] * hub.hub_private_repo + (["--revision", hub.hub_revision] if hub.hub_revision else [])
         command = shlex.join(["psigrad", "push", str(folder), repository, *more])
-        print(f"psigrad: {error} The run is finished and saved. Push it with: {command}", file=sys.stderr, flush=True)
+        redaction.say(f"{error} The run is finished and saved. Push it with: {command}")
 
 
 def check_name(repository: str) -> None:

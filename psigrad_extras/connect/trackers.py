@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import os
 import re
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +206,7 @@ class Background:
 
 
 def _tell(name: str, what: str) -> None:
-    print(f"psigrad: the tracker {name} {redaction.clear(what)}", file=sys.stderr)
+    redaction.say(f"the tracker {name} {what}")
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Tracker]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psigrad import redaction
 from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data.dataset_rows import Row, show
@@ -45,7 +46,6 @@ from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
 from psigrad.objective.parts.advantage import total_return
 from psigrad.runs import machine
-from psigrad_extras.preflight.first_rows import say
 
 # Prompts that are looked at, completions of each, and the most tokens of one.
 PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24
@@ -136,7 +136,7 @@ def load_subject(config: OnlineConfig) -> Subject:
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     rows = offer_tools(config, _rows(config, model))
     encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])))
-    dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, say)[0]))
+    dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, redaction.tell)[0]))
     room = model.max_length - short.max_completion_length
     fitting = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))
     unlike = list({tuple(p.ids): p for p in fitting}.values())  # where all are the same a wrong one would not show

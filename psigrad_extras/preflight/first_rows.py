@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
+from psigrad import redaction
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.data import rendered_rows
@@ -32,8 +32,8 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
         return []
     tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
     settle_chat(tokenizer, config.model)
-    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, say).rows
-    (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, say)
+    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.tell).rows
+    (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
     return rendered_rows.first_rows(tokenizer, offer_tools(config, rows[: rendered_rows.SHOWN]))
 
 
@@ -60,8 +60,3 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
             raise UserError(f"The reward cannot judge {row.source}: {found.result.reason.rstrip('.')}.")
         lines.append((f"reward {show_number(found.result.value)} for the answer {text[:60]!r} to {row.source}", ""))
     return lines
-
-
-def say(kind: str, text: str, **fields: Any) -> None:
-    """Tell what a run would write into its events."""
-    print(f"psigrad: {text}", file=sys.stderr)

@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import os
 import selectors
-import sys
 import tempfile
 import time
 import weakref
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
@@ -108,7 +108,7 @@ class VLLMSampler(Sampler):
     ) -> None:
         _check(model, tensor_parallel_size, sleep)
         self.model, self.version, self.losses = model, 0, 0
-        self._tell, self._service, self._sleep, self._readback = tell or _print, service, sleep, readback
+        self._tell, self._service, self._sleep, self._readback = tell or redaction.tell, service, sleep, readback
         self._alone = not vllm_weights.why_merged(model)
         self._handles = model.device.type == "cuda" and tensor_parallel_size == 1
         self._settings = {
@@ -425,10 +425,6 @@ class VLLMSampler(Sampler):
 
 def _unfit(reason: str) -> UserError:
     return UserError(f"vLLM cannot run this model ({reason}); sample with sampler=embedded.")
-
-
-def _print(kind: str, text: str, **fields: Any) -> None:
-    print(f"psigrad: {text}", file=sys.stderr, flush=True)
 
 
 def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None:

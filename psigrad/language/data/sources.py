@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from psigrad import redaction
 from psigrad.config import Data
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, name_reason, nearest, several
@@ -266,7 +266,7 @@ def go_offline_without_network() -> None:
         _network["missing"] = False
     except OSError:
         if not _network["missing"]:
-            print(f"psigrad: No network: {hub} has no address here. What was downloaded before is used.", file=sys.stderr)
+            redaction.say(f"No network: {hub} has no address here. What was downloaded before is used.")
         _network["missing"] = True
     constants.HF_HUB_OFFLINE = _network["missing"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,7 +136,7 @@ def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
     for text in idle(config).values():
-        print(f"psigrad: {text}", file=sys.stderr)
+        redaction.say(text)
     machine.prepare_torch(config.run)
     samplers.check_sampling(config.sampling)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1
@@ -245,8 +244,8 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer:
     if own is None and isinstance(config, EvalConfig) and benchmark:
         rows = _benchmark_rows(config)
     else:
-        rows = read_dataset(data, "prompt-only", data.dataset, data.split, _say).rows if own is None else own
-    (rows,) = for_model(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, _say)
+        rows = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows if own is None else own
+    (rows,) = for_model(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, redaction.tell)
     return offer_tools(config, rows)
 
 
@@ -254,15 +253,11 @@ def _benchmark_rows(config: EvalConfig) -> list[Row]:
     """The dataset's rows as a benchmark's prompts, behind their examples."""
     asked = {"prompt": "{" + BENCHMARKS[config.benchmark].asked + "}"}
     data = replace(config.data, columns={**asked, **columns_of(config.data.columns)})
-    rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, _say).rows, config.num_fewshot
+    rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows, config.num_fewshot
     if config.fewshot_dataset:
-        shots = read_dataset(data, "prompt-only", config.fewshot_dataset, data.split, _say).rows
+        shots = read_dataset(data, "prompt-only", config.fewshot_dataset, data.split, redaction.tell).rows
     else:
         shots, rows = rows[:count], rows[count:]
     if len(shots) < count or not rows:
         raise UserError(f"num_fewshot is {count}, for which there are too few rows ({len(shots) + len(rows)}); give more rows.")
     return as_prompts(config.benchmark, rows, shots[:count])
-
-
-def _say(kind: str, text: str, **fields: Any) -> None:
-    print(f"psigrad: {text}", file=sys.stderr)

@@ -5,14 +5,13 @@ are tokens, and how every run ends.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psigrad import extras
+from psigrad import extras, redaction
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import reason_of
 from psigrad.language.data.dataset_rows import Row
@@ -188,7 +187,7 @@ def write_card(folder: Path) -> None:
         (model / "README.md").write_text(card.text(folder), encoding="utf-8")
         (model / "adapter" / "README.md").unlink(missing_ok=True)  # peft's, a form that nobody has filled in
     except OSError as error:
-        print(f"psigrad: {model / 'README.md'} could not be written: {reason_of(error)}.", file=sys.stderr)
+        redaction.say(f"{model / 'README.md'} could not be written: {reason_of(error)}.")
 
 
 def write_report(folder: Path) -> Path:

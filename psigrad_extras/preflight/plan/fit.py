@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
+from psigrad import redaction
 from psigrad.config.fields import usual_on
 from psigrad.errors import UserError
 from psigrad.processes.parallel import launch
@@ -40,7 +40,7 @@ def fit(config: C) -> C:
         config = filling(config, here)
         if launch.first():
             says = ", ".join(f"{name}={_value(config, name)}" for name in usual_on(type(config), here.kind))
-            print(f"psigrad: on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.", file=sys.stderr)
+            redaction.say(f"on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.")
         return config
     config = config if config.micro_batch_tokens else replace(config, micro_batch_tokens=MOST)
     here = machine(device(config.run), config.model.dtype, memory=config.run.max_memory, measure=False)
@@ -94,5 +94,4 @@ def _say(config: Config, plan: Plan) -> None:
         chosen += ["activations computed anew"] if config.model.gradient_checkpointing else []
         sampling = getattr(config, "sampling", None)
         chosen += [f"{sampling.max_decode_batch} sequences decoded at once"] if sampling else []
-        text = f"psigrad: For {config.run.max_memory}: {', '.join(chosen)}; the plan is {show_size(plan.memory.peak)}."
-        print(text, file=sys.stderr)
+        redaction.say(f"For {config.run.max_memory}: {', '.join(chosen)}; the plan is {show_size(plan.memory.peak)}.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.records.report.terminal import show_size
@@ -64,7 +64,7 @@ def warning(config: Config) -> str:
 def warn(config: Config) -> None:
     """That line on stderr."""
     if line := warning(config):
-        print(f"psigrad: {line}", file=sys.stderr)
+        redaction.say(line)
 
 
 def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
@@ -95,7 +95,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     apart = ", evaluations apart" * (config.evaluation.eval_prompts != 0)
     spent = " a turn" if plays else f", about {seconds(there)} here{apart}" if made.seconds else ""
     steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
-    print(f"psigrad: {steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.", file=sys.stderr)
+    redaction.say(f"{steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.")
     default = type(config)().run
     unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
     long = unsaid and made.seconds * work.steps > HOUR
