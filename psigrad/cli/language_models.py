@@ -45,7 +45,7 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 _MEANINGS = {
     "model": "A reward model: folder or hub name; without it reward functions score.",
-    "reward": "Reward functions: built-in names or module:function, several with spaces between them; --reward-weights weighs them.",
+    "reward": "Reward functions: built-in names or module:function, several with spaces between; --reward-weights weighs them.",
     "dataset": "JSONL, JSON, Parquet or CSV file, or hub name.",
     "split": "The part of a dataset of the hub.",
     "output": "File for the rows.",
