@@ -205,7 +205,7 @@ within a group. Then find the picture below that looks like yours. Each is a run
 word backward, from the same fine-tuned model of 1.3 million weights; only what is named was changed. One seed each: they show what a
 fault looks like, not how often. In the pictures the healthy run is grey. `python docs/make/debugging.py` makes them.
 
-Before a run: `psigrad check` reads the model, the template, the first rows and calls the reward; `psigrad score --attack` tries the
+Before a run: `psigrad check` reads the model, the template, the first rows and calls the reward, the tools and the environment; `psigrad score --attack` tries the
 reward on answers that should fail; `psigrad plan` says what fits. In a run: `report.html` and the studio raise the alerts that are
 named here; [what each alert means](warnings.md).
 

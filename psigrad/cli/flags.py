@@ -57,13 +57,14 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help` lists what there is.")
 
 
-def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> T:
-    """Settings from `--config FILE`, `a.b=c` overrides and flags.
+def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
+    """Settings from `--config FILE`, `a.b=c` and flags. Help says what the command is `about`; by default what `cls` is.
 
     Flags beat overrides, overrides beat the file, the file beats `defaults`, those beat the class's own. Prints help and exits on
     --help. Raises `UserError` on anything unknown, with the nearest known name.
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, told=asks_for_help(arguments))
+    parser.description = about or parser.description
     # taken out first: a flag with several values would swallow an override that follows it; a column mapping only looks like one
     is_override = [bool(_OVERRIDE.match(text)) and before != "--columns" for before, text in itertools.pairwise(["", *arguments])]
     overrides = list(itertools.compress(arguments, is_override))
@@ -77,19 +78,18 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     return load(cls, config, overrides, {**values, **others}, defaults)
 
 
-def plain(
-    command: str, arguments: Sequence[str], defaults: Mapping[str, Any], meanings: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Flags of a command that has no settings class; its help tells what they mean."""
-    parser = _Parser(prog=f"psigrad {command}")
+def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
+    """Flags of a command that has no settings class. Help says what it is `about`, in lines that stay as they are."""
+    parser = _Parser(prog=f"psigrad {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
-        told = (meanings or {}).get(name, "")
         if isinstance(value, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=told)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
         else:
-            usual = f" (default {value})" if value != "" else ""
-            parser.add_argument(flag, type=type(value), default=value, help=told + usual)
+            shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
+            parser.add_argument(
+                flag, type=type(value), default=value, metavar=shown, help=f"(default {value})" if value else None
+            )
     known, rest = parser.parse_known_args(list(arguments))
     _refuse(rest, parser, "a value of one")
     return vars(known)
@@ -194,7 +194,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     _add_shortcuts(parser, cls, defaults.get("loss") or defaults.get("algorithm", "grpo"), every)
     _add_flags(parser, cls, command, defaults, every, told)
     if not every:
-        name = " ".join(itertools.takewhile(str.islower, command.split()))
+        name = " ".join(itertools.takewhile(lambda word: word[0].islower(), command.split()))
         parser.last_line = (
             f"These are the settings that matter most. `psigrad {name} --help-all` shows all {len(settings_of(cls))}."
         )

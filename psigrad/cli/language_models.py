@@ -43,21 +43,10 @@ def train(name: str) -> Callable[[list[str]], int]:
     return run
 
 
-_MEANINGS = {
-    "model": "A reward model: folder or hub name; without it reward functions score.",
-    "reward": "Reward functions: built-in names or module:function, several with spaces between; --reward-weights weighs them.",
-    "dataset": "JSONL, JSON, Parquet or CSV file, or hub name.",
-    "split": "The part of a dataset of the hub.",
-    "output": "File for the rows.",
-    "columns": "Renamed columns, as question=prompt,gold=answer.",
-    "tokenizer": "A model whose tokenizer counts tokens, for rewards that read them.",
-    "device": "cpu, cuda or auto.",
-    "reward_timeout": "Seconds for a row.",
-    "attack": "Try the rewards on answers that should fail, and on right ones in other forms.",
-    "max_rows": "With --attack: the first rows.",
-    "scale": "Ratings go from 1 to this.",
-    "tie": "Ratings that differ by no more are a tie, and left out.",
-}
+_SCORE = """\
+What reward functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model (--model) give to
+each row of a dataset with prompts and completions: written to OUTPUT, or printed. --attack gives reward functions
+right answers in other forms and wrong ones for the first MAX_ROWS rows, and exits with 1 where a wrong one is rewarded."""
 
 
 def score(arguments: list[str]) -> int:
@@ -69,7 +58,7 @@ def score(arguments: list[str]) -> int:
     defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
         defaults |= {"attack": False, "max_rows": 50}
-    given = flags.plain("score", rest, {"model": "", **defaults}, _MEANINGS)
+    given = flags.plain("score", rest, {"model": "", **defaults}, _SCORE)
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     rewards, dataset = listed["--reward"], given.pop("dataset")
@@ -102,7 +91,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
 
 def _score_by_model(arguments: list[str]) -> int:
     defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "output": "", "device": "auto"}
-    given = flags.plain("score", arguments, defaults, _MEANINGS)
+    given = flags.plain("score", arguments, defaults)
     output = given.pop("output")
     from psigrad.language.recipes import reward
 
@@ -133,10 +122,15 @@ def sample(arguments: list[str]) -> int:
     return 0
 
 
+_PAIRS = """\
+Rows with a ranking of their completions, or with ratings of 1 to SCALE (of several, or one a row), become pairs of a
+chosen and a rejected one in OUTPUT. Ratings that differ by at most TIE are a tie; ties are left out and counted."""
+
+
 def pairs(arguments: list[str]) -> int:
     """Write the pairs of rankings or ratings."""
-    usual = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
-    given = flags.plain("pairs", arguments, usual, _MEANINGS)
+    known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
+    given = flags.plain("pairs", arguments, known, _PAIRS)
     from psigrad.language.recipes import sample
 
     written, converted = sample.convert(**given)

@@ -28,6 +28,8 @@ class Entry(NamedTuple):
     why: str = ""
     """What to write in its place, or why there is no equal; where it is needless, why it changes nothing."""
     needless: bool = False
+    refused: tuple[str, ...] = ()
+    """On a name of ours: values of others without an equal, to which `why` is the answer."""
 
 
 def _same(ours: str, trl: str = "", verl: str = "", openrlhf: str = "", sb3: str = "") -> Iterator[Entry]:
@@ -143,7 +145,10 @@ _ROWS = (
     Entry("run.report_to", values={"none": {"run.report_to": ()}}),
     Entry("sampling.top_k", values={-1: {"sampling.top_k": 0}}),
     Entry("sampling.min_p", values={None: {"sampling.min_p": 0.0}}),
-    Entry("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}}),
+    Entry("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}},
+        refused=("reduce_lr_on_plateau", "greedy"),
+        why="a callback does this, by control.change(learning_rate=…) in on_evaluate (docs/python.md); a schedule knows the "
+            "step alone"),
     Entry("evaluation.metric_for_best_model", values={None: {"evaluation.metric_for_best_model": ""}}),
     Entry("optim.lr_scheduler_kwargs", values={None: {"optim.lr_scheduler_kwargs": ""}}),
     Entry("epsilon_high", values={None: {}}),

@@ -173,6 +173,8 @@ class _Translator:
                 )
             place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
             place.extend(found)
+        elif names_ours and value in row.refused:
+            self._refuse(one, f"{one.name.rpartition('.')[2]} is {value!r}: {row.why}.")
         elif names_ours:
             self.taken.append(Given(one.name, value if one.name in SHORTCUTS else one.value, one.source))
         elif one.name in PARTS and one.name not in _RULES and shortcuts_of(self.cls):

@@ -53,6 +53,18 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
     return Headline(stem.removeprefix("eval/"), float(value), row.get(f"{stem}/low"), row.get(f"{stem}/high"))
 
 
+def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[float, bool] | None:
+    """The figure by which evaluations are compared, and whether more of it is better: `greater`, or unless its name ends in loss.
+
+    It is that of `name`, with or without "eval/" or "eval_" before it, else the headline. None where the row has none.
+    """
+    stem = name.removeprefix("eval_").removeprefix("eval/").removesuffix("/mean")
+    if not stem:
+        stem = found.name if (found := headline(row)) else ""
+    value = next((row[key] for key in (f"eval/{stem}", f"eval/{stem}/mean") if key in row), None)
+    return None if value is None else (number(value), not stem.endswith("loss") if greater is None else greater)
+
+
 def metric_of(key: str) -> str:
     """The held-out metric ("eval/exact") whose mean a key of metrics.jsonl is; empty for every other key."""
     return key.removesuffix("/mean") if key.startswith("eval/") and key.endswith("/mean") and not key.startswith(PARTS) else ""

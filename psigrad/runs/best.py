@@ -8,7 +8,7 @@ from typing import Any
 
 from psigrad.config import Evaluation
 from psigrad.errors import UserError, nearest
-from psigrad.records.rows import headline
+from psigrad.records.rows import deciding
 from psigrad.runs.callbacks import Callback, Control
 
 
@@ -52,14 +52,9 @@ class Best(Callback):
 
     def _figure(self, metrics: Mapping[str, Any]) -> tuple[float, bool]:
         """The figure that decides, and whether more of it is better."""
-        name = self.settings.metric_for_best_model.removeprefix("eval_").removeprefix("eval/").removesuffix("/mean")
-        found = headline(metrics)
-        if not name and found is not None:
-            name = found.name
-        known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
-        key = next((key for key in (f"eval/{name}", f"eval/{name}/mean") if key in metrics), "")
-        if not key:
-            near = nearest(name, known) or f", which has {', '.join(known)}."
+        name = self.settings.metric_for_best_model
+        if (found := deciding(metrics, name, self.settings.greater_is_better)) is None:
+            known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
+            near = nearest(name.removeprefix("eval_"), known) or f", which has {', '.join(known)}."
             raise UserError(f"metric_for_best_model is {name!r} and no figure of this run's evaluation{near}")
-        greater = self.settings.greater_is_better
-        return float(metrics[key]), not name.endswith("loss") if greater is None else greater
+        return found

@@ -24,7 +24,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.row_lines import read_steps
-from psigrad.records.rows import headline
+from psigrad.records.rows import deciding, headline
 from psigrad.records.run_folder import RunFolder
 
 # Consecutive steps without a finite gradient after which a run stops.
@@ -131,6 +131,7 @@ class Arguments:
         self._others: dict[str, Any] = {}
         evaluates = any(getattr(self, name) != 0 for name in ("eval_prompts", "eval_episodes") if name in self._names)
         given = getattr(config, "evaluation", None)
+        self.decides = (given.metric_for_best_model, given.greater_is_better) if given else ("", None)
         self.greater_is_better = True
         self._others |= {
             "eval_strategy": "steps" if evaluates else "no",
@@ -224,13 +225,13 @@ class Callbacks:
             return state
         metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
         metrics |= {name.replace("eval/", "eval_", 1): value for name, value in metrics.items()}
-        found = headline(metrics)
-        if found is not None:
+        if (found := headline(metrics)) is not None:
             metrics[f"eval_{HEADLINE}"] = found.value
-            self.args.greater_is_better = found.name != "loss"
+        if (decides := deciding(metrics, *self.args.decides)) is not None:
+            name = self.args.metric_for_best_model or HEADLINE
+            metrics[f"eval_{name.removeprefix('eval_')}"], self.args.greater_is_better = decides
         state = self._tell("on_evaluate", state, metrics=metrics)
-        if found is not None and self._is_better(found.value):
-            self.visible_state.best_metric, self.visible_state.best_global_step = found.value, state.step
+        self._keep_best(metrics, state.step)
         return state
 
     def after_save(self, state: S, checkpoint: Any) -> S:
@@ -273,9 +274,12 @@ class Callbacks:
             return self.held.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
 
-    def _is_better(self, value: float) -> bool:
+    def _keep_best(self, row: Mapping[str, Any], step: int) -> None:
         best = self.visible_state.best_metric
-        return best is None or (value > best if self.args.greater_is_better else value < best)
+        if (found := deciding(row, *self.args.decides)) is not None:
+            value, self.args.greater_is_better = found
+            if best is None or (value > best if self.args.greater_is_better else value < best):
+                self.visible_state.best_metric, self.visible_state.best_global_step = value, step
 
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
         """What happened before this process: all rows, and the best evaluation."""
@@ -284,10 +288,7 @@ class Callbacks:
         for row in history:
             by_step.setdefault(row["step"], {}).update(row)
         for row in by_step.values():  # an evaluation may have several rows
-            if (found := headline(row)) is not None:
-                self.args.greater_is_better = found.name != "loss"
-                if self._is_better(found.value):
-                    self.visible_state.best_metric, self.visible_state.best_global_step = found.value, row["step"]
+            self._keep_best(row, row["step"])
 
     def _tell(self, event: str, state: S, **more: Any) -> S:
         """Call the method of that name, and do what was asked for on every rank."""

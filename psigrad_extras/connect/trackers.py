@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import os
 import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,11 @@ def run_id_of(folder: Path) -> str:
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 
+def command_holds_secrets() -> bool:
+    """Whether the words of this process' command are not for others: some trackers write them down as they stand."""
+    return bool(redaction.clear(sys.argv) != sys.argv)
+
+
 class _TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -66,7 +72,9 @@ class _Wandb:
         import wandb
 
         self.wandb = wandb
-        known = {"id": run_id_of(folder), "resume": "allow"}
+        known: dict[str, Any] = {"id": run_id_of(folder), "resume": "allow"}
+        if command_holds_secrets():
+            known["settings"] = wandb.Settings(x_disable_meta=True)
         self.run = wandb.init(project="psigrad", name=folder.name, dir=str(folder), config=dict(config), **known)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -131,7 +139,10 @@ class _SwanLab:
         import swanlab
 
         self.swanlab = swanlab
-        known = {"id": run_id_of(folder), "resume": "allow", "log_dir": str(folder / "swanlog")}
+        known: dict[str, Any] = {"id": run_id_of(folder), "resume": "allow", "log_dir": str(folder / "swanlog")}
+        # it writes down the address of git's remote with the token in it, and the command
+        probe = swanlab.Settings.Probe(git=False, runtime=not command_holds_secrets())
+        known["settings"] = swanlab.Settings(probe=probe)
         swanlab.init(project="psigrad", name=folder.name, config=dict(config), **known)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -180,7 +191,7 @@ class Background:
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue the first completions of one step; those of training of every tenth step."""
         if rows and (step == 1 or step % EVERY == 0 or rows[0].get("kind") == "eval"):
-            kept = [dict(row) for row in rows[:ROWS]]
+            kept = redaction.clear([{name: row.get(name) for name in COLUMNS} for row in rows[:ROWS]])
             self._waiting.append(lambda tracker: tracker.completions(step, kept))
             self._wake.set()
 

@@ -81,6 +81,12 @@ class Search:
     """Empty: down for what ends in loss, up for all else."""
     sampler: Literal["tpe", "random"] = "tpe"
 
+    def sign(self, figure: str) -> int:
+        """-1 where the study is told of less than nothing: its direction was fixed before a run had shown that its `figure` is a
+        loss.
+        """
+        return -1 if not (self.direction or self.metric) and figure.endswith("loss") else 1
+
 
 def run(sweep: Search, train: Train | None = None) -> Path:
     """Run the trials that have not been run yet; the path of the page. The best trial is in `sweep.json` too.
@@ -96,7 +102,7 @@ def run(sweep: Search, train: Train | None = None) -> Path:
     sweep = replace(sweep, seeds=tuple(dict.fromkeys(sweep.seeds)))  # a run that counts twice would narrow the intervals
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    direction = sweep.direction or ("minimize" if sweep.metric.endswith("loss") else "maximize")
+    direction = sweep.direction or ("minimize" if _stem(sweep.metric).endswith("loss") else "maximize")
     place = f"sqlite:///{sweep.folder / 'sweep.db'}"
     study = optuna.create_study(storage=place, study_name="sweep", direction=direction, load_if_exists=True)
     _check_same(study, sweep)
@@ -114,9 +120,13 @@ def run(sweep: Search, train: Train | None = None) -> Path:
             done += 1
     from psigrad_extras.investigate import trials as page
 
-    found = {"direction": direction, "metric": sweep.metric, "seeds": list(sweep.seeds), "trials": [
-        {"number": one.number, "settings": one.params, **one.user_attrs} for one in study.trials if "values" in one.user_attrs
-    ]}  # fmt: skip
+    ended = [one for one in study.trials if "values" in one.user_attrs]
+    figure = next((str(one.user_attrs.get("figure", "")) for one in ended), "")
+    direction = direction if sweep.sign(figure) > 0 else "minimize"
+    found = {
+        "direction": direction, "metric": sweep.metric or figure, "seeds": list(sweep.seeds),
+        "trials": [{"number": one.number, "settings": one.params, **one.user_attrs} for one in ended],
+    }  # fmt: skip
     (sweep.folder / "sweep.json").write_text(json.dumps(found, indent=1) + "\n")
     return page.write(sweep.folder)
 
@@ -151,12 +161,12 @@ def _try(study: Any, trial: Any, sweep: Search, train: Train, *, first: bool) ->
     values = {space.name: space.suggest(trial) for space in sweep.spaces}
     name = trial.user_attrs.get("folder", f"trial-{trial.number:04d}")
     trial.set_user_attr("folder", name)
-    figures = []
+    figures, figure = [], ""
     for seed in sweep.seeds:
         place = sweep.folder / name / f"seed-{seed}"
         words = [*sweep.command, *(f"{setting}={value}" for setting, value in values.items())]
         reason = train([*words, "--seed", str(seed), "--output-dir", str(place)], place)
-        value = _figure(place, sweep.metric) if not reason else None
+        figure, value = _figure(place, sweep.metric) if not reason else ("", None)
         if value is None:
             reason = reason or f"{place} has no held-out {sweep.metric or 'figure'}"
             trial.set_user_attr("reason", redaction.clear(reason))
@@ -166,10 +176,10 @@ def _try(study: Any, trial: Any, sweep: Search, train: Train, *, first: bool) ->
             return f"trial {trial.number} failed"
         figures.append(value)
     mean, low, high = over_seeds(figures)
-    for key, held in (("values", figures), ("mean", mean), ("low", low), ("high", high)):
+    for key, held in (("values", figures), ("mean", mean), ("low", low), ("high", high), ("figure", figure)):
         trial.set_user_attr(key, held)
-    study.tell(trial, mean)
-    return f"trial {trial.number}: {mean:.4g}, best {study.best_value:.4g}"
+    study.tell(trial, sweep.sign(figure) * mean)
+    return f"trial {trial.number}: {mean:.4g}, best {sweep.sign(figure) * study.best_value:.4g}"
 
 
 def _state() -> Any:
@@ -178,15 +188,19 @@ def _state() -> Any:
     return optuna.trial.TrialState
 
 
-def _figure(folder: Path, metric: str) -> float | None:
-    """The held-out figure of the weights that a run left."""
+def _stem(metric: str) -> str:
+    return metric.removeprefix("eval/").removesuffix("/mean")
+
+
+def _figure(folder: Path, metric: str) -> tuple[str, float | None]:
+    """The name and the value of the held-out figure of the weights that a run left."""
     _, after = session.evaluations(folder)
     if not metric:
         found = headline(after)
-        return None if found is None else found.value
-    stem = metric.removeprefix("eval/").removesuffix("/mean")
+        return ("", None) if found is None else (found.name, found.value)
+    stem = _stem(metric)
     value = number(next((after[key] for key in (f"eval/{stem}", f"eval/{stem}/mean") if key in after), None))
-    return value if value == value else None
+    return stem, value if value == value else None
 
 
 def _train(words: Sequence[str], folder: Path) -> str:

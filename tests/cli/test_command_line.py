@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import importlib
@@ -93,6 +94,25 @@ def test_short_help_shows_what_matters_and_its_last_line_says_how_to_see_all(com
     assert 12 <= len(flags_of["--help"]) <= 36 and flags_of["--help"] < flags_of["--help-all"]
     last = text["--help"].splitlines()[-1]
     assert f"`psigrad {' '.join(command)} --help-all` shows all" in last and last not in text["--help-all"]
+
+
+def test_help_of_every_command_says_what_it_does(capsys):
+    silent = []
+    for name in cli.COMMANDS:
+        with contextlib.suppress(SystemExit):
+            cli.main([name, "--help"])
+        paragraphs = capsys.readouterr().out.split("\n\n")
+        if len(paragraphs) < 2 or paragraphs[1].startswith(("options:", "parts of")):
+            silent.append(name)
+    assert not silent
+
+
+@pytest.mark.parametrize("name", ["check", "compare"])
+def test_help_of_a_command_with_the_flags_of_a_run_says_what_the_command_does(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert OnlineConfig.__doc__.split(":")[0] not in shown and f"`psigrad {name} --help-all` shows all" in shown
 
 
 def test_help_shows_the_defaults_of_the_method(capsys):

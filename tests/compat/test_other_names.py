@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 from huggingface_hub import constants
+from transformers.trainer_utils import SchedulerType
 
 import psigrad
 from psigrad import cli
@@ -232,6 +233,17 @@ custom_reward_function: {path: mine.py, name: score}
     assert (config.prompts_per_step, config.num_minibatches, config.num_generations) == (32, 4, 5)
     assert (config.run.num_train_epochs, config.run.save_steps, config.evaluation.eval_steps) == (4, 10, 5)
     assert config.reward == ("mine.py:score",) and config.sampling.temperature == 0.7
+
+
+def test_every_schedule_of_transformers_is_taken_or_answered_with_what_to_write():
+    answers = {}
+    for kind in SchedulerType:
+        try:
+            load(SFTConfig, flags={"lr_scheduler_type": kind.value})
+        except UserError as error:
+            answers[kind.value] = str(error)
+    assert answers.keys() == {"reduce_lr_on_plateau", "greedy"}
+    assert all(f"lr_scheduler_type is '{name}': a callback does this" in said for name, said in answers.items())
 
 
 def test_the_tables_name_settings_that_exist_and_take_none_of_ours():

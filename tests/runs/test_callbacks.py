@@ -203,6 +203,15 @@ def test_transformers_early_stopping_works_on_the_headline_and_its_patience_is_k
     assert held["ended"] and held["callbacks"] == {"EarlyStoppingCallback": {"early_stopping_patience_counter": 2}}
 
 
+@pytest.mark.parametrize(("name", "greater", "threshold"), [("loss", True, 0.0), ("exact", None, 10.0)])
+def test_transformers_early_stopping_follows_the_metric_that_is_named(name, greater, threshold, job, tmp_path):
+    """More of a loss is wanted, which falls; an accuracy does not rise by ten. The headline is the accuracy."""
+    stopper = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=threshold)
+    config = with_callbacks(sft_config(job, tmp_path / "run", max_steps=20), stopper)
+    asked = replace(config.evaluation, eval_steps=2, metric_for_best_model=name, greater_is_better=greater)
+    assert sft.run(replace(config, evaluation=asked)).after["step"] == 4
+
+
 def test_the_beta_of_a_preference_loss_can_change(job, tmp_path):
     class Stiffer(psigrad.Callback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -55,9 +55,9 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield _episodes(config, stack.enter_context(_playing(config, form)), form)
+            yield _episodes(config, stack.enter_context(playing_for(config, form)), form)
             return
-        actors = extras.load("cluster").open_environments(placement, partial(_playing, config, form), journal)
+        actors = extras.load("cluster").open_environments(placement, partial(playing_for, config, form), journal)
         yield _episodes(config, stack.enter_context(actors), form)
 
 
@@ -72,7 +72,8 @@ def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes:
     )
 
 
-def _playing(config: Played, form: CallForm) -> Playing:
+def playing_for(config: Played, form: CallForm) -> Playing:
+    """What answers the policy's turns: psigrad's own games in this process, all else in workers."""
     factory: Any
     if server := _server(config):
         factory = extras.load("mcp environment").episodes_of(server, config.worker_env, form)

@@ -156,6 +156,7 @@ def test_swanlab_gets_each_step_and_one_folder_is_one_run(tmp_path, monkeypatch)
     for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
         fake = Fake("swanlab")
         fake.Text = lambda text: ("text", text)
+        fake.Settings = type("Settings", (SimpleNamespace,), {"Probe": SimpleNamespace})
         monkeypatch.setitem(sys.modules, "swanlab", fake)
         (tracker,) = open_trackers(["swanlab"], folder, CONFIG)
         tracker.log(1, {"loss": 0.5})
@@ -167,6 +168,21 @@ def test_swanlab_gets_each_step_and_one_folder_is_one_run(tmp_path, monkeypatch)
         text = "step: 1\nkind: train\nprompt: p\ncompletion: c\nreward: 1.0\nadvantage: None"
         assert rest == [("log", {"loss": 0.5}, {"step": 1}), ("log", {"completions": [("text", text)]}, {"step": 1}), ("finish",)]
     assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.parametrize("words", [["psigrad", "grpo", "--hub-token", "flagged-value"], ["psigrad", "grpo", "--seed", "1"]])
+def test_a_command_that_holds_secrets_is_not_written_down_by_trackers(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", words)
+    secret = "--hub-token" in words
+    wandb, swanlab = Fake("wandb"), Fake("swanlab")
+    wandb.Settings = SimpleNamespace
+    swanlab.Settings = type("Settings", (SimpleNamespace,), {"Probe": SimpleNamespace})
+    for fake in (wandb, swanlab):
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+        run([fake.__name__], tmp_path)
+    assert wandb.calls[0][1].get("settings") == (SimpleNamespace(x_disable_meta=True) if secret else None)
+    probe = swanlab.calls[0][1]["settings"].probe
+    assert probe == SimpleNamespace(git=False, runtime=not secret), "the address of git's remote may hold a token"
 
 
 def test_a_tracker_that_raises_is_told_about_once_and_left_alone(capsys):

@@ -23,7 +23,7 @@ def test_files_of_a_sweep_hold_none(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
     words = ("sft", "--hub-token", PLANTED["flag"], f"dataset=https://me:{PLANTED['url']}@data.example/a.jsonl")
     reasons = iter(["", f"HTTP 401 for {words[-1]}: {PLANTED['variable']}", ""] * 2)
-    monkeypatch.setattr(search, "_figure", lambda folder, metric: 0.5)
+    monkeypatch.setattr(search, "_figure", lambda folder, metric: ("exact", 0.5))
     sweep = search.Search(words, (search.Space("seed", ("1", "2", "3")),), tmp_path / "sweep", trials=3)
     for trials in (3, 4):  # and it is known again
         search.run(replace(sweep, trials=trials), lambda given, folder: next(reasons))
@@ -59,6 +59,19 @@ def test_what_is_said_of_a_tracker_holds_none(monkeypatch, capsys):
     assert said.count("***") == 2 and not [value for value in PLANTED.values() if value in said]
 
 
+def test_completions_that_a_tracker_is_shown_hold_none(monkeypatch):
+    monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
+    shown = []
+    mine = SimpleNamespace(completions=lambda *told: shown.append(told), close=lambda: None)
+    tracker = trackers.Background("mine", lambda: mine)
+    talk = [{"role": "tool", "content": f"JUDGE_SECRET is {PLANTED['variable']}, and {PLANTED['token']}"}]
+    tracker.completions(1, [{"kind": "train", "prompt": talk, "completion": f"?token={PLANTED['query']}", "reward": 1.0}])
+    tracker.close()
+    ((_, (row,)),) = shown
+    assert row["completion"] == "?token=***" and row["reward"] == 1.0
+    assert row["prompt"] == [{"role": "tool", "content": "JUDGE_SECRET is ***, and ***"}]
+
+
 def test_a_sweep_whose_reader_leaves_tries_all_that_it_was_asked_for(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
 
@@ -68,7 +81,7 @@ def test_a_sweep_whose_reader_leaves_tries_all_that_it_was_asked_for(tmp_path, m
 
     done = []
     monkeypatch.setattr(search, "_train", train)
-    monkeypatch.setattr(search, "_figure", lambda folder, metric: 0.5)
+    monkeypatch.setattr(search, "_figure", lambda folder, metric: ("exact", 0.5))
     given = ["sweep", "sft", "--search", "learning_rate:1e-6..1e-4", "--trials", "3", "--output-dir", str(tmp_path / "sweep")]
     shut, pipe = os.pipe()
     os.close(shut)

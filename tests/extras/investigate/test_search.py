@@ -24,11 +24,11 @@ def test_spaces_as_they_are_typed():
 
 
 class Trainer:
-    """Writes a run whose held-out figure is known: −(x − 3)² + seed."""
+    """Writes a run whose held-out figure is known: seed − (x − 3)², or a `loss` of (x − 3)² + seed."""
 
-    def __init__(self, die_after: int = 10**9) -> None:
+    def __init__(self, die_after: int = 10**9, loss: bool = False) -> None:
         self.asked: list[tuple[float, int]] = []
-        self.die_after = die_after
+        self.die_after, self.loss = die_after, loss
 
     def __call__(self, words, folder: Path) -> str:
         given = dict(word.split("=") for word in words if "=" in word)
@@ -38,7 +38,8 @@ class Trainer:
         self.asked.append((x, seed))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "events.jsonl").write_text("")
-        row = {"step": 1, "eval/score/mean": -((x - 3) ** 2) + seed}
+        off = (x - 3) ** 2
+        row = {"step": 1, "eval/loss": off + seed} if self.loss else {"step": 1, "eval/score/mean": seed - off}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         return ""
 
@@ -95,11 +96,17 @@ def test_a_failed_trial_is_counted_and_the_first_one_tells_why(tmp_path):
         sweep.run(made(tmp_path / "c", metric="loss"), Trainer())
 
 
-def test_the_search_goes_where_it_is_better(tmp_path):
-    trainer = Trainer()
-    sweep.run(made(tmp_path, trials=25, seeds=(1,)), trainer)
+@pytest.mark.parametrize(("loss", "metric"), [(False, ""), (True, ""), (True, "eval/loss"), (True, "loss")])
+def test_the_search_goes_where_it_is_better(loss, metric, tmp_path):
+    trainer = Trainer(loss=loss)
+    sweep.run(made(tmp_path, trials=25, seeds=(1,), metric=metric), trainer)
     near = lambda xs: sum(abs(x - 3) for x, _ in xs) / len(xs)  # noqa: E731
     assert near(trainer.asked[-8:]) < near(trainer.asked[:8])
+    found = json.loads((tmp_path / "sweep.json").read_text())
+    best = min(trainer.asked, key=lambda one: abs(one[0] - 3))[0]
+    assert sweep.summary(tmp_path).startswith(f"best    x={best}: ")
+    kind = ("minimize", metric or "loss") if loss else ("maximize", "score")
+    assert (found["direction"], found["metric"]) == kind
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

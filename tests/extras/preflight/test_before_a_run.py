@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 
@@ -39,6 +40,67 @@ def test_all_columns_that_the_rewards_miss_are_named_at_once(job, tmp_path):
         first_rows.try_rewards(on(job, tmp_path, of_misspelt, of_two))
     assert "of_misspelt needs the column 'anwser', " in str(refused.value)
     assert "of_two needs the columns 'level' and 'solution', which the dataset does not have (found: " in str(refused.value)
+
+
+def price(answer: str, count: int, currency: str = "EUR") -> str:
+    """What it costs.
+
+    Args:
+        answer: what is bought
+        count: how many
+        currency: in what
+    """
+    return f"{count} of {answer!r}, {currency}"
+
+
+def deadly(kind: str) -> str:
+    """Never comes back.
+
+    Args:
+        kind: of what
+    """
+    os._exit(3)
+
+
+class Doors:
+    """Opens for the row's own answer alone."""
+
+    def reset(self, row):
+        self.key = row["answer"]
+        return "A door."
+
+    def step(self, completion):
+        return f"{completion} is not {self.key}", 0.5, True
+
+
+class Wrong(Doors):
+    def step(self, completion):
+        return completion.nope, 0.0, True
+
+
+def test_tools_are_called_and_the_environment_is_played_once_on_a_real_row(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("psigrad.language.loading.load_model.load_model", lambda *given: pytest.fail("a model was loaded"))
+    given = on(job, tmp_path)
+    (row,) = first_rows._tried_rows(replace(given, data=replace(given.data, max_rows=1)))
+    answer = row.columns["answer"]
+    ((called, _),) = first_rows.try_turns(replace(given, tools=(price,)))
+    assert called == f"tool price answers {f'1 of {answer!r}, EUR'!r} to (answer={answer!r}, count=1) on {row.source}"
+    ((played, _),) = first_rows.try_turns(replace(given, environment=Doors))
+    assert played == f"the environment answers {f'? is not {answer}'!r} and the reward 0.5 to '?' on {row.source}"
+    assert first_rows.try_turns(given) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tools": (price, deadly)}, r"tool deadly gives no answer to \(kind='\?'\): the environment: its process died"),
+        ({"environment": Wrong}, "the environment gives no answer to '\\?': the environment raised AttributeError"),
+    ],
+    ids=["tool", "environment"],
+)
+def test_a_tool_or_an_environment_that_cannot_answer_is_a_sentence(changes, said, job, tmp_path):
+    with pytest.raises(UserError, match=said):
+        first_rows.try_turns(replace(on(job, tmp_path), **changes))
 
 
 def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
