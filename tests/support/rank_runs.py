@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -24,6 +25,7 @@ from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World
+from psigrad.runs import session
 from psigrad.runs.callbacks import Callback
 
 CONFIGS = {
@@ -83,23 +85,27 @@ def directed(world: World, job: str, out: str, recipe: str, strategy: str, fails
 
 
 def _deadly(phase: str, count: int) -> None:
-    owner, name = {
+    owner, *names = {
         "forward": (LanguageModel, "evaluate"),
         "backward": (torch.Tensor, "backward"),
-        "gather": (worlds.Ranks, "all_gather"),
+        "gather": (worlds.Ranks, "all_gather", "exchange"),
         "save": (shards, "write"),
         "save alone": (saved.checkpoint, "save_tensors"),
     }[phase.replace("-", " ")]
-    original, left = getattr(owner, name), count
+    left = count
 
-    def killing(*args, **kwargs):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
+    def deadly(original):
+        def killing(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
 
-    setattr(owner, name, killing)
+        return killing
+
+    for name in names:
+        setattr(owner, name, deadly(getattr(owner, name)))
 
 
 def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") -> None:
@@ -124,6 +130,16 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
     whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in held.items()}
     if world.rank == 0:
         save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")
+
+
+def newest(world: World, run: str) -> None:
+    """Look for the newest checkpoint together; write down which it is, what was passed over, and what this rank summed."""
+    saved.checkpoint._verified.clear()  # what the parent of this fork knows
+    summed, plain = [], saved.checkpoint.sha256
+    saved.checkpoint.sha256 = lambda path: summed.append(f"{path.parent.name}/{path.name}") or plain(path)
+    found = session._verify_together(world, Path(run))
+    told = {"step": found.step, "ignored": found.ignored, "summed": summed}
+    Path(f"{run}-{world.rank}.json").write_text(json.dumps(told))
 
 
 __all__ = ["checkpoint", "config", "load_file", "main"]
