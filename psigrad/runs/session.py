@@ -133,13 +133,29 @@ def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> 
 
 def newest_checkpoint(journal: Journal) -> Path | None:
     """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
-    world = journal.world
-    found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Latest(None))
+    found = _verify_together(journal.world, journal.folder.checkpoints)
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
     rows, ends = (found.manifest.get(name) or {} for name in ("rows", "ends"))
     journal.folder.rewind(found.step if found.path is not None else -1, rows, ends)
     return found.path
+
+
+def _verify_together(world: World, root: Path) -> checkpoint.Latest:
+    """The newest checkpoint that verifies, of those that rank 0 sees; each process sums its share of the files."""
+
+    def check(path: Path) -> dict[str, Any]:
+        manifest, fault = dict[str, Any](), ""
+        try:
+            manifest = checkpoint.verify(path, world.rank, world.size)
+        except checkpoint.CheckpointError as error:
+            fault = str(error)
+        if faults := list(filter(None, world.all_gather(fault))):
+            raise checkpoint.CheckpointError(faults[0])
+        checkpoint.trust(path, manifest)
+        return manifest
+
+    return checkpoint.latest(world.broadcast(checkpoint.steps(root)), check=check)
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -24,6 +25,7 @@ from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World
+from psigrad.runs import session
 from psigrad.runs.callbacks import Callback
 
 CONFIGS = {
@@ -83,23 +85,27 @@ def directed(world: World, job: str, out: str, recipe: str, strategy: str, fails
 
 
 def _deadly(phase: str, count: int) -> None:
-    owner, name = {
+    owner, *names = {
         "forward": (LanguageModel, "evaluate"),
         "backward": (torch.Tensor, "backward"),
-        "gather": (worlds.Ranks, "all_gather"),
+        "gather": (worlds.Ranks, "all_gather", "exchange"),
         "save": (shards, "write"),
         "save alone": (saved.checkpoint, "save_tensors"),
     }[phase.replace("-", " ")]
-    original, left = getattr(owner, name), count
+    left = count
 
-    def killing(*args, **kwargs):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
+    def deadly(original):
+        def killing(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
 
-    setattr(owner, name, killing)
+        return killing
+
+    for name in names:
+        setattr(owner, name, deadly(getattr(owner, name)))
 
 
 def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") -> None:
@@ -126,4 +132,30 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
         save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")
 
 
-__all__ = ["checkpoint", "config", "load_file", "main"]
+def poisoned(world: World, folder: str) -> None:
+    """A step of which the last rank's losses are no numbers; none may move a weight."""
+    from rank_gradients import CASES, groups_of
+
+    made = CASES["dapo"]
+    model, _ = load(made, Path(folder), world)
+    optimizer = Optimizer(model.trainable(), Optim(learning_rate=1e-2), world=world)
+    before = [shards.local_of(p.detach()).clone() for p in optimizer.parameters.values()]
+    factor = float("nan") if world.rank == world.size - 1 else 1.0
+    losses = made.losses(made, world, model, None, groups_of(), "")
+    assert optimizer.step([lambda loss=loss: factor * loss() for loss in losses], 1e-2) is None and optimizer.nonfinite == 1
+    for p, kept in zip(optimizer.parameters.values(), before, strict=True):
+        assert torch.equal(shards.local_of(p.detach()), kept)
+    assert optimizer.step(made.losses(made, world, model, None, groups_of(), ""), 1e-2) and optimizer.nonfinite == 0
+
+
+def newest(world: World, run: str) -> None:
+    """Look for the newest checkpoint together; write down which it is, what was passed over, and what this rank summed."""
+    saved.checkpoint._verified.clear()  # what the parent of this fork knows
+    summed, plain = [], saved.checkpoint.sha256
+    saved.checkpoint.sha256 = lambda path: summed.append(f"{path.parent.name}/{path.name}") or plain(path)
+    found = session._verify_together(world, Path(run))
+    told = {"step": found.step, "ignored": found.ignored, "summed": summed}
+    Path(f"{run}-{world.rank}.json").write_text(json.dumps(told))
+
+
+__all__ = ["checkpoint", "config", "load_file", "main", "newest", "poisoned"]

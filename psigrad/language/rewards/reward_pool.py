@@ -24,12 +24,14 @@ from psigrad.language.rewards.outcomes import (
     pick,
 )
 from psigrad.language.rewards.resolve import RewardSpec
-from psigrad.language.rewards.reward_worker import Part
+from psigrad.language.rewards.reward_worker import Part, is_async
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
 from psigrad.processes.workers.worker_pool import SharedWait
 
 # Seconds until a thread that waits for answers looks for groups that others have added.
 SLICE = 0.05
+# Groups that a worker has at once where a function is `async`.
+TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class RewardPool:
             raise RewardError(str(error)) from error
         self.watch = SharedWait()
         self.jobs: deque[tuple[PoolScoring, list[RewardCall]]] = deque()
+        self._at_once = TOGETHER if any(is_async(spec.function) for spec in self.specs) else 1
         self._of_thread: dict[int, PoolScoring] = {}
         self.workers: WorkerPool[tuple[PoolScoring, RewardCall]] = WorkerPool(
             "psigrad.language.rewards.reward_worker:service",
@@ -121,18 +124,28 @@ class RewardPool:
         for _, (scoring, call), answer in self.workers.answers(False):
             if isinstance(answer, Lost):
                 why = f"its process died ({answer.status})" if answer.status else f"time-out after {self.workers.timeout:g} s"
-                if answer.rest:
-                    self.jobs.appendleft((scoring, [call for _, call in answer.rest]))
+                calls = [call, *(one for _, one in answer.rest)]
+                others = calls[-1].samples != call.samples  # were under way too, and it may be the fault of one of these
+                rest = itertools.groupby(calls if others else calls[1:], lambda one: one.samples)
+                self.jobs.extendleft([(scoring, list(own)) for _, own in rest][::-1])
+                if others:
+                    self._at_once = 1
+                    continue
                 answer = Unscored(f"{self.specs[call.function].name}: {why}")
             scoring.enter(call, answer)
         self._hand_out()
 
     def _hand_out(self) -> None:
-        for worker in self.workers.idle() if self.jobs else ():
-            if self.jobs:
-                scoring, calls = self.jobs.popleft()
-                message = [call.function for call in calls], scoring.shown(calls[0].samples)
-                self.workers.ask(worker, message, [(scoring, call) for call in calls])
+        idle = self.workers.idle() if self.jobs else []
+        for left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
+            count = min(self._at_once, -(-len(self.jobs) // left))  # each gets its share
+            jobs: list[tuple[PoolScoring, list[RewardCall]]] = []
+            while self.jobs and len(jobs) < count and (not jobs or self.jobs[0][0] is jobs[0][0]):
+                jobs.append(self.jobs.popleft())
+            if jobs:
+                message = [([call.function for call in calls], own.shown(calls[0].samples)) for own, calls in jobs]
+                owed = [(own, call) for own, calls in jobs for call in calls]
+                self.workers.ask(worker, message, owed, len(jobs) * self.workers.timeout)  # any may end first
 
 
 class PoolScoring(Scoring):

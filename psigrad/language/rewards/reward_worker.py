@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
 import math
 import numbers
@@ -29,7 +31,8 @@ Part = float | None | Failure | Unscored
 def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[Any]]:
     """The worker's service for reward functions, given as (name, packed function).
 
-    A request is (which functions, samples); each function's answer is given as soon as it is there.
+    A request is a list of (which functions, samples), and the answers come one by one in its order. What is `async` is at work on
+    all of it together: such functions wait for a server.
     """
     functions = [(name, unpack(packed)) for name, packed in payload]
     for _, function in functions:
@@ -37,17 +40,54 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
             function.prepare()
 
     def answer(message: Any) -> Iterator[Any]:
-        asked, samples = message
-        for which in asked:
-            # what one function does to its lists, no other sees
-            name, function = functions[which]
-            arguments = (name, function, copy.deepcopy(samples))
-            if isinstance(function, Code):
-                yield from _while_alive(*arguments)
-            else:
-                yield encode(ask(*arguments))
+        # what one function does to its lists, no other sees
+        jobs = [(*functions[which], copy.deepcopy(samples)) for asked, samples in message for which in asked]
+        with _together(jobs) as begun:
+            for name, function, samples in begun:
+                if isinstance(function, Code):
+                    yield from _while_alive(name, function, samples)
+                else:
+                    yield encode(ask(name, function, samples))
 
     return answer
+
+
+def is_async(function: Any) -> bool:
+    """Whether a function, or an object that is called, waits by `await`."""
+    return any(map(inspect.iscoroutinefunction, (function, getattr(type(function), "__call__", None))))  # noqa: B004
+
+
+@contextlib.contextmanager
+def _together(jobs: Sequence[tuple[str, Any, dict[str, Any]]]) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
+    """The jobs, with those of `async` functions begun: who asks such a one waits for it alone, and the others go on meanwhile."""
+    if not any(is_async(function) for _, function, _ in jobs):
+        yield list(jobs)
+        return
+    import asyncio  # a third of a worker's start-up, and few rewards need it
+
+    def begin(name: str, function: Any, samples: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+        with contextlib.suppress(Malformed):  # which is said when it is asked
+            if is_async(function):
+                task = loop.create_task(held(function(**_select_arguments(name, function, samples))))
+                return name, functools.wraps(function)(lambda **given: finished(task)), samples
+        return name, function, samples
+
+    async def held(begun: Any) -> Any:
+        try:
+            return await begun, None
+        except BaseException as error:  # SystemExit would end the loop, and be another's
+            return None, error
+
+    def finished(task: Any) -> Any:
+        value, error = loop.run_until_complete(task)
+        if error is not None:
+            raise error
+        return value
+
+    loop = asyncio.new_event_loop()
+    with contextlib.closing(loop):
+        yield [begin(*job) for job in jobs]
+        loop.run_until_complete(loop.shutdown_asyncgens())
 
 
 def _while_alive(*arguments: Any) -> Iterator[Any]:

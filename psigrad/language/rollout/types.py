@@ -302,6 +302,13 @@ class Trajectory:
     """
     answer: str | None = None
     """The last answer of such a session, which is what rewards are shown behind a prompt that is text; None: `text`."""
+    holders: tuple[int, ...] = ()
+    """The ranks that have its tokens, where not all have (`spread.py`): that which made it, then those that it was sent to."""
+
+    @property
+    def home(self) -> int:
+        """The rank that made it, or rank 0 where all have it."""
+        return self.holders[0] if self.holders else 0
 
     @property
     def contexts(self) -> list[Stretch]:
@@ -341,13 +348,14 @@ class Collected:
         place = {id(t): n for n, t in enumerate(self.trajectories)}
         groups = [[place[id(t)] for t in group] for group in self.groups]
         rest = {"groups": groups, "cursor": self.cursor, "entries": self.entries}
-        return json.dumps({"trajectories": [asdict(t) for t in self.trajectories], **rest})
+        own = [{name: x for name, x in asdict(t).items() if name != "holders"} for t in self.trajectories]
+        return json.dumps({"trajectories": own, **rest})
 
     @classmethod
     def from_json(cls, text: str) -> Collected:
         """The inverse of `to_json`."""
         held = json.loads(text)
-        trajectories = [_trajectory(fields) for fields in held["trajectories"]]
+        trajectories = [trajectory_of(fields) for fields in held["trajectories"]]
         groups = [[trajectories[n] for n in group] for group in held["groups"]]
         return cls(trajectories, groups, held["cursor"], held["entries"])
 
@@ -364,11 +372,13 @@ class Pending(Protocol):
         ...
 
 
-def _trajectory(held: dict[str, Any]) -> Trajectory:
+def trajectory_of(held: dict[str, Any]) -> Trajectory:
+    """A trajectory of its fields as JSON has them."""
     fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held.items()}
     written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held["completion"].items()}
     fields["completion"] = Completion(**written)
-    fields["step_rewards"] = tuple((place, reward) for place, reward in held["step_rewards"])
+    fields["step_rewards"] = tuple((place, reward) for place, reward in held.get("step_rewards", ()))
     fields["cuts"] = tuple(Cut(*cut) for cut in held.get("cuts", ()))
-    fields["branches"] = tuple(Branch(start, tuple(ids)) for start, ids in held.get("branches", ()))
+    branches = held.get("branches", ())
+    fields["branches"] = tuple(Branch(start, tuple(ids) if isinstance(ids, list) else ids) for start, ids in branches)
     return Trajectory(**fields)

@@ -16,9 +16,10 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.episodes.episodes import Player
+from psigrad.language.rollout.spread import bring, to_writer
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.collect import rollout
-from psigrad.processes.parallel.world import ALONE, World, each_once
+from psigrad.processes.parallel.world import ALONE, World, each_once, shard
 from psigrad.records.rows import PARTS, rollout_row
 from psigrad.runs.journal import Journal
 
@@ -69,7 +70,9 @@ class Evaluator:
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
         rows = {p.index: p.row for p in self.prompts}
-        journal.rollouts([rollout_row(t, step, "eval", prompt_for_reward(rows[t.row])) for t in trajectories])
+        own = [(n, t) for n, t in enumerate(trajectories) if t.home == self.world.rank]
+        made = {n: rollout_row(t, step, "eval", prompt_for_reward(rows[t.row])) for n, t in own}
+        journal.rollouts(to_writer(self.world, made))
         journal.metrics(step, figures)
         journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
 
@@ -80,18 +83,20 @@ class Evaluator:
         longest = max((len(c.prompt_ids) + len(c.ids) for t in rows for c in t.contexts), default=1)
         size = max(1, self.micro_batch_tokens // (longest * max((len(t.contexts) for t in rows), default=1)))
 
-        def of(part: list[Trajectory]) -> list[float]:
-            pieces = [(t, context) for t in part for context in t.contexts]
+        def of(part: range) -> list[float]:
+            pieces = [(rows[n], context) for n in part for context in rows[n].contexts]
             inputs = Groups([context.prompt_ids for _, context in pieces], [[context.ids] for _, context in pieces])
             kl = model.evaluate(inputs, temperature=self.params.temperature or 1.0, kl_to=self.reference).kl
             assert kl is not None
-            sums = dict.fromkeys(map(id, part), 0.0)
+            sums = dict.fromkeys((id(rows[n]) for n in part), 0.0)
             for row, (t, context) in zip(kl, pieces, strict=True):
                 mask = t.mask[context.start : context.start + len(context.ids)]
                 sums[id(t)] += float((row[: len(mask)][torch.tensor(mask, device=row.device)] if mask else row).sum())
             return list(sums.values())
 
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        parts = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+        shares = [shard(self.world, parts, rank) for rank in range(self.world.size)]
+        bring(self.world, rows, [[n for part, _ in share for n in part] for share in shares])
         return [value for found in each_once(self.world, parts, of) for value in found]
 
 

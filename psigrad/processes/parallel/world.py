@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -87,6 +88,10 @@ class World(Protocol):
         """The sum over all of them, in place of `x`."""
         ...
 
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """What each has for this one, by rank; `parts[rank]` is what this one has for another."""
+        ...
+
 
 class Alone:
     """The world of one process."""
@@ -104,6 +109,10 @@ class Alone:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The tensor itself."""
         return x
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """The part itself."""
+        return list(parts)
 
 
 ALONE: World = Alone()
@@ -141,6 +150,17 @@ class Ranks:
         with name_losses():
             dist.all_reduce(x, group=self.group)
         return x
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """What each has for this one, by rank; `parts[rank]` is what this one has for another."""
+        sizes = torch.tensor([len(part) for part in parts])
+        theirs = torch.empty_like(sizes)
+        given = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
+        with name_losses():
+            dist.all_to_all_single(theirs, sizes, group=self.group)
+            found = torch.empty(int(theirs.sum()), dtype=torch.uint8)
+            dist.all_to_all_single(found, given, theirs.tolist(), sizes.tolist(), group=self.group)
+        return [part.numpy().tobytes() for part in found.split(theirs.tolist())]
 
 
 @contextlib.contextmanager
@@ -260,13 +280,13 @@ def shares_of(world: World) -> int:
     return world.size // world.division.team
 
 
-def shard(world: World, parts: Sequence[T]) -> list[tuple[T, float]]:
-    """This rank's share of what all ranks do, every `shares_of(world)`-th part, each with weight 1.
+def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
+    """The share of this rank, or of another, in what all ranks do: every `shares_of(world)`-th part, each with weight 1.
 
     In lockstep ranks with a part less do the first one once more, with weight 0.
     """
     shares = shares_of(world)
-    own = [(part, 1.0) for part in parts[world.rank // world.division.team :: shares]]
+    own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
     rounds = -(-len(parts) // shares)
     return own + [(parts[0], 0.0)] * (rounds - len(own)) if world.lockstep and parts else own
 

@@ -79,6 +79,26 @@ def test_a_crash_is_unscored_and_its_group_scored(pool_of, zoo, score, death):
     assert [getattr(r, "value", r) for r in results] == [1.0, Unscored(f"act: its process died ({DEATHS[death]})"), 0.5, 1.0]
 
 
+def test_groups_of_an_async_function_are_under_way_together_and_one_that_hangs_spoils_no_other(pool_of, zoo, score):
+    """All are there before the worker is, so it is given eight at once."""
+    results = score(pool_of(zoo("crowd"), timeout=60.0), ["a", "b"] * 10, size=2)
+    assert len(results) == 20 and max(r.value for r in results) > 4
+    for timeout in LIMITS:
+        pool = pool_of(zoo("crowd"), timeout=timeout / 4)
+        results = score(pool, ["a", "b", "c", "stuck", "d", "e", "f", "g"], size=2)
+        if not late(*results[:3], *results[4:]):
+            break
+    assert [isinstance(r, Scored) for r in results] == [True] * 3 + [False] + [True] * 4
+    assert "time-out" in results[3].reason
+
+
+def test_what_dies_beside_others_is_the_only_one_that_is_unscored(pool_of, zoo, score):
+    """Eight groups of one are under way when the process ends: each is asked again by itself."""
+    results = score(pool_of(zoo("act_async"), timeout=30.0), ["ok", "half", "ok", "kill", "ok", "half", "ok", "ok"], size=1)
+    found = [getattr(r, "value", r) for r in results]
+    assert found == [1.0, 0.5, 1.0, Unscored("act_async: its process died (signal 9)"), 1.0, 0.5, 1.0, 1.0]
+
+
 def test_what_a_function_prints_is_no_frame(pool_of, zoo, score, capfd):
     results = score(pool_of(zoo("act"), timeout=30.0), ["print", "ok", "print", "half"])
     assert [r.value for r in results] == [1.0, 1.0, 1.0, 0.5]

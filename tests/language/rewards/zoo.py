@@ -113,6 +113,17 @@ def act(completions: list[str], **columns: Any) -> list[Any]:
     return [every[text]() for text in completions]
 
 
+UNDER_WAY = [0]
+
+
+async def crowd(completions: list[str], **columns: Any) -> list[float]:
+    """How many calls are under way with this one; "stuck" does not end."""
+    UNDER_WAY[0] += 1
+    await asyncio.sleep(60.0 if "stuck" in completions else 0.05)
+    UNDER_WAY[0] -= 1
+    return [float(UNDER_WAY[0] + 1)] * len(completions)
+
+
 async def act_async(completions: list[str], **columns: Any) -> list[Any]:
     await asyncio.sleep(0)
     return act(completions)

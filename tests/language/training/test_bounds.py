@@ -110,15 +110,15 @@ def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_fir
     prompts = [Prompt(i, (i,), Row("x", prompt="p")) for i in range(4)]
 
     def of(rank, central):
-        world = SimpleNamespace(
-            rank=rank, size=2, broadcast=lambda found: "of rank 0", all_gather=lambda own: [[["a"], ["c"]], [["b"], ["d"]]]
-        )
+        world = SimpleNamespace(rank=rank, size=2)
+        each = [["of rank 0"], []] if central else [["a", "c"], ["b", "d"]]
+        monkeypatch.setattr(collect, "spread", lambda world, own, whole: each)
         given = {"num_generations": 1, "seed_of": max, "model": None, "version": 0}
         return collect.rollout(SimpleNamespace(central=central), None, prompts, None, world=world, **given)
 
     assert of(0, False) == of(1, False) == ["a", "b", "c", "d"] and asked == [[0, 2], [1, 3]]
     asked.clear()
-    assert of(0, True) == of(1, True) == "of rank 0" and asked == [[0, 1, 2, 3]]
+    assert of(0, True) == of(1, True) == ["of rank 0"] and asked == [[0, 1, 2, 3]]
 
 
 def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_else(monkeypatch):

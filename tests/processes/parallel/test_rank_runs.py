@@ -134,6 +134,12 @@ def saved(tmp_path_factory):
     return of
 
 
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_gradient_that_is_not_finite_on_one_process_moves_no_weight_on_any(tmp_path, sharded):
+    make_models(tmp_path)
+    ranks.run(2, "rank_runs", "poisoned", tmp_path, lockstep=sharded)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "sharded"), [(1, False), (4, True), pytest.param(2, False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
@@ -161,6 +167,31 @@ def test_a_damaged_shard_is_named(saved, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(checkpoint.CheckpointError, match=shard.name):
         checkpoint.verify(copy)
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2, None])
+def test_each_process_sums_its_share_of_a_checkpoint_and_all_hear_of_a_fault(tmp_path, damaged):
+    """Three processes, of whom one finds the damage; the checkpoint before is then verified likewise."""
+    root = tmp_path / "checkpoints"
+
+    def write(folder: Path) -> None:
+        for n in range(3):
+            (folder / f"shard-{n}.safetensors").write_bytes(bytes([n] * 1000))
+
+    for step in (1, 2):
+        checkpoint.save(root, step, write, meta={})
+    if damaged is not None:
+        (root / "step-00000002" / f"shard-{damaged}.safetensors").write_bytes(bytes([9] * 1000))
+    ranks.run(3, "rank_runs", "newest", root)
+    each = [json.loads(Path(f"{root}-{rank}.json").read_text()) for rank in range(3)]
+    assert all(one["step"] == (2 if damaged is None else 1) for one in each)
+    assert all(
+        [f"shard-{damaged}.safetensors has SHA-256" in line for line in one["ignored"]] == [True] * (damaged is not None)
+        for one in each
+    )
+    for rank, one in enumerate(each):
+        steps = (2,) if damaged is None else (2, 1)
+        assert one["summed"] == [f"step-{step:08d}/shard-{rank}.safetensors" for step in steps], "each file on one rank, once"
 
 
 def command(job: Path, out: Path, *more: str) -> list[str]:

@@ -17,6 +17,7 @@ from psigrad.language.models.experts import balanced
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
+from psigrad.language.rollout.spread import bring
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share
@@ -214,17 +215,19 @@ class Pick:
     rows: int
 
 
-def pick(groups: Sequence[Sequence[Trajectory]]) -> Pick:
+def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
     """The earliest best and the earliest worst of every group that has both."""
-    pairs, chosen, rejected, first = [], [], [], 0
+    rows = [t for group in groups for t in group]
+    chosen, rejected, first = [], [], 0
     for group in groups:
         rewards = [t.reward or 0.0 for t in group]
         best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
         if rewards[best] > rewards[worst]:
-            pairs.append(pair_of(_texts(group[best]), _texts(group[worst])))
             chosen.append(first + best)
             rejected.append(first + worst)
         first += len(group)
+    bring(world, rows, [[*chosen, *rejected]] * world.size)
+    pairs = [pair_of(_texts(rows[best]), _texts(rows[worst])) for best, worst in zip(chosen, rejected, strict=True)]
     return Pick(pairs, chosen, rejected, first)
 
 
@@ -251,7 +254,7 @@ def learn_preferences(
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
     config, world = run.config, run.world
-    picked, tally = pick(groups), Tally(world=world)
+    picked, tally = pick(groups, world), Tally(world=world)
     logps_ref = None
     if loss.needs_reference and picked.pairs:
         if not isinstance(run.reference, LanguageModel):

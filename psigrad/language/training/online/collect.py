@@ -24,6 +24,7 @@ from psigrad.language.models.packing import order
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
 from psigrad.language.rewards.outcomes import turns_of
 from psigrad.language.rollout.episodes.episodes import Player, returns
+from psigrad.language.rollout.spread import spread, spread_collected
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.online.online_run import Online, metric_of
@@ -60,7 +61,8 @@ def next_collection(
     if not central:
         return pending[0].result(), tuple(pending[1:])
     with phase("time/wait"):
-        return run.world.broadcast(pending[0].result()), tuple(pending[1:])
+        found = pending[0].result()
+        return found if run.world.size == 1 else spread_collected(run.world, found), tuple(pending[1:])
 
 
 def begun_by(step: int, lag: int, total: int) -> int:
@@ -128,6 +130,7 @@ def collect(
             cache=cache,
             phase=phase,
             world=world,
+            whole=config.lag > 0,  # a checkpoint has what is not trained on yet
         )
         fresh = fresh if run.recorded is None else run.recorded(fresh)
         cursor += len(wanted)
@@ -177,13 +180,14 @@ def rollout(
     cache: ActivationCache | None = None,
     phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
     world: World = ALONE,
+    whole: bool = False,
 ) -> list[Trajectory]:
     """`num_generations` completions of each prompt, or episodes from it, with their rewards; `seed_of(i, k)` seeds the k-th of
     the i-th prompt.
 
     A group goes to the scorer as soon as its last completion has ended, while others are still being written. `cache` is for what
     sampling computes. `phase` times "time/sample" and "time/score", the wait for what is not scored by then. Each process of the
-    world does its share of the prompts, and all of them get the whole.
+    world does its share of the prompts; of the others' all get what `spread.apart` leaves or, if `whole`, all there is.
     """
     own = range(world.rank, len(prompts), 1 if sampler.central else world.size)
     if sampler.central and world.rank:
@@ -213,10 +217,11 @@ def rollout(
     if world is ALONE:
         return trajectories
     with phase("time/gather"):
-        if sampler.central:
-            return world.broadcast(trajectories)
-        each = world.all_gather([trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)])
-    return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
+        each = spread(world, trajectories, whole=whole)
+    if sampler.central:
+        return each[0]
+    parts = [(each[i % world.size], i // world.size * num_generations) for i in range(len(prompts))]
+    return [t for made, at in parts for t in made[at : at + num_generations]]
 
 
 def _sample(

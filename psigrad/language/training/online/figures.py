@@ -6,6 +6,7 @@ Nothing is computed from any of it, but that a run stops where sampler and train
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.data.templates import prompt_for_reward
+from psigrad.language.rollout.spread import to_writer
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Trajectory
 from psigrad.objective import Batch, Loss, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World, sum_figures
@@ -129,10 +131,12 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     groups = [group for group in groups if group]
     lengths = [t.chosen for t in trajectories]
     ended = [t.chosen for t in trajectories if t.completion.finish_reason == "stop"]
-    surprise = [-lp for t in trajectories for lp in t.completion.logprobs]  # 0 on tokens that the policy did not choose
+    # 0 on tokens that the policy did not choose
+    likelihood = math.fsum(itertools.chain.from_iterable(t.completion.logprobs for t in trajectories))
     filtered = any(
         abs(own - drawn) > 1e-3
         for t in trajectories
+        if t.completion.logprobs is not t.completion.sampling_logprobs
         for own, drawn in zip(t.completion.logprobs, t.completion.sampling_logprobs, strict=True)
     )
     figures: dict[str, Any] = {}
@@ -150,7 +154,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - len(ended) / len(lengths),
-        "surprise" if filtered else "entropy": math.fsum(surprise) / max(1, sum(lengths)),
+        "surprise" if filtered else "entropy": (0.0 - likelihood) / max(1, sum(lengths)),
         "samples": len(trajectories),
         "failed": sum(t.status == "failed" for t in trajectories),
         "unscored": sum(t.status == "unscored" for t in trajectories),
@@ -246,30 +250,39 @@ class TokenFigures:
 
 
 def rollout_rows(
-    prompts: Sequence[Prompt], collected: Collected, outcome: Outcome, step: int, record_tokens: int, record_prompts: int = 0
-) -> list[dict[str, Any]]:
+    world: World,
+    prompts: Sequence[Prompt],
+    collected: Collected,
+    outcome: Outcome,
+    step: int,
+    record_tokens: int,
+    record_prompts: int = 0,
+) -> Sequence[Mapping[str, Any]]:
     """A row of rollouts.jsonl for every completion of the step: those that were trained on with their advantage, and the first
-    `record_tokens` groups token by token. With `record_prompts` only those of the first so many prompts.
+    `record_tokens` groups token by token. With `record_prompts` only those of the first so many prompts. Each process makes those
+    of its own completions, and rank 0 gets all.
     """
     written = collected.trajectories
     if record_prompts:
         groups = {*list(dict.fromkeys((t.row, t.prompt_ids) for t in written))[:record_prompts]}
         written = [t for t in written if (t.row, t.prompt_ids) in groups]
+    own = {n: t for n, t in enumerate(written) if t.home == world.rank}
     # prompts stand in the order of their rows; a look at all of them in every step would cost more than the step
-    numbers = {t.row for t in written}
+    numbers = {t.row for t in own.values()}
     rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
     used = [t for group in collected.groups for t in group]
     advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
     shown = {id(t) for group in collected.groups[:record_tokens] for t in group}
     tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
-    return [
-        {
+    made = {
+        n: {
             **rollout_row(t, step, "train", prompt_for_reward(rows[t.row]), advantage.get(id(t))),
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }
-        for t in written
-    ]
+        for n, t in own.items()
+    }
+    return list(made.values()) if world.size == 1 else to_writer(world, made)
 
 
 def log_probs_of(completion: Completion) -> dict[str, list[float]]:

@@ -95,8 +95,9 @@ def step(run: Online, state: State) -> tuple[State, str]:
     if config.num_generations == 1 or (isinstance(run.algorithm, PolicyGradient) and not run.algorithm.needs_reward):
         for name in WITHIN_GROUPS:  # nothing is compared within a group, so that equal rewards are no fault
             metrics.pop(name, None)
+    rows = rollout_rows(run.world, run.prompts, collected, outcome, number, config.record_tokens, config.record_prompts)
     if run.world.rank == 0:
-        run.journal.rollouts(rollout_rows(run.prompts, collected, outcome, number, config.record_tokens, config.record_prompts))
+        run.journal.rollouts(rows)
     run.journal.metrics(number, metrics)
     run.journal.timings(number, clock, sum(len(t.completion.ids) for t in trajectories))
     run.optimizer.check(number)

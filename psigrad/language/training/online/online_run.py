@@ -27,6 +27,7 @@ from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.episodes.episodes import Player
+from psigrad.language.rollout.spread import bring
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Stretch, Trajectory
 from psigrad.language.training.online.figures import Tally, TokenFigures
 from psigrad.language.training.update import Optimizer
@@ -153,10 +154,13 @@ def to_batch(
     mask = torch.arange(width)[None] < lengths[:, None]
     for n, trajectory in enumerate(rows):
         if trajectory.mask:
-            mask[n, : len(trajectory.mask)] = torch.tensor(trajectory.mask)
+            mask.numpy()[n, : len(trajectory.mask)] = trajectory.mask
 
     def padded(values: Callable[[Trajectory], Sequence[float]]) -> torch.Tensor:
-        return torch.tensor([[*values(t), *[0.0] * (width - len(t.completion.ids))] for t in rows])
+        out = torch.zeros(mask.shape)
+        for row, trajectory in zip(out.numpy(), rows, strict=True):
+            row[: len(trajectory.completion.ids)] = values(trajectory)
+        return out
 
     # what was earned on the way stands where it was earned, the rest on the last token
     earned = torch.zeros(mask.shape)
@@ -213,8 +217,14 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
 
 
 def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """The micro-batches of this process, each with its weight: 0 for one that is only run because others run one."""
-    return shard(world, micro_batches(batch, wanted, budget, shares_of(world)))
+    """The micro-batches of this process, each with its weight: 0 for one that is only run because others run one. Each process
+    has the tokens of its own then.
+    """
+    micros = micro_batches(batch, wanted, budget, shares_of(world))
+    if world.size > 1:
+        shares = [shard(world, micros, rank) for rank in range(world.size)]
+        bring(world, batch.inputs, [[i for micro, _ in share for members in micro for i in members] for share in shares])
+    return shard(world, micros)
 
 
 def rows_of(micro: MicroBatch) -> Tensor:

@@ -1,0 +1,170 @@
+"""A step's trajectories where several processes train: each is whole where it was made and where it is trained on.
+
+Everybody is told what a step computes of all of them: rewards, lengths, masks, log-probs (`apart`). Tokens go to those who read
+them (`bring`), rows of rollouts.jsonl to rank 0, which writes them (`to_writer`). They travel as arrays in the form of
+safetensors, and the little that is no array as JSON beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from psigrad.language.rollout.types import Collected, Trajectory, trajectory_of
+from psigrad.processes.parallel.world import World
+
+
+class Away(Sequence[int]):
+    """Tokens that another process has: how many, and their hash, by which they equal the same tokens, here or away."""
+
+    def __init__(self, length: int, key: int) -> None:
+        self.length, self.key = length, key
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __hash__(self) -> int:
+        return self.key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple | Away) and len(other) == self.length and hash(other) == self.key
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return Away(len(range(self.length)[place]), hash((self.key, place.start, place.stop)))
+        raise RuntimeError("A token was read on a process that does not have it; please report this.")
+
+
+def apart(trajectory: Trajectory) -> Trajectory:
+    """What everybody is told: all but tokens and texts; of the answers of tools, whether they are errors."""
+
+    def away(ids: Sequence[int]) -> Any:
+        return Away(len(ids), hash(ids))
+
+    told = [str(message.get("content"))[:7] for message in trajectory.messages if message.get("role") == "tool"]
+    return replace(
+        trajectory,
+        prompt_ids=away(trajectory.prompt_ids),
+        completion=replace(trajectory.completion, ids=away(trajectory.completion.ids), experts="", prompt_experts=""),
+        branches=tuple(branch._replace(prompt_ids=away(branch.prompt_ids)) for branch in trajectory.branches),
+        text="",
+        messages=tuple({"role": "tool", "content": content} for content in told),
+        policy_turns=(),
+        teacher_prompt_ids=(),
+    )
+
+
+def tokens_of(trajectory: Trajectory) -> Trajectory:
+    """What a model reads of it, and no more."""
+    bare = replace(trajectory.completion, logprobs=(), sampling_logprobs=())
+    return replace(trajectory, completion=bare, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
+
+
+_KINDS = {"ids": np.int32, "prompts": np.int32, "numbers": np.float64, "mask": np.bool_}
+
+
+def pack(rows: Sequence[Trajectory]) -> bytes:
+    """Trajectories as arrays: each prompt once, however many stand behind it."""
+    arrays: dict[str, list[Any]] = {name: [np.empty(0, kind)] for name, kind in _KINDS.items()}
+    prompts: dict[Any, int] = {}
+
+    def put(name: str, values: Any) -> Any:
+        if isinstance(values, Away):
+            return [values.length, values.key]
+        arrays[name].append(np.asarray(values))
+        return len(values)
+
+    def prompt(ids: Any) -> int:
+        return prompts.setdefault(ids, len(prompts))
+
+    held = []
+    for t in rows:
+        completion, row = _said(t.completion), _said(t)
+        own, drawn = t.completion.logprobs, t.completion.sampling_logprobs
+        completion |= {"ids": put("ids", t.completion.ids), "logprobs": put("numbers", own)}
+        completion["sampling_logprobs"] = None if own == drawn else put("numbers", drawn)
+        row |= {"completion": completion, "prompt_ids": prompt(t.prompt_ids), "mask": put("mask", t.mask)}
+        row["teacher_prompt_ids"] = prompt(t.teacher_prompt_ids)
+        row["branches"] = [(branch.start, prompt(branch.prompt_ids)) for branch in t.branches]
+        held.append(row)
+    text = json.dumps({"rows": held, "prompts": [put("prompts", ids) for ids in prompts]}, ensure_ascii=False)
+    flat: dict[str, Any] = {name: np.concatenate(parts, dtype=_KINDS[name], casting="unsafe") for name, parts in arrays.items()}
+    if np.array_equal(small := flat["numbers"].astype(np.float32), flat["numbers"], equal_nan=True):
+        flat["numbers"] = small
+    return safetensors.numpy.save({**flat, "rest": np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)})
+
+
+def unpack(data: bytes) -> list[Trajectory]:
+    """The inverse of `pack`. Log-probs and masks of trajectories that are apart stay in their arrays."""
+    arrays = safetensors.numpy.load(data)
+    held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
+
+    def take(name: str, count: Any, whole: bool = True) -> Any:
+        if isinstance(count, list):
+            return Away(*count)
+        at[name] += count
+        found: Any = arrays[name][at[name] - count : at[name]]
+        return tuple(found.tolist()) if whole else memoryview(found)
+
+    prompts, rows = [take("prompts", count) for count in held["prompts"]], []
+    for row in held["rows"]:
+        completion, whole = row["completion"], not isinstance(row["completion"]["ids"], list)
+        own = take("numbers", completion["logprobs"], whole)
+        drawn = own if completion["sampling_logprobs"] is None else take("numbers", completion["sampling_logprobs"], whole)
+        completion |= {"ids": take("ids", completion["ids"]), "logprobs": own, "sampling_logprobs": drawn}
+        row |= {"mask": take("mask", row["mask"], whole), "branches": [(start, prompts[n]) for start, n in row["branches"]]}
+        row |= {name: prompts[row[name]] for name in ("prompt_ids", "teacher_prompt_ids")}
+        rows.append(trajectory_of(row))
+    return rows
+
+
+def _said(made: Any) -> dict[str, Any]:
+    """The fields that are not their defaults."""
+    return {f.name: x for f in fields(made) if (x := getattr(made, f.name)) != f.default}
+
+
+def spread(world: World, own: Sequence[Trajectory], *, whole: bool = False) -> list[list[Trajectory]]:
+    """What each process has made, by rank: its own as they are, the others' apart or, if `whole`, whole."""
+    made = list(own) if whole else [replace(t, holders=(world.rank,)) for t in own]
+    told = pack(made if whole else [apart(t) for t in made])
+    each = world.exchange([b"" if rank == world.rank else told for rank in range(world.size)])
+    return [made if rank == world.rank else unpack(part) for rank, part in enumerate(each)]
+
+
+def spread_collected(world: World, held: Collected) -> Collected:
+    """The collection that rank 0 holds."""
+    place = {id(t): n for n, t in enumerate(held.trajectories)}
+    groups = [[place[id(t)] for t in group] for group in held.groups]
+    groups, cursor, entries = world.broadcast((groups, held.cursor, held.entries))
+    rows = spread(world, held.trajectories if world.rank == 0 else [])[0]
+    return Collected(rows, [[rows[n] for n in group] for group in groups], cursor, entries)
+
+
+def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
+    """Put into `rows` the tokens of those at the places `wanted[rank]`, on each rank. All call it with the same places."""
+    lacks = [[i for i in places if rows[i].holders and rank not in rows[i].holders] for rank, places in enumerate(wanted)]
+    if not any(lacks):
+        return
+    parts = [pack([tokens_of(rows[i]) for i in places if rows[i].home == world.rank]) for places in lacks]
+    for home, part in enumerate(world.exchange(parts)):
+        for i, own in zip([i for i in lacks[world.rank] if rows[i].home == home], unpack(part), strict=True):
+            brought = {name: getattr(own.completion, name) for name in ("ids", "experts", "prompt_experts")}
+            brought = {"completion": replace(rows[i].completion, **brought)}
+            brought |= {name: getattr(own, name) for name in ("prompt_ids", "branches", "teacher_prompt_ids")}
+            rows[i] = replace(rows[i], **brought)
+    for rank, places in enumerate(lacks):
+        for i in places:
+            rows[i] = replace(rows[i], holders=(*rows[i].holders, rank))
+
+
+def to_writer(world: World, made: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows of all processes, by their places, in that order on rank 0."""
+    told = json.dumps(list(made.items())).encode() if world.rank else b""
+    each = world.exchange([b"" if rank else told for rank in range(world.size)])
+    rows = [*made.items(), *(pair for part in each if part for pair in json.loads(part))]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
