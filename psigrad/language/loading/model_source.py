@@ -23,7 +23,7 @@ from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
-from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config
+from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -356,7 +356,8 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
-    model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
+    with without_peft_warning():
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
     model.save_pretrained(folder)
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     AutoTokenizer.from_pretrained(adapter if has_tokenizer else base).save_pretrained(folder)

@@ -77,6 +77,7 @@ def test_peft_and_transformers_warn_of_nothing_that_a_user_cannot_mend(base, tmp
         warnings.simplefilter("error", FutureWarning)
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
         load_model(Model(path=str(base), lora_rank=2), Run(), None)
+        load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
 
 
 def test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all(base, tmp_path):
