@@ -32,6 +32,7 @@ from psigrad_extras.preflight.bench import timed_run, timing
 from psigrad_extras.preflight.bench.inputs import build
 from psigrad_extras.preflight.bench.timing import OURS, Maker, WorkerProcess, align, costs, medians, rates
 from psigrad_extras.preflight.bench.workload import Parent, Workload, serve
+from psigrad_extras.preflight.plan.hardware import Machine
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
 # float32 weights, ours has weights in bfloat16.
@@ -52,10 +53,12 @@ def beside(
     make: Maker = build,
     device: str = "cpu",
     keep: Callable[[dict[str, Any]], None] | None = None,
+    foretell: Callable[[Path, Machine], dict[str, Any]] = lambda folder, rate: {},
     packages: str = "",
 ) -> dict[str, Any]:
     """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both. Each pair (see
-    `pair`) is given to `keep` as soon as it was taken. TRL's process alone finds `packages`, a folder of them.
+    `pair`) is given to `keep` as soon as it was taken, with what is foretold of the workload in a folder on this machine. TRL's
+    process alone finds `packages`, a folder of them.
 
     Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
     same batch.
@@ -69,6 +72,7 @@ def beside(
     with tempfile.TemporaryDirectory() as folder:
         make(work, Path(folder))
         before = rates(dtype, threads, device)
+        foretold = foretell(Path(folder), before)
         with _sides(CHECKS, Path(folder), dtype, threads, device, packages) as sides:
             checks = {who: side.hear() for who, side in sides.items()}
             agree(work, dtype, checks)
@@ -85,7 +89,7 @@ def beside(
                 elif keep is not None:
                     tokens = steps["ours"][-1]["tokens"]
                     least = timing.floor(work, Path(folder), tokens, dtype, before)
-                    keep(pair(work, {who: taken[-1] for who, taken in steps.items()}, first, least))
+                    keep(pair(work, {who: taken[-1] for who, taken in steps.items()}, first, least) | foretold)
         found = {who: medians(work, taken) for who, taken in steps.items()}
         found["ours"] |= timing.efficiency(work, Path(folder), found["ours"], dtype, before, rates(dtype, threads, device))
     return {**timing.head(work, dtype, threads, device), "check": checks, "to_first_step": first, **found, **ratios(work, steps)}

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, AutoTokenizer
 from workloads import WORKLOADS
 
-from psigrad.config import Model, OnlineConfig, Run, Sampling
+from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.bench.inputs import build
 from psigrad_extras.preflight.bench.timing import alone
@@ -22,23 +24,45 @@ from psigrad_extras.preflight.bench.workload import Workload
 RESULTS = Path(__file__).parent / "results" / "plan.json"
 
 
+def planned(work: Workload, folder: Path, dtype: str, machine: plan.Machine) -> plan.Plan:
+    """The plan of the workload that was made in `folder`. Random weights sample nearly uniformly: every token that ends a
+    completion is as likely as any other.
+    """
+    found, tokenizer = AutoConfig.from_pretrained(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    model: Any = Model(
+        path=f"{folder}/model",
+        dtype=dtype,  # type: ignore[arg-type]
+        gradient_checkpointing=work.gradient_checkpointing,
+        lora_rank=work.lora_rank,
+        quantize_base=work.quantize_base,  # type: ignore[arg-type]
+    )
+    common: dict[str, Any] = {"model": model, "run": Run(max_steps=1, device="cpu")}
+    prompts = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
+    if work.kind == "sft":
+        answers = [len(tokenizer(row["completion"]).input_ids) for row in rows]
+        lengths = plan.Lengths(*(round(statistics.fmean(x)) for x in (prompts, answers)), max(prompts), max(answers))
+        return plan.predict(SFTConfig(batch_size=work.prompts, **common), lengths, machine)
+    ends = found.get_text_config().eos_token_id
+    going_on = 1 - (len(ends) if isinstance(ends, list) else 1) / found.get_text_config().vocab_size
+    mean = (1 - going_on**work.completion_tokens) / (1 - going_on)
+    lengths = plan.Lengths(round(statistics.fmean(prompts)), round(mean), max(prompts), work.completion_tokens)
+    config = OnlineConfig(
+        sampling=Sampling(max_completion_length=work.completion_tokens),
+        algorithm={"preset": work.kind, "kl": {"coefficient": work.beta} if work.beta else None},
+        prompts_per_step=work.prompts,
+        num_generations=work.generations,
+        num_iterations=work.iterations,
+        **common,
+    )
+    return plan.predict(config, lengths, machine)
+
+
 def make_plan(work: Workload, dtype: str, threads: int) -> plan.Plan:
-    """The plan of an online workload. Random weights sample nearly uniformly, so one token of the vocabulary ends."""
-    chance = 1 - 1 / work.vocabulary
-    mean = (1 - chance**work.completion_tokens) / (1 - chance)
-    lengths = plan.Lengths(work.prompt_tokens, round(mean), work.prompt_tokens, work.completion_tokens)
+    """The plan of one of our own workloads."""
     with tempfile.TemporaryDirectory() as folder:
         build(work, Path(folder))
-        config = OnlineConfig(
-            model=Model(path=f"{folder}/model", dtype=dtype, gradient_checkpointing=work.gradient_checkpointing),  # type: ignore[arg-type]
-            sampling=Sampling(max_completion_length=work.completion_tokens),
-            run=Run(max_steps=1, device="cpu"),
-            algorithm={"preset": work.kind, "kl": {"coefficient": work.beta} if work.beta else None},
-            prompts_per_step=work.prompts,
-            num_generations=work.generations,
-            num_iterations=work.iterations,
-        )
-        return plan.predict(config, lengths, plan.machine("cpu", dtype, threads))
+        return planned(work, Path(folder), dtype, plan.machine("cpu", dtype, threads))
 
 
 def measure(work: Workload, dtype: str, threads: int) -> dict[str, Any]:

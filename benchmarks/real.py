@@ -24,12 +24,14 @@ from typing import Any
 
 from beside_trl import beside
 from huggingface_hub import try_to_load_from_cache
+from plan import planned
 
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.runs.machine import provenance
 from psigrad_extras.preflight.bench.inputs import prepare
 from psigrad_extras.preflight.bench.workload import Workload
+from psigrad_extras.preflight.plan.hardware import Machine
 
 FILE = Path(__file__).parent / "results" / "real.jsonl"
 SMOL_NAME = "HuggingFaceTB/SmolLM2-135M"
@@ -197,7 +199,14 @@ def measure(real: Real, dtype: str, threads: int, work: Workload, pairs: int, ke
         cached = bool(real.hub) and isinstance(try_to_load_from_cache(real.hub, "model.safetensors"), str)
         prepare(work, real.hub if cached else str(source), folder)
 
-    beside(replace(work, steps=pairs), dtype, threads, make=make, keep=keep, packages=str(PACKAGES) if work.quantize_base else "")
+    def foretell(folder: Path, rate: Machine) -> dict[str, Any]:
+        if work.turns > 1:  # a plan knows nothing of what an environment says
+            return {}
+        made = planned(work, folder, dtype, rate)
+        return {"plan": {"mb": made.memory.peak / 2**20, "seconds": made.seconds}}
+
+    packages = str(PACKAGES) if work.quantize_base else ""
+    beside(replace(work, steps=pairs), dtype, threads, make=make, keep=keep, foretell=foretell, packages=packages)
 
 
 def lacks(real: Real) -> str:
@@ -260,6 +269,11 @@ def judge(real: Real, found: Sequence[Pair]) -> tuple[list[str], bool]:
         seconds, tokens = (statistics.median(pair[f"{who}_{what}"] for pair in taken) for what in ("seconds", "tokens"))
         peak = max(pair[f"{who}_mb"] for pair in taken)
         lines.append(f"    {name}: {seconds:.2f} s a step, {tokens / seconds:.0f} tokens/s, at most {peak:.0f} MiB")
+    if plan := taken[-1].get("plan"):
+        own = {"mb": max(p["ours_mb"] for p in taken), "seconds": statistics.median(p["ours_seconds"] for p in taken)}
+        for what, unit, goal in (("mb", "MiB", 0.1), ("seconds", "s", 0.25)):
+            off = abs(plan[what] / own[what] - 1)
+            missed.append(_most(lines, f"the plan says {plan[what]:.4g} {unit}, {off:.0%} off", off, goal))
     for phase in taken[0]["phases"]:
         missed.append(_phase(lines, phase, taken))
     return lines, any(missed)

@@ -7,11 +7,12 @@ updates all of it is sent. A sabotaged one leaves out one weight, or sends it wi
 again; or keeps the prefix cache. --weights says how many weights, drawn at random, are sabotaged in both ways; 0: all of them.
 One line of JSON for each update goes to the file, which is gone on with; the summary is printed. It needs vLLM.
 
-python benchmarks/vllm_probe.py --stand-in 20 [--layers 8]
+python benchmarks/vllm_probe.py --stand-in 20 [--layers 8] [--engine]
 
 How often the comparison at the start takes an honest engine in bfloat16 for a wrong one, and one with a layer that is 1 % off for
-honest. Without vLLM: the fused kernels stand for the engine, which round elsewhere than transformers' modules. Each trial has
-another model of random weights, and another layer off: by noise of 1 % of each matrix, and with all its weights 1 % larger.
+honest. Without --engine and vLLM: the fused kernels stand for the engine, which round elsewhere than transformers' modules. Each
+trial has another model of random weights, and another layer off: by noise of 1 % of each matrix, and with all its weights 1 %
+larger.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def main() -> None:
     parser.add_argument("--output", default="")
     parser.add_argument("--stand-in", type=int, default=0)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--engine", action="store_true")
     given = parser.parse_args()
     if given.stand_in:
-        for kind, found in stand_in(given.stand_in, given.layers).items():
+        for kind, found in stand_in(given.stand_in, given.layers, engine=given.engine).items():
             refused = sum(share > 1 for share in found)
             print(f"{kind}: {refused} of {len(found)} refused; {min(found):.2f} to {max(found):.2f} of the bound")
         return
@@ -73,16 +75,19 @@ def main() -> None:
     print(json.dumps({"model": given.model, "dtype": given.dtype, "rate": given.rate, **summary(done)}, indent=1))
 
 
-def stand_in(trials: int, layers: int, hidden: int = 128) -> dict[str, list[float]]:
+def stand_in(trials: int, layers: int, hidden: int = 128, *, engine: bool = False) -> dict[str, list[float]]:
     """Of each trial the distance from float32 as a share of the bound, of an honest engine and of two wrong ones."""
     found: dict[str, list[float]] = {"honest": [], "noise of 1 %": [], "1 % larger": []}
-    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    tokenizer, sampler = tiny.tokenizer(["hello world 123"] * 5, 280), None
     for trial in range(trials):
         network = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, max_length=512, seed=trial)
         with torch.no_grad():
             for weight in network.parameters():  # at its first weights a model attends to everything alike
                 weight.mul_(2.5 if weight.ndim == 2 else 1.0)
         model = language_model.prepare(network.bfloat16(), tokenizer)
+        if engine:
+            sampler = sampler or VLLMSampler(model, 16)
+            sampler.model = model
         probe = probes.written(model, probes.TEXTS, probes.LENGTH)
         exact, allowed = probes.exactly(model, probe)
         rows = Rows(probe, [[False] + [True] * (len(text) - 1) for text in probe])
@@ -95,9 +100,13 @@ def stand_in(trials: int, layers: int, hidden: int = 128) -> dict[str, list[floa
                     whole = before.float()
                     noise = whole.pow(2).mean().sqrt() * torch.randn(whole.shape, generator=generator)
                     p.copy_({"honest": whole, "noise of 1 %": whole + 0.01 * noise, "1 % larger": 1.01 * whole}[kind])
-                logp = model.stats(rows)[0].logp
+                if sampler is not None:
+                    sampler.synchronise()
+                logp = model.stats(rows)[0].logp if sampler is None else sampler.engine_log_probs(probe)
             shares.append(probes.distance(logp, exact) / (probes.SPREAD * allowed))
-        assert model.decoder is not None, "the stand-in is another way to compute"
+        assert sampler is not None or model.decoder is not None, "the stand-in is another way to compute"
+    if sampler is not None:
+        sampler.close()
     return found
 
 

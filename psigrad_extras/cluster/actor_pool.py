@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import statistics
+import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -33,6 +34,10 @@ SLICE = 0.05
 LOG_BYTES = 64 << 20
 # Workers in a row that may fail to start; seconds after which people are told that none has.
 STARTS, NOTICE = 6, 20.0
+# Seconds in which the head of the cluster does not answer, after which it is lost. Ray ends its driver after 60.
+HEAD = 30.0
+# Characters that are kept of the beginning and of the end of what Ray says of a loss.
+SAID = 600
 _OURS = re.compile(r"/(psigrad\w*|site-packages|dist-packages|lib/python3\.\d+)/|^<")
 Tell = Callable[..., None]
 Job = Callable[[Any], Any]
@@ -103,6 +108,7 @@ class ActorPool:
         self._watch = SharedWait()
         self._closed, self._failed, self._noticed, self._alone_since = False, 0, False, time.monotonic()
         self._broken: UserError | None = None
+        self._head = _Head(self.ray, self._lose_head)
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
         """Jobs issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
@@ -110,9 +116,9 @@ class ActorPool:
     def close(self) -> None:
         """Let go of the workers."""
         self._closed = True
+        self._head.over.set()
         for worker in self._workers:
-            with contextlib.suppress(Exception):
-                self.ray.kill(worker.actor)
+            self._kill(worker)
         self._workers.clear()
 
     def begin(self) -> JobBatch:
@@ -185,7 +191,14 @@ class ActorPool:
             if batch in self._batches:
                 self._batches.remove(batch)
 
+    def _lose_head(self) -> None:
+        said = f"The head of the Ray cluster at {self._head.address} has not answered for {HEAD:.0f} s"
+        self._tell("head_lost", f"{said}.", address=self._head.address)
+        self._broken = UserError(f"{said}; start a cluster again, and the same command goes on from the newest checkpoint.")
+
     def _note_absence(self) -> None:
+        if self._head.silent:
+            return
         if any(w.starting is None for w in self._workers):
             self._alone_since, self._noticed = time.monotonic(), False
         elif (waited := time.monotonic() - self._alone_since) > 60 * self._minutes:
@@ -256,13 +269,14 @@ class ActorPool:
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
         self._workers.remove(worker)
-        with contextlib.suppress(Exception):
-            self.ray.kill(worker.actor)
-        reason, said = type(error).__name__, " ".join(str(error).split())[-600:]
+        self._kill(worker)
+        reason, said = _cause_of(error)
         if worker.starting is not None:
             self._failed += 1
             if self._failed >= STARTS:
-                self._broken = UserError(f"{self._failed} {self._name}s in a row could not start on the cluster: {said}")
+                self._broken = UserError(
+                    f"{self._failed} {self._name}s in a row could not start on the cluster: {reason}. {said}"
+                )
                 return
         self.entries["lost"] += 1
         shared = {(id(o.batch), o.job) for w in self._workers for o in w.work.values()}
@@ -271,6 +285,11 @@ class ActorPool:
                 self.entries["again"] += 1
                 owed.batch.waiting.appendleft(owed.job)
         self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
+
+    def _kill(self, worker: _Worker) -> None:
+        if not self._head.silent:  # who asks it for something waits for an answer
+            with contextlib.suppress(Exception):
+                self.ray.kill(worker.actor)
 
     def _find_late(self) -> _Owed | None:
         """A job that is overdue and only one worker has."""
@@ -292,11 +311,13 @@ class ActorPool:
 
     def _tend(self) -> None:
         """Start workers that are wanted; end those that owe for too long what nobody waits for."""
+        if self._head.silent:
+            return
         for worker in [w for w in self._workers if self._is_late(w, 3.0)]:
             if not any(owed.wanted for owed in worker.work.values()):
                 self._workers.remove(worker)
                 self.entries["lost"] += 1
-                self.ray.kill(worker.actor)
+                self._kill(worker)
                 self._tell("worker_lost", f"{self._a} that no longer answers was ended.", reason="no answer")
         for _ in range(len(self._workers), self.wanted):
             actor = self._remote.remote(*self._arguments)
@@ -315,6 +336,33 @@ class ActorPool:
             f"each wants {self._cpus} CPU and {self._gpus:g} GPU, and the cluster has {has}, of which {free or 'nothing'} is "
             "free. Add machines, or ask for less of them in placement."
         )
+
+
+class _Head(threading.Thread):
+    """Looks whether the head of the cluster answers. Where it does not, Ray ends the driver after a minute, and says why on the
+    terminal alone.
+    """
+
+    def __init__(self, ray: Any, lost: Callable[[], None]) -> None:
+        super().__init__(name="the cluster's head", daemon=True)
+        self.address, self.silent, self.over = "", False, threading.Event()
+        self._lost = lost
+        with contextlib.suppress(Exception):  # of a cluster that is asked by way of a server
+            self.address = ray.get_runtime_context().gcs_address
+            self.start()
+
+    def run(self) -> None:
+        """Every other second, until the pool is closed or the head is lost."""
+        answered = time.monotonic()
+        while not self.over.wait(2.0):
+            try:
+                _knock(self.address)
+                self.silent, answered = False, time.monotonic()
+            except UserError:
+                self.silent = True
+            if time.monotonic() - answered > HEAD:
+                self._lost()
+                return
 
 
 class JobBatch:
@@ -353,6 +401,16 @@ class JobBatch:
         """Nobody waits for it any more."""
         self.closed = True
         self._pool._leave(self)
+
+
+def _cause_of(error: Exception) -> tuple[str, str]:
+    """Why a worker is gone, and Ray's words for it, of which a long message loses its middle."""
+    name, said = type(error).__name__, " ".join(str(error).split())
+    if "low on memory" in said:
+        used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)
+        of = f" ({used[1]} of {used[2]} GB in use)" if used else ""
+        name += f": Ray ended it because its machine ran low on memory{of}; give each more CPUs in placement, or take fewer"
+    return name, said if len(said) <= 2 * SAID else f"{said[:SAID]} … {said[-SAID:]}"
 
 
 def _place(trace: str) -> str:

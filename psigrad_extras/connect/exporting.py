@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.loading.model_source import locate, meant, plain_folder
-from psigrad.language.models.backbone import LOADING_ERRORS, without_bars
+from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
 
@@ -31,6 +32,20 @@ _CUTS = {
 }
 
 
+_LOADED = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```
+"""
+_SERVED = """```
+ollama create NAME -f Modelfile
+llama-server -m {file} --jinja
+```
+"""
+
+
 class LeftBehind(NamedTuple):
     """What was written, and of a quantised file how far its weights are off: ‖W − Q(W)‖ / ‖W‖."""
 
@@ -38,6 +53,7 @@ class LeftBehind(NamedTuple):
     error: float = 0.0
 
 
+@without_bars()
 def run(source: str, to: str, output: str = "", quantization: str = "f16", *, trust_remote_code: bool = False) -> LeftBehind:
     """Write the model of a run folder, a model's folder, a hub name or a GGUF file as `to` says. Raises `UserError` where it is
     there already, or is no model that can be written so.
@@ -53,27 +69,24 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         places = [place for place in (Path(model) / "adapter", Path(model)) if is_adapter(place)]
         if not places:
             raise UserError(f"{source} has no adapter; train one with --lora-rank, and keep it with --lora-save both or adapter.")
-        shutil.copytree(places[0], folder)
+        shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner alone
         return LeftBehind(folder)
     place = Path(plain_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
-        shutil.copytree(place, folder, ignore=keep)
-        if (card := Path(model) / "README.md").is_file():  # of an adapter, which was merged elsewhere
-            shutil.copy(card, folder / card.name)
+        shutil.copytree(place, folder, ignore=keep, copy_function=shutil.copyfile)
+        _write_card(model, folder, "transformers", _LOADED.format(folder=folder))
         return LeftBehind(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        with without_bars():
-            network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
+        network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
         tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"
         raise UserError(f"{reason}; give a run, a folder or a hub name.") from error
     if to == "merged":
-        network.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        write(network, tokenizer, folder)
         return LeftBehind(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = (
@@ -82,10 +95,21 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     file = folder / f"{name}-{quantization.upper()}.gguf"
     lost = write_gguf(network, tokenizer, file, quantization)
     (folder / "Modelfile").write_text(modelfile(tokenizer, file.name), encoding="utf-8")
-    if (card := Path(model) / "README.md").is_file():
-        said = f"\n{file.name} has the weights as {quantization}, off by {lost:.2g} of their norm.\n"
-        (folder / "README.md").write_text(card.read_text(encoding="utf-8") + said, encoding="utf-8")
+    said = f"\n{file.name} has the weights as {quantization}, off by {lost:.2g} of their norm.\n"
+    _write_card(model, folder, "gguf", _SERVED.format(file=file.name), said)
     return LeftBehind(file, lost)
+
+
+def _write_card(model: str, folder: Path, library: str, use: str, end: str = "") -> None:
+    """The card of `model`, if it has one, as that of what was made of it: no adapter of peft any more, and used from `folder`."""
+    card = Path(model) / "README.md"
+    if not card.is_file():
+        return
+    text = card.read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^library_name: (peft|transformers)$", f"library_name: {library}", text, count=1)
+    text = re.sub(r"(?m)^base_model_relation: adapter$", "base_model_relation: finetune", text, count=1)
+    text = re.sub(r"(?s)(?<=\n## Use\n\n)```python\n.*?```\n", lambda _: use, text, count=1)
+    (folder / card.name).write_text(text + end, encoding="utf-8")
 
 
 def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> float:

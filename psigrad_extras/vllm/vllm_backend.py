@@ -113,7 +113,8 @@ class VLLMSampler(Sampler):
         self._handles = model.device.type == "cuda" and tensor_parallel_size == 1
         self._settings = {
             "dtype": str(model.network.dtype).removeprefix("torch."),
-            "max_model_len": min(model.max_length, longest or 1 << 20),
+            # the probes have room too, and what is written behind them
+            "max_model_len": min(model.max_length, max(longest, CACHED + 1) if longest else 1 << 20),
             "max_num_seqs": max_batch,
             "gpu_memory_utilization": memory,
             "tensor_parallel_size": tensor_parallel_size,

@@ -145,9 +145,8 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
 
 
 def _models(store: LabelStore) -> dict[str, Checkpoint]:
-    """The models that can be sampled: all but adapters, whose folder the command cannot load alone."""
-    found = find(store.settings.runs, store.settings.checkpoints)
-    return {number: c for number, c in found.items() if not c.adapter}
+    """The models that can be sampled, adapters among them: the command merges one into the base that it names."""
+    return find(store.settings.runs, store.settings.checkpoints)
 
 
 def _prompts(form: SampleForm) -> list[dict[str, Any]]:

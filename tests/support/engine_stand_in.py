@@ -25,6 +25,8 @@ from safetensors.numpy import load_file
 def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
     """See `psigrad_extras.vllm.vllm_engine.service`."""
     fault = os.environ.get("PSIGRAD_TEST_ENGINE", "")
+    if log := os.environ.get("PSIGRAD_TEST_LOG"):
+        Path(f"{log}.environment").write_text(json.dumps(dict(os.environ)))
     if fault == "mute":
         os._exit(3)
     if fault == "broken":
@@ -36,7 +38,8 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
     assert json.loads((folder / "config.json").read_text())["architectures"]
     below = folder / "model.safetensors"
     assert (settings.get("load_format") == "dummy") != below.exists(), "whole weights come by an update, a base from its folder"
-    return partial(answered, {"version": 0, "weights": load_file(below) if below.exists() else {}, "at": "settle"}, fault)
+    held = {"version": 0, "weights": load_file(below) if below.exists() else {}, "at": "settle"}
+    return partial(answered, {**held, "room": settings["max_model_len"]}, fault)
 
 
 # What may follow what in an update.
@@ -57,8 +60,11 @@ def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[A
     name, arguments = message
     if log := os.environ.get("PSIGRAD_TEST_LOG"):
         with open(log, "a") as file:
-            file.write(f"{name} {sorted(load_file(arguments[0]['path'])) if name in ('choose', 'load', 'compare') else ''}\n")
-    if name == "sample":
+            file.write(f"{name} {sorted(read(arguments[0])) if name in ('choose', 'load', 'compare') else ''}\n")
+    texts = {"begin": arguments[:1], "settle": arguments[:1], "prompt_logprobs": arguments[0] if arguments else ()}.get(name, ())
+    if too_long := [len(given) for given in texts if len(given) >= state["room"]]:  # a token is written behind it
+        yield ["failed", f"maximum context length is {state['room']} tokens, and the prompt contains {too_long[0]}"]
+    elif name == "sample":
         assert state["at"] == "settle"
         yield from sampled(state, fault, *arguments)
     elif name == "prompt_logprobs":
@@ -76,9 +82,9 @@ def updated(state: dict[str, Any], fault: str, name: str, arguments: Any) -> Ite
     if name == "choose":
         state["changed"] += arguments[1]
     if name == "load":
-        state["new"] |= load_file(arguments[0]["path"])
+        state["new"] |= read(arguments[0])
     if name == "compare":
-        state["compared"] |= load_file(arguments[0]["path"])
+        state["compared"] |= read(arguments[0])
     if name == "finish":
         state |= {"version": arguments[0], "weights": state["new"]}
     if name == "adapt":
@@ -94,6 +100,18 @@ def updated(state: dict[str, Any], fault: str, name: str, arguments: Any) -> Ite
         yield ["updated", state["version"], wrong, [], 130 if fault == "keeps" and state["version"] > 1 else 0]
     else:
         yield ["done"]
+
+
+def read(bucket: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a bucket: in a file, or as vLLM's `ipc` takes them apart, whose handle is here a file."""
+    if "path" in bucket:
+        return load_file(bucket["path"])
+    ((gpu, (buffer, size)),) = bucket["ipc_handles"].items()
+    packed = np.fromfile(buffer, np.uint8)
+    assert gpu == "GPU-of-the-trainer" and len(packed) == size == sum(bucket["tensor_sizes"])
+    pieces = np.split(packed, np.cumsum(bucket["tensor_sizes"])[:-1])
+    columns = zip(bucket["names"], bucket["dtype_names"], bucket["shapes"], pieces, strict=True)
+    return {name: piece.view(kind).reshape(shape) for name, kind, shape, piece in columns}
 
 
 def sampled(state: dict[str, Any], fault: str, flat: Any, params: dict[str, Any], version: int) -> Iterator[list[Any]]:

@@ -88,6 +88,7 @@ class Case:
     dtype: str = "float32"
     recompute: bool = False
     algorithm: str = "dapo"
+    device: str = "cpu"
     balance: float = 0.0
     """Weight of the loss that keeps the load of experts even. Each pass has its own; its rows must not depend on the ranks."""
 
@@ -96,7 +97,7 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
     algorithm = resolve(case.algorithm)
     if case.algorithm == "ppo" and case.value_head:
         algorithm = replace(algorithm, kl=None)
-    batch = to_batch(groups)
+    batch = to_batch(groups).to(case.device)
     if batch.logp_old.dtype != torch.float64 and case.dtype == "float64":
         batch = replace(batch, **{n: x.double() for n, x in vars(batch).items() if torch.is_tensor(x) and x.is_floating_point()})
     again = log_probs(model, batch, BUDGET, 1.0, world=world)
@@ -184,7 +185,7 @@ CONTROLS = ("own counts", "mean", "root only", "layers unseen")
 
 def load(case: Case, folder: Path, world: World, control: str = ""):
     """(the model that learns, its critic)."""
-    kwargs = {"dtype": case.dtype, "gradient_checkpointing": case.recompute}
+    kwargs = {"dtype": case.dtype, "device": case.device, "gradient_checkpointing": case.recompute}
     torch.manual_seed(0)
     if case.scalar:
         model = scalar_model.load(str(folder / case.folder), **kwargs)
@@ -200,8 +201,10 @@ def load(case: Case, folder: Path, world: World, control: str = ""):
         model.add_value_head()
         nn.init.normal_(model.value_head.weight, std=0.1)
     critic = scalar_model.load(str(folder / case.folder), **kwargs) if case.critic else None
-    if world.lockstep:
-        for each in filter(None, (model, critic)):
+    for each in filter(None, (model, critic)):
+        if case.device != "cpu":
+            each.attend("auto")
+        if world.lockstep:
             sharded.shard(each, world)
             _sabotage(each, control)
     return model, critic
@@ -235,7 +238,7 @@ def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[
         found[f"norm of {prefix}"] = torch.tensor(norm, dtype=torch.float64)
         optimizer.apply(norm, 1e-2)
     with torch.no_grad():
-        batch = to_batch(groups_of(seed=1))
+        batch = to_batch(groups_of(seed=1)).to(case.device)
         after = values(model, batch, BUDGET, world=world) if case.scalar else log_probs(model, batch, BUDGET, 1.0, world=world)
     return found | {"after a step": after}
 

@@ -132,6 +132,22 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
         save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")
 
 
+def poisoned(world: World, folder: str) -> None:
+    """A step of which the last rank's losses are no numbers; none may move a weight."""
+    from rank_gradients import CASES, groups_of
+
+    made = CASES["dapo"]
+    model, _ = load(made, Path(folder), world)
+    optimizer = Optimizer(model.trainable(), Optim(learning_rate=1e-2), world=world)
+    before = [shards.local_of(p.detach()).clone() for p in optimizer.parameters.values()]
+    factor = float("nan") if world.rank == world.size - 1 else 1.0
+    losses = made.losses(made, world, model, None, groups_of(), "")
+    assert optimizer.step([lambda loss=loss: factor * loss() for loss in losses], 1e-2) is None and optimizer.nonfinite == 1
+    for p, kept in zip(optimizer.parameters.values(), before, strict=True):
+        assert torch.equal(shards.local_of(p.detach()), kept)
+    assert optimizer.step(made.losses(made, world, model, None, groups_of(), ""), 1e-2) and optimizer.nonfinite == 0
+
+
 def newest(world: World, run: str) -> None:
     """Look for the newest checkpoint together; write down which it is, what was passed over, and what this rank summed."""
     saved.checkpoint._verified.clear()  # what the parent of this fork knows
@@ -142,4 +158,4 @@ def newest(world: World, run: str) -> None:
     Path(f"{run}-{world.rank}.json").write_text(json.dumps(told))
 
 
-__all__ = ["checkpoint", "config", "load_file", "main"]
+__all__ = ["checkpoint", "config", "load_file", "main", "newest", "poisoned"]

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, write
-from psigrad.language.models.lora import is_adapter, read_adapter_config
+from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
 from psigrad.processes.parallel.world import World
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ def take_weights(network: PreTrainedModel, folder: Path) -> None:
         from peft import PeftModel
 
         base: Any = type(network).from_pretrained(read_adapter_config(folder)["base_model_name_or_path"], dtype=network.dtype)
-        wrapped: Any = PeftModel.from_pretrained(base, folder)
+        with without_peft_warning():
+            wrapped: Any = PeftModel.from_pretrained(base, folder)
         network.load_state_dict(wrapped.merge_and_unload().state_dict())
         return
     network.load_state_dict(type(network).from_pretrained(folder, dtype=network.dtype).state_dict())

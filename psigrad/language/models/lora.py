@@ -133,7 +133,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         held: Any = config
         held.lora_dropout = lora.dropout
         try:
-            with _quiet():
+            with without_peft_warning():
                 return peft.PeftModel.from_pretrained(hf, saved, is_trainable=True, config=config)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             raise UserError(f"The adapter {str(saved)!r} does not fit its base: {reason_of(error)}.") from error
@@ -152,7 +152,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         task_type=task,
     )
     try:
-        with _quiet():
+        with without_peft_warning():
             return peft.get_peft_model(hf, config)
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
@@ -163,7 +163,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def without_peft_warning() -> Iterator[None]:
     """Without transformers' warning that peft asks it by a name that goes away, which no user can do anything about."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

@@ -54,7 +54,7 @@ def correct(
     if stated or (is_exact(sampler, model) and not config.lag):
         return algorithm
     part = truncated_importance()
-    why = f"Completions are {config.lag} steps old" if config.lag else "The sampler rounds otherwise than the trainer"
+    why = f"Completions are {config.lag} steps old" if config.lag else "The sampler may round otherwise than the trainer"
     text = (
         f"{why}; {label(part)} corrects for it, unless algorithm.correction says otherwise. "
         "sampling/importance_sampling_ratio/mean says by how much: at 1 not at all."

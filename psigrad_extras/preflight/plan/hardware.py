@@ -75,8 +75,18 @@ def named_gpu(name: str, dtype: str) -> Machine:
     return Machine("cuda", memory * 10**9, tflops * 1e12 / (1 if dtype == "bfloat16" else 2), bandwidth * 1e12)
 
 
-def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops: float = 0.0, *, measure: bool = True) -> Machine:
-    """The machine at hand, or one with the given `memory` and `tflops`.
+def machine(
+    device: str,
+    dtype: str,
+    threads: int = 0,
+    memory: str = "",
+    tflops: float = 0.0,
+    *,
+    measure: bool = True,
+    roughly: bool = False,
+) -> Machine:
+    """The machine at hand, or one with the given `memory` and `tflops`. What is measured `roughly` takes a fifth of the time, and
+    little memory.
 
     A GPU that this machine lacks needs its memory given; its speed stays unknown without `tflops`.
     """
@@ -94,7 +104,7 @@ def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops:
             raise UserError(f"device is {device!r} and this machine has {torch.cuda.device_count()} CUDA devices.") from error
     if not measure:
         return Machine(device, size)
-    peak, bandwidth = _speed(device, dtype, threads) if here else (0.0, 0.0)
+    peak, bandwidth = _speed(device, dtype, threads, roughly) if here else (0.0, 0.0)
     if tflops:
         # a GPU reads as fast as the one of the table that is about as quick, a CPU one byte in the time of 10 operations
         near = min(GPUS.values(), key=lambda gpu: abs(gpu[1] - tflops))
@@ -128,23 +138,35 @@ def available_memory() -> int:
     return max(0, min(found))
 
 
-def _speed(device: str, dtype: str, threads: int) -> tuple[float, float]:
-    """(FLOP/s of a matrix product, bytes/s of a copy), the best of a quarter of a second each."""
+def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the processor's largest cache; 0 where the system does not say."""
+    sizes = [path.read_text().strip() for path in folder.glob("index*/size")]
+    return max((parse_bytes(f"{size}iB") for size in sizes if size[-1:] in ("K", "M")), default=0)
+
+
+def _speed(device: str, dtype: str, threads: int, roughly: bool) -> tuple[float, float]:
+    """(FLOP/s of a matrix product, bytes/s of a copy), the best of a quarter of a second each.
+
+    On a CPU what is copied and its copy are together twice the last cache, which would else be measured in memory's place;
+    `roughly` 64 MiB.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or default_threads())
     try:
         n = 1024 if device == "cpu" else 8192
         a = torch.ones(n, n, dtype=DTYPES[dtype], device=device)
-        block = torch.ones(1 << (25 if device == "cpu" else 30), dtype=torch.uint8, device=device)
-        other = torch.empty_like(block)
-        return 2 * n**3 / _best(lambda: multiply(a, a), device), 2 * block.numel() / _best(lambda: other.copy_(block), device)
+        size = 1 << 30 if device != "cpu" else max(1 << 25, 0 if roughly else min(last_cache(), available_memory() // 8))
+        block = torch.ones(size, dtype=torch.uint8, device=device)
+        other, least = torch.empty_like(block), 0.05 if roughly else 0.25
+        flops, copied = _best(lambda: multiply(a, a), device, least), _best(lambda: other.copy_(block), device, least)
+        return 2 * n**3 / flops, 2 * size / copied
     finally:
         torch.set_num_threads(before)
 
 
-def _best(work: Callable[[], object], device: str) -> float:
-    """The fewest seconds that one call took, of five calls or a quarter of a second of them."""
-    best, count, end = float("inf"), 0, time.perf_counter() + 0.25
+def _best(work: Callable[[], object], device: str, least: float) -> float:
+    """The fewest seconds that one call took, of five calls or of `least` seconds of them."""
+    best, count, end = float("inf"), 0, time.perf_counter() + least
     while count < 5 or time.perf_counter() < end:
         start = time.perf_counter()
         work()

@@ -82,7 +82,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
         data: Any = config.data.dataset
         small = not isinstance(data, str) or (os.path.isfile(data) and os.path.getsize(data) < SMALL)
         lengths, rows, _ = lengths_of(config, read=small)
-        here = machine(device_of(config.run), config.model.dtype, config.run.threads)
+        here = machine(device_of(config.run), config.model.dtype, config.run.threads, roughly=True)
         work = (made := predict(config, lengths, here, dataset=rows, quick=True)).work
     except (ValueError, OSError):
         return  # wrong settings: the run itself refuses them, with a better sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,6 +140,26 @@ def test_what_a_worker_raises_is_told_with_its_place(ray):
     said = "\n".join(f'File "{file}", line {line}, in f' for file, line in files)
     assert run(Raised(KeyError("x"), said)) == "A worker failed on the cluster (KeyError: 'x', /home/me/mine.py, line 7)."
     assert told[-1] == ("worker_failed", {"traceback": said})
+
+
+# What Ray 2.60 says, its figures of the object store and the list of the largest processes cut.
+LOW = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 127.0.0.1, ID: 65) was 7.46GB used / "
+    "23.54GB limit (0.316838)\nOOM kill reason: Memory usage 8008544256B exceeded threshold of 1263825152B (5.0% of "
+    "25276502016B limit)\n" + "PID\tMEM(GB)\tCOMMAND\n" * 90 + "To revert to the legacy policy, set it."
+)
+
+
+def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatch):
+    monkeypatch.setattr(Ray, "get", lambda self, ref: (_ for _ in ()).throw(Lost(LOW)))
+    told = []
+    pool = make(tell=lambda kind, text, **fields: told.append((kind, text, fields)))
+    why = "Lost: Ray ended it because its machine ran low on memory (7.46 of 23.54 GB in use); give each more CPUs in placement"
+    with pytest.raises(UserError, match=re.escape(f"6 workers in a row could not start on the cluster: {why}")):
+        run(pool, [None])
+    assert told and all(kind == "worker_lost" and why in text for kind, text, _ in told)
+    said = told[0][2]["said"]
+    assert "OOM kill reason" in said and said.endswith("To revert to the legacy policy, set it.") and len(said) < 1300 < len(LOW)
 
 
 @pytest.mark.parametrize("address", ["auto", "ray-head"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -228,14 +229,40 @@ def test_a_machine_that_is_cut_off_is_passed_by_and_may_come_back(job, whole, tm
     same(out, undisturbed)
 
 
-def test_a_lost_head_ends_the_run_which_then_goes_on(job, whole, tmp_path, cluster):
+def test_a_lost_head_ends_the_run_which_then_goes_on(job, whole, tmp_path, request):
+    undisturbed = whole(2, 120)  # before there is a cluster, which "auto" would find
+    cluster, out = request.getfixturevalue("cluster"), tmp_path / "run"
     cluster.add_node(num_cpus=1)
-    run = start(job, tmp_path / "run", lag=2, steps=5000, cluster=cluster.address, samplers=2)
-    until(lambda: steps_done(tmp_path / "run") >= 12, run)
+    run = start(job, out, lag=2, steps=120, cluster=cluster.address, samplers=2)
+    until(lambda: steps_done(out) >= 12, run)
     cluster.shutdown()
     said = run.communicate(timeout=500)[0]
     assert run.returncode not in (0, None), said[-3000:]
-    assert "checkpoints" in os.listdir(tmp_path / "run")
+    train(job, out, lag=2, steps=120)
+    same(out, undisturbed)
+    assert "resumed" in kinds(out)
+
+
+def test_a_head_that_no_longer_answers_is_told_before_ray_ends_the_driver(job, tmp_path, cluster):
+    """The control plane alone is lost, as where it is on another machine; workers go on for a while."""
+    cluster.add_node(num_cpus=1)
+    run, out = start(job, tmp_path / "run", lag=2, steps=100_000, cluster=cluster.address, samplers=2), tmp_path / "run"
+    sentence = f"The head of the Ray cluster at {cluster.address} has not answered for 30 s"
+    until(lambda: steps_done(out) >= 6, run)
+    cluster.head_node.kill_gcs_server()
+    said = finish(run, status=1)
+    assert f"psigrad: {sentence}." in said and "head_lost" in kinds(out)
+    reason = events(out)[-1]["reason"]
+    assert f"{sentence}; start a cluster again, and the same command goes on from the newest checkpoint." in reason
+
+
+def test_workers_that_are_ended_because_memory_is_short_are_told_as_that(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
+    said = finish(start(job, tmp_path / "run", samplers=1), status=1)
+    assert re.search(
+        r"6 samplers in a row .*: OutOfMemoryError: Ray ended it because .* ran low on memory \([\d.]+ of [\d.]+ GB", said
+    )
 
 
 def line_of(what: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,9 +151,43 @@ def test_a_runs_adapter_its_merged_model_and_its_card(adapted, tmp_path, monkeyp
     again = load_file("again/model.safetensors")
     assert all(torch.allclose(again[name], merged[name], atol=1e-6) for name in merged)
     assert cli.main(["export", str(adapted), "--to", "gguf", "--output", "g", "--quantization", "q8_0"]) == 0
-    assert (
-        "ollama create" in capsys.readouterr().out and "run-Q8_0.gguf has the weights as q8_0" in Path("g/README.md").read_text()
-    )
+    said = capsys.readouterr()
+    assert "ollama create" in said.out and "run-Q8_0.gguf has the weights as q8_0" in Path("g/README.md").read_text()
+    assert not said.err, "no bars of transformers"
+
+
+CARD = """---
+library_name: peft
+base_model_relation: adapter
+---
+
+## Use
+
+```python
+model = AutoModelForCausalLM.from_pretrained("runs/crumb/model")
+```
+
+## Training
+"""
+
+
+def test_the_card_of_what_an_adapter_became_says_how_that_is_used(adapted, tmp_path):
+    """And whoever may read other files may read the weights."""
+    source = tmp_path / "adapter"
+    export.run(str(adapted), "adapter", str(source))
+    (source / "README.md").write_text(CARD)
+    for to, library, use in (
+        ("merged", "transformers", f'from_pretrained("{tmp_path / "merged"}")'),
+        ("gguf", "gguf", "llama-server -m adapter-F16.gguf --jinja"),
+    ):
+        export.run(str(source), to, str(tmp_path / to))
+        card = (tmp_path / to / "README.md").read_text()
+        assert f"library_name: {library}\nbase_model_relation: finetune\n" in card and use in card and "## Training" in card
+        assert "peft" not in card and "runs/crumb" not in card
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in [*source.iterdir(), *(tmp_path / "merged").iterdir()]:
+        assert file.stat().st_mode & 0o777 == 0o666 & ~umask, file
 
 
 def test_what_cannot_be_exported_is_a_sentence(job, adapted, tmp_path, monkeypatch, capsys):

@@ -145,6 +145,15 @@ def test_vllms_pages_fit_where_rooms_as_long_as_the_longest_would_not(model, ten
     assert not any(s.fits for s in starved) and any(s.starved for s in starved)
 
 
+def test_slots_of_the_embedded_sampler_are_counted_and_do_not_fit_where_pages_do(tmp_path):
+    """256 slots of 2,560 tokens, each with keys and values of 8 heads of 128 in 32 layers, in two bytes: 86 GB."""
+    config = replace(settings(folder_of("llama-3.1-8b", tmp_path), 1, 0), micro_batch_tokens=8192)
+    embedded = replace(config, sampling=Sampling(max_decode_batch=256, max_completion_length=2430))
+    found = plan.predict(embedded, plan.Lengths(130, 2430, 130, 2430), named_gpu("h100", "bfloat16"), quick=True)
+    (cache,) = [item.bytes for item in found.memory.items if item.name == "KV cache"]
+    assert cache == pytest.approx(256 * 2560 * 2 * 32 * 8 * 128 * 2, rel=0.02) and 85e9 < cache < 88e9 and not found.fits
+
+
 def test_the_command_takes_a_gpu_by_name(tmp_path, capsys):
     arguments = ["plan", "grpo", "--model", folder_of("llama-3.1-8b", tmp_path), "--prompt-length", "130", "--sampler", "vllm"]
     assert cli.main([*arguments, "--device", "cuda", "--gpu", "h100", "--devices", "64"]) == 0

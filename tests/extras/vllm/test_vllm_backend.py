@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_jobs import make_job, online_config
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_sabotage import switch
 
 from psigrad.config import Model, Sampling
@@ -206,6 +207,20 @@ def test_every_weight_that_does_not_arrive_is_named_and_no_other(sampler):
     sampler._sent = fingerprint(sampler.model)
 
 
+def test_a_mixture_of_experts_takes_its_updates():
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=False, **shape, **heads)
+    model = prepare(Qwen3MoeForCausalLM(config), tokenizer)
+    with closing(VLLMSampler(model, 16)) as sampler:
+        before = sampler.sample(some_requests(), SamplingParams(max_tokens=16))
+        for version in (1, 2, 3):  # a token that is sent to other experts by rounding would show
+            assert worst(sampler, SamplingParams(max_tokens=16)) < 5e-4 and sampler.version == version
+            step(model)
+        assert sampler.sample(some_requests(), SamplingParams(max_tokens=16)) != before
+
+
 def test_a_missed_update_ends_the_run_in_a_sentence():
     model = a_model()
     sampler = VLLMSampler(model, 16, service="vllm_sabotage:service")
@@ -256,7 +271,8 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(monkeypat
         # one that stands still is late, and one that stands still each time ends the run
         monkeypatch.setattr(vllm_backend, "PATIENCE", 2.0)
         monkeypatch.setattr(vllm_backend, "LOSSES", 1)
-        os.kill(sampler._worker.process.pid, signal.SIGSTOP)
+        keeper = sampler._worker.process.pid  # the engine is below it
+        os.kill(int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]), signal.SIGSTOP)
         with pytest.raises(UserError, match=r"lost 1 times in a row, last because it gave no sign of life"):
             sampler.sample(requests, params)
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import signal
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +128,22 @@ def test_what_cannot_go_on_ends_in_a_sentence_and_leaves_no_process(engine, faul
     if fault not in ("mute", "broken"):
         with pytest.raises(UserError, match="was closed"):
             sampler.sample(REQUESTS, PARAMS)
+
+
+@pytest.mark.parametrize("longest", [0, 7, 200])
+def test_a_run_of_short_texts_leaves_room_for_the_probes(engine, longest):
+    sampler = engine(longest=longest)
+    assert sampler._settings["max_model_len"] == {0: sampler.model.max_length, 7: vllm_backend.CACHED + 1, 200: 200}[longest]
+    assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model)
+
+
+def test_an_engine_hears_what_it_needs_of_the_environment_and_no_key(engine, monkeypatch, tmp_path):
+    passed = {"NCCL_DEBUG": "INFO", "TRITON_CACHE_DIR": "/t", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in (*passed, "VLLM_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, passed.get(name, "secret"))
+    engine()
+    found = json.loads((tmp_path / "log.environment").read_text())
+    assert {name: found.get(name) for name in passed} == passed and "secret" not in found.values()
 
 
 def test_settings_that_cannot_be_are_refused_at_once(engine):
@@ -359,6 +376,33 @@ def test_an_update_is_begun_sent_finished_compared_and_settled(engine, monkeypat
             in_turn = [ast.literal_eval(of) for one, of in said if one == kind]
             assert len(in_turn) == 3 and sorted(itertools.chain(*in_turn)) == sorted(names)
         assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model)
+
+
+def test_weights_that_stay_on_the_gpu_go_by_handles_and_are_gathered_again_to_compare(engine, monkeypatch, tmp_path):
+    """A handle's place is taken by a file, which is there while the trainer keeps the buffer."""
+    kept, most = [], 0
+
+    def share(buffer):
+        nonlocal most
+        file = tmp_path / f"{len(kept)}.buffer"
+        buffer.numpy().tofile(file)
+        kept.append(weakref.finalize(buffer, file.unlink))
+        most = max(most, sum(one.alive for one in kept))
+        return None, (str(file), buffer.numel())
+
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", share)
+    gpu = SimpleNamespace(uuid="GPU-of-the-trainer")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(VLLMSampler, "_handles", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
+    sampler = engine()
+    nudge(sampler.model)
+    assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model) and sampler.version == 2
+    kinds = [line.partition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()]
+    update = ["begin", "start", *["load"] * 3, "finish", *["compare"] * 3, "settle"]
+    assert kinds == [*update, "prompt_logprobs", *update, "sample"]
+    assert len(kept) == 12 and most == 1 and not any(one.alive for one in kept), "no second whole model beside the trainer's"
 
 
 LORA = Lora(rank=4, alpha=8.0)

@@ -68,7 +68,11 @@ def test_greedy_texts_and_their_log_probs_are_those_of_the_model_here(served, tm
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     model = language_model.load(str(folder))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    shared = {"data": Data(dataset=str(tmp_path / "rows.jsonl")), "sampling": Sampling(8), "run": Run(threads=1)}
+    shared = {
+        "data": Data(dataset=str(tmp_path / "rows.jsonl"), plain_prompts=True),
+        "sampling": Sampling(8),
+        "run": Run(threads=1),
+    }
     greedy = Evaluation(eval_prompts=0, eval_temperature=0.0)
     sample.run(SampleConfig(server=url, evaluation=greedy, output=str(tmp_path / "out.jsonl"), **shared))
     rows = sample.read_jsonl(str(tmp_path / "out.jsonl"))

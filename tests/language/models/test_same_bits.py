@@ -9,6 +9,8 @@ from fused_models import CONFIGS, adapted, made, some_groups
 
 from psigrad.language.models import logprobs
 from psigrad.language.models.fused.caches import PackedWeights
+from psigrad.language.models.language_model import prepare
+from psigrad.language.models.lora import Lora
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -54,6 +56,36 @@ def test_no_bit_differs(name, kind, tokenizer):
 def test_nor_with_few_sequences(members, kind, tokenizer):
     """Of which the last is alone at the end."""
     assert unlike(made(CONFIGS["qwen3"], tokenizer, kind), members=members, tokens=30) == (0, 0.0)
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_nor_of_what_adapters_add(rank, tokenizer):
+    """Whose sums are of huge numbers that cancel, so that they tell in which order, and bfloat16 ones in which pairs, they are
+    made: of an odd rank no pair may be of two adapters.
+    """
+    hf = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16).as_transformers()
+    model = prepare(hf, tokenizer, lora=Lora(rank))
+    torch.manual_seed(0)
+
+    def huge(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape).sign() * torch.tensor([1.0, 2.0**14])[torch.randint(0, 2, shape)]).bfloat16()
+
+    with torch.no_grad():
+        for name, p in hf.named_parameters():
+            if "lora_A" in name:
+                p.copy_(torch.eye(*p.shape))
+            elif "lora_B" in name:
+                p.copy_(huge(*p.shape))
+            elif "base_layer" in name:
+                p.zero_()
+    plain = model.decoder.layers[0].current_weights(adapted=True)
+    for group in range(4):
+        factors = plain.factors(group)
+        x = huge(256, factors.low[0].shape[1])
+        out = [x.new_empty(256, sum(m.shape[0] for m in factors.matrices)) for _ in range(2)]
+        plain.apply(group, x, out[0])
+        factors.pack(plain.native.products).multiply(x, out[1], None, plain.native.products)
+        assert torch.equal(*out) and out[0].abs().max() > 2.0**20, group
 
 
 def test_nor_in_an_episode_of_two_turns(tokenizer):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from packed_inputs import BRANCHES, GROUPS, ROWS, draw
-from torch.nn import functional as F
+from packed_inputs import BRANCHES, GROUPS, ROWS, draw, oracle, pieces_of
 
 from psigrad.errors import UserError
 from psigrad.language.models import hf_attention, tiny
@@ -19,30 +18,6 @@ from psigrad.language.models.packing import Groups, Rows, pack
 
 # Queries and keys of a tile of the kernel: a tile is computed where one of its pairs is seen.
 TILE = (128, 64)
-
-
-def pieces_of(q, k, ends_q, ends_k, longest_q, longest_k):
-    """(queries, keys) of each piece; what is said of all of them must be so."""
-    cuts_q, cuts_k = ends_q.tolist(), ends_k.tolist()
-    assert ends_q.dtype == ends_k.dtype == torch.int32
-    assert (cuts_q[0], cuts_k[0], cuts_q[-1], cuts_k[-1]) == (0, 0, len(q), len(k))
-    sizes = [(b - a, d - c) for a, b, c, d in zip(cuts_q, cuts_q[1:], cuts_k, cuts_k[1:], strict=False)]
-    assert (longest_q, longest_k) == (max(n for n, _ in sizes), max(m for _, m in sizes))
-    return sizes
-
-
-def oracle(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, window):
-    """Piece by piece; the last query stands at the last key."""
-    out, heads = [], q.shape[1]
-    sizes = pieces_of(q, k, ends_q, ends_k, longest_q, longest_k)
-    split = [x.split(list(n)) for x, n in zip((q, k, v), (*zip(*sizes, strict=True), [m for _, m in sizes]), strict=True)]
-    for (n, m), one, keys, values in zip(sizes, *split, strict=True):
-        distance = torch.arange(m - n, m)[:, None] - torch.arange(m)
-        mask = (distance >= 0) & (distance < (window or m + 1))
-        views = [x.transpose(0, 1)[None] for x in (one, keys, values)]
-        views[1:] = [x.repeat_interleave(heads // x.shape[1], 1) for x in views[1:]]
-        out.append(F.scaled_dot_product_attention(*views, attn_mask=mask, scale=scale)[0].transpose(0, 1))
-    return torch.cat(out)
 
 
 @pytest.mark.parametrize("window", [None, 3])

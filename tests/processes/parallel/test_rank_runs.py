@@ -134,6 +134,12 @@ def saved(tmp_path_factory):
     return of
 
 
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_gradient_that_is_not_finite_on_one_process_moves_no_weight_on_any(tmp_path, sharded):
+    make_models(tmp_path)
+    ranks.run(2, "rank_runs", "poisoned", tmp_path, lockstep=sharded)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "sharded"), [(1, False), (4, True), pytest.param(2, False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(

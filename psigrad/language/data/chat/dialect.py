@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message
-from psigrad.language.data.chat.rendering import render
+from psigrad.language.data.chat.rendering import Rendering, compiled, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +70,8 @@ class Dialect:
     """The same behind a turn that calls a tool, before the tool's answer."""
     header: str = ""
     """What opens the assistant's turn, where the template cannot be asked to: add_generation_prompt changes nothing."""
+    rendering: Rendering = field(default=render, compare=False, repr=False)
+    """What renders its conversations."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What else was asked of the template."""
 
@@ -84,6 +86,8 @@ class Specials:
     """What finds the tokens at which a text is cut before anything else is done with it; None where that is not certain."""
     backend: Any = None
     """The tokenizer of `tokenizers` behind it, where transformers adds nothing to what that makes of a text."""
+    named: str = ""
+    """Which of them is the EOS, the BOS, …: templates write them by these names."""
     begun: dict[str, list[int]] | None = field(default=None, compare=False)
     """The tokens of texts behind which others were encoded, where the tokenizer is `fixed`."""
     ahead: dict[str, list[int]] = field(default_factory=dict, compare=False)
@@ -105,7 +109,8 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
         found = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         words = sorted(found.values(), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
-        _specials[tokenizer] = (key, Specials(frozenset(found), pattern, *_backend_of(tokenizer)))
+        named = str(tokenizer.special_tokens_map)
+        _specials[tokenizer] = (key, Specials(frozenset(found), pattern, *_backend_of(tokenizer), named))
     return _specials[tokenizer][1]
 
 
@@ -195,7 +200,9 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
     )
     # a header is a special token or words, as in "Assistant: "; white space alone is neither
     header = header if special.search(header) or re.search(r"\w", header) else ""
-    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header)
+    probes = [speak(some, None, found)[0] for some in ([USER], [USER, told, USER], [USER, thought], [USER, call_of(), answer])]
+    rendering = compiled(tokenizer, arguments, probes)
+    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header, rendering=rendering)
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> str:

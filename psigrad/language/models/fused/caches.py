@@ -287,7 +287,7 @@ class Factors:
     matrices: Sequence[Tensor | CodedMatrix]
     bias: Tensor | None
     low: tuple[Tensor, Tensor] | None
-    """A and s·B of all their adapters: A's stacked, B's along the diagonal, with an even number of ranks."""
+    """A and s·B of all their adapters: A's stacked, B's along the diagonal, with an even number of ranks each."""
 
     @property
     def each(self) -> list[Tensor]:

@@ -173,8 +173,10 @@ class LayerWeights:
         if any(delta is not None for delta in deltas):
             a = [like.new_zeros(0, width) if delta is None else delta.a for delta in deltas]
             b = [like.new_zeros(n, 0) if delta is None else delta.b for delta, n in zip(deltas, heights, strict=True)]
-            odd = sum(map(len, a)) % 2  # pairs are packed
-            low = torch.cat([*a, like.new_zeros(odd, width)]), nn.functional.pad(torch.block_diag(*b), (0, odd))
+            # bfloat16 numbers are summed in pairs: no pair may be of two adapters, which training multiplies one by one
+            odd = [len(x) % 2 for x in a]
+            a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
+            low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
         return Factors([self.matrices[i] for i in members], bias, low)
 
     def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:

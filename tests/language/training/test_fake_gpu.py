@@ -1,0 +1,109 @@
+"""The steps of a GPU where there is none: the tensors say that they are on it, and one of the host beside them is an error.
+
+`make test-gpu` runs them on one. Here kernels, graphs and streams have stand-ins, and so have the numbers of half precision.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_gpu import OnDevice, fake_gpu
+from in_memory import make
+from packed_inputs import oracle
+from rank_gradients import CASES, distance, gradient, make_models
+
+from psigrad.language.models import hf_attention, logprobs, tiny
+from psigrad.language.rollout.samplers import recorded
+from psigrad.language.training.learners import State
+from psigrad.language.training.online.collect import collect
+from psigrad.language.training.online.online_rl import learn
+from psigrad.processes.parallel.world import ALONE
+
+
+def again(run):
+    """Replays by running, after a first run of which nothing may be left."""
+    run()
+    return run
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(): a block with a GPU, and what was asked of it."""
+    asked = []
+    monkeypatch.setattr(recorded, "on_cuda", lambda: lambda run: asked.append("recording") or again(run))
+    monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda *given: asked.append("attention") or oracle(*given))
+    own = logprobs._RowLogProbs.apply
+    monkeypatch.setattr(logprobs._RowLogProbs, "apply", lambda *given: asked.append("head") or own(*given))
+
+    @contextmanager
+    def block():
+        with fake_gpu(monkeypatch):
+            yield asked
+
+    return block
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+SLOW = pytest.mark.slow
+QUICK = ("dapo bfloat16", "ppo", "lora", "sft", "reward")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else SLOW) for n in CASES])
+def test_a_step_has_the_gradient_of_the_cpu(models, gpu, name):
+    case = CASES[name]
+    expected = gradient(case, models, ALONE)
+    with gpu() as asked:
+        found = {key: x.cpu() for key, x in gradient(replace(case, device="cuda"), models, ALONE).items()}
+    apart = distance(expected, found)
+    print(f"{name} {apart:.2g} {sorted(set(asked))}")
+    assert {"attention", *([] if case.scalar else ["head"])} <= {*asked}
+    assert apart < (2e-2 if case.dtype == "bfloat16" else 3e-6)
+
+
+OTHERS = ("ppo", "top_entropy", "gdpo", "distill", "online_dpo")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+def test_a_whole_step_from_sampling_on_is_that_of_the_cpu(gpu, algorithm):
+    tokenizer = tiny.tokenizer(["say a: b"], 270)
+
+    def step(device: str):
+        run = make(tokenizer, algorithm, steps=1, device=device)
+        run.model.attend("auto")
+        collected = collect(run, 0, 0, run.journal.clock())
+        learn(run, collected.groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
+        return run, [t.completion.ids for t in collected.trajectories]
+
+    here, written = step("cpu")
+    with gpu() as asked:
+        there, found = step("cuda")
+        weights = [p.cpu() for p in there.model.trainable().values()]
+    assert there.model.attends == "varlen" and found == written
+    wanted = (
+        {"recording", "attention"} if algorithm == "distill" else {"recording", "attention", "head"}
+    )  # a KL has no closed form
+    assert wanted <= {*asked}
+    for a, b in zip(here.model.trainable().values(), weights, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+
+
+def test_negative_control_a_tensor_of_the_host_is_noticed(gpu):
+    with gpu():
+        layer = torch.nn.Linear(3, 2).to("cuda")
+        there = layer(torch.ones(4, 3, device="cuda"))
+        assert isinstance(there, OnDevice) and there.device.type == "cuda" and there.cpu().device.type == "cpu"
+        there.sum().backward()
+        assert isinstance(layer.weight.grad, OnDevice)
+        with pytest.raises(RuntimeError, match=r"a tensor of the host, .*, beside one of the GPU"):
+            layer(torch.ones(4, 3))
+        with pytest.raises(TypeError, match="device type tensor to numpy"):
+            there.detach().numpy()
