@@ -76,7 +76,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
     base = str(held["base_model_name_or_path"])
     if not Path(base).is_absolute() and not Path(base).exists() and (folder / base).is_dir():
         base = str(folder / base)
-    check_path(base, f"the base of the adapter {settings.path!r}")
+    _check_base(base, settings.path)
     lora = replace(Lora.of(held), dropout=settings.lora_dropout)
     plain = replace(settings, path=base, revision=held.get("revision") or "", adapter="merge")
     return TrainedAdapter(folder, lora, plain)
@@ -149,6 +149,15 @@ def check_path(text: str, what: str = "") -> None:
     if path.is_file() and path.suffix != ".gguf":
         of = f" ({what})" if what else ""
         raise UserError(f"{text!r}{of} is a file; give the folder of a model, a GGUF file, or a hub name such as org/name.")
+
+
+def _check_base(base: str, adapter: str) -> None:
+    """Refuse an adapter whose base is gone, before peft takes its path for a name on the hub."""
+    made = Path(base).parent == _conversions()
+    again = (
+        "; it was converted, and any command on the GGUF file or adapter that it was made of converts it again" if made else ""
+    )
+    check_path(base, f"the base of the adapter {adapter!r}{again}")
 
 
 def check_there(settings: Model, run: str) -> None:
@@ -241,6 +250,7 @@ def plain_folder(path: str) -> str:
     if not place.is_dir() or (place / "config.json").exists():
         return path
     if (place / CONFIG).exists():
+        _check_base(str(json.loads((place / CONFIG).read_text())["base_model_name_or_path"] or ""), path)
         own = [place / CONFIG, *sorted(place.glob("adapter_model.*"))]
         return _convert_once(_identity(own, _base_as_it_is(place)), place, _merge_adapter)
     files = sorted(place.glob("*.gguf"))
@@ -289,9 +299,13 @@ def _base_as_it_is(adapter: Path) -> str:
     return ""
 
 
+def _conversions() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad" / "models"
+
+
 def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
     """The converted folder, made unless it is there; what was begun and not ended is never taken for one."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad" / "models"
+    cache = _conversions()
     place = cache / name
     if place.is_dir():
         _note_use(place)

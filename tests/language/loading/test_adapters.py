@@ -175,13 +175,19 @@ def test_grpo_holds_to_the_adapter_that_it_started_from(base, tmp_path):
     assert json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[-1])["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path):
+def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path, monkeypatch):
     adapted(base, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     held = json.loads(file.read_text())
     file.write_text(json.dumps({**held, "base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(UserError, match=r"There is no folder .*gone' \(the base of the adapter"):
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+    with pytest.raises(UserError, match=r"There is no folder .*gone' \(the base of the adapter"):
+        load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file.write_text(json.dumps({**held, "base_model_name_or_path": str(tmp_path / "psigrad" / "models" / "gone")}))
+    with pytest.raises(UserError, match="any command on the GGUF file or adapter that it was made of converts it again"):
+        load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
     file.write_text(json.dumps({**held, "peft_type": "IA3"}))
     with pytest.raises(UserError, match=r"is of the kind IA3; psigrad goes on with LORA"):
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
