@@ -40,7 +40,7 @@ NEEDS = {
     r"^psigrad push|--push-to-hub": "an account at the hub",
     r"--server |--base-url|localhost|OPENAI_BASE_URL": "a server of others",
     r"gsm8k|ifeval|labels-monday|--to adapter": "data or a run of the reader's own",
-    r"--tinker|minigrid|demo-real|smollm2\(|--revision COMMIT|lm-eval|examples/environments": "a model or library from the network",
+    r"--tinker|minigrid|demo-real|smollm2\(|--revision COMMIT|lm-eval|examples/environments": "a model or library of the network",
     r"~/": "",
 }
 SERVES = r"psigrad (studio (?!--)|serve )"
