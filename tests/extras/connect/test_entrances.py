@@ -94,7 +94,7 @@ def values_of(row: Entry, method: str) -> list[Any]:
     if row.name in SAMPLES or row.means in SAMPLES:
         return [SAMPLES.get(row.name, SAMPLES.get(row.means))]
     if row.values or row.usual:
-        return [*(value for value in row.values if value is not None), "unheard"]
+        return [*(value for value in row.values if value is not None), *row.refused, "unheard"]
     types = dict(field_types(settings_of(method)))
     kind = str(types.get(row.means, ""))
     return [next((value for word, value in (("bool", True), ("int", 4), ("float", 0.5)) if f"'{word}'" in kind), "a.jsonl")]
@@ -198,7 +198,8 @@ def test_flags_files_and_keywords_come_to_the_same(name, here):
         found = [outcome(read, method, given) for read in (by_flag, by_file, by_keyword)]
         if isinstance(found[0], str):
             assert len({same_sentence(said, name) for said in found}) == 1, found
-            assert row.why in found[0] or row.rule or "counted in epochs" in found[0], found[0]
+            told = "; expected '" if row.refused and value not in row.refused else row.why
+            assert told in found[0] or row.rule or "counted in epochs" in found[0], found[0]
         else:
             assert found[0] == found[1] == found[2], value
         usual = outcome(by_keyword, method, BESIDE.get(name, {}))

@@ -279,12 +279,14 @@ def test_yaml_of_trls_command_line(here):
 
 
 def test_a_value_that_a_setting_does_not_take_stands_among_what_has_no_equal(here):
-    Path("c.yaml").write_text(
-        yaml.safe_dump({"packing": True, "lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate": 0.5})
-    )
-    made = converted("c.yaml")
-    assert "optim.lr_scheduler_type" not in made.settings and made.settings["optim.learning_rate"] == 0.5
-    assert any("optim.lr_scheduler_type is 'reduce_lr_on_plateau'" in line for line in made.no_equal)
+    for value, said in (
+        ("steps", "optim.lr_scheduler_type is 'steps'; expected 'linear', 'cosine'"),
+        ("reduce_lr_on_plateau", "lr_scheduler_type is 'reduce_lr_on_plateau': reduce_lr_on_plateau and greedy follow a figure"),
+    ):
+        Path("c.yaml").write_text(yaml.safe_dump({"packing": True, "lr_scheduler_type": value, "learning_rate": 0.5}))
+        made = converted("c.yaml")
+        assert "optim.lr_scheduler_type" not in made.settings and made.settings["optim.learning_rate"] == 0.5
+        assert any(said in line for line in made.no_equal), made.no_equal
 
 
 @pytest.mark.parametrize(("given", "told"), [({}, True), ({"bf16": False}, False), ({"fp16": True}, False)])
