@@ -268,7 +268,8 @@ def judge(real: Real, found: Sequence[Pair]) -> tuple[list[str], bool]:
     for who, name in (("ours", "psigrad"), ("trl", "TRL")):
         seconds, tokens = (statistics.median(pair[f"{who}_{what}"] for pair in taken) for what in ("seconds", "tokens"))
         peak = max(pair[f"{who}_mb"] for pair in taken)
-        lines.append(f"    {name}: {seconds:.2f} s a step, {tokens / seconds:.0f} tokens/s, at most {peak:.0f} MiB")
+        speed = f"{tokens / seconds:.0f} tokens/s, " if tokens else ""  # TRL's SFT does not say how many it had
+        lines.append(f"    {name}: {seconds:.2f} s a step, {speed}at most {peak:.0f} MiB")
     if plan := taken[-1].get("plan"):
         own = {"mb": max(p["ours_mb"] for p in taken), "seconds": statistics.median(p["ours_seconds"] for p in taken)}
         for what, unit, goal in (("mb", "MiB", 0.1), ("seconds", "s", 0.25)):
