@@ -222,62 +222,6 @@ def test_what_a_turn_is_trained_behind_is_what_transformers_renders_to_sample_it
             )
 
 
-ASKED = [
-    [maker.user("the cat")],
-    [{"role": "system", "content": "sat"}, maker.user("the cat"), maker.bot(" on\n"), maker.user("<|im_end|> the {{ mat }}")],
-    [maker.user("the cat"), maker.bot("on", reasoning_content="the mat sat"), maker.user("on"), maker.bot("mat")],
-    [maker.user("the cat"), maker.bot("", tool_calls=[maker.CALL]), {"role": "tool", "name": maker.CITY, "content": "sat"}],
-    [maker.user("the cat"), {"role": "assistant", "content": "on", "name": None, "place": 3, "parts": [{"a": (1, None)}]}],
-    [maker.user("the cat"), {"role": "nobody", "content": "on"}],
-    [maker.user("the cat"), maker.user("sat")],
-]
-
-
-@pytest.mark.parametrize("name", maker.names())
-def test_a_template_that_is_kept_compiled_renders_what_transformers_does(name: str) -> None:
-    """To the letter, with tools and with arguments, and fails where that fails; in nearly all templates it is used."""
-    tokenizer = maker.tokenizer_of(name)
-    for own, tools in itertools.product(({}, {"enable_thinking": False}), (None, [maker.TOOL])):
-        arguments = {**own, "tools": tools}
-        way = dialect.dialect_of(tokenizer, arguments).rendering
-        assert (way is rendering.render) == rendering.prints_date(tokenizer)
-        for messages, prompt in itertools.product(ASKED, (False, True)):
-            assert _said(way, tokenizer, arguments, messages, prompt) == _said(
-                rendering.render, tokenizer, arguments, messages, prompt
-            )
-
-
-def _said(way: Any, tokenizer: Any, arguments: dict[str, Any], messages: list[Any], prompt: bool) -> str:
-    try:
-        return str(way(tokenizer, arguments, messages, generation_prompt=prompt))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_template_sees_plain_data_alone() -> None:
-    class Sly(str):
-        def leave(self) -> str:
-            return "a method of the caller's"
-
-    tokenizer = maker.tokenizer_of("qwen3")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + m.content }}{% if m.content.leave is defined %}!{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}?{% endif %}"
-    )
-    way = dialect.dialect_of(tokenizer, {"tools": None}).rendering
-    assert way is not rendering.render
-    assert way(tokenizer, {"tools": None}, [maker.user(Sly("x"))]) == "userx"
-    with pytest.raises(ValueError, match="empty conversation"):
-        way(tokenizer, {"tools": None}, [])
-
-
-def test_a_rendering_that_differs_from_transformers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, probes = maker.tokenizer_of("qwen3"), [[maker.user("the cat")]]
-    assert rendering.compiled(tokenizer, {"tools": None}, probes) is not rendering.render
-    monkeypatch.setattr(rendering, "render", lambda *given, **more: "what transformers says")
-    assert rendering.compiled(tokenizer, {"tools": None}, probes) is rendering.render
-
-
 def test_a_tokenizer_that_gets_another_eos_is_asked_again() -> None:
     """The template writes the EOS by its name: what ends a turn is another token then, though the special tokens are the same."""
     tokenizer = maker.tokenizer_of("qwen3")

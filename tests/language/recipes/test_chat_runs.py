@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_tomorrow_reads_the_date_of_its_start(job, tmp_path, 
 
     seen = []
     real = rendering.render
-    monkeypatch.setattr("psigrad.language.data.chat.rendering.render", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
+    monkeypatch.setattr("psigrad.language.data.chat.turns.render", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
     monkeypatch.setattr("psigrad.language.loading.load_model.date", Then)
     sft.run(config)
     monkeypatch.setattr("psigrad.language.loading.load_model.date", date)

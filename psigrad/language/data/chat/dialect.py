@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message
-from psigrad.language.data.chat.rendering import Rendering, compiled, render
+from psigrad.language.data.chat.rendering import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,8 +70,6 @@ class Dialect:
     """The same behind a turn that calls a tool, before the tool's answer."""
     header: str = ""
     """What opens the assistant's turn, where the template cannot be asked to: add_generation_prompt changes nothing."""
-    rendering: Rendering = field(default=render, compare=False, repr=False)
-    """What renders its conversations."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What else was asked of the template."""
 
@@ -200,9 +198,7 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
     )
     # a header is a special token or words, as in "Assistant: "; white space alone is neither
     header = header if special.search(header) or re.search(r"\w", header) else ""
-    probes = [speak(some, None, found)[0] for some in ([USER], [USER, told, USER], [USER, thought], [USER, call_of(), answer])]
-    rendering = compiled(tokenizer, arguments, probes)
-    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header, rendering=rendering)
+    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header)
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
-from psigrad.language.data.chat.messages import REASONING, Message, without_nulls
+from psigrad.language.data.chat.messages import Message, without_nulls
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, show
 
 if TYPE_CHECKING:
@@ -100,76 +98,6 @@ def render(
     return str(made)
 
 
-class Rendering(Protocol):
-    """`render`, or one that gives the same."""
-
-    def __call__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        arguments: Mapping[str, Any],
-        messages: Sequence[Message],
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        """See `render`."""
-        ...
-
-
-def compiled(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], probes: Sequence[Sequence[Message]]) -> Rendering:
-    """`render` of a template without what transformers does anew at every call; `render` itself where the two differ on the
-    `probes`, where a tokenizer renders in a way of its own, and where a template reads the clock.
-    """
-    from transformers import PreTrainedTokenizerBase
-    from transformers.utils import chat_template_utils as utils
-
-    text = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
-    own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-    plain, alias = getattr(utils, "_plain_template_data", None), getattr(utils, "_alias_reasoning_fields", None)
-    options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"chat_template", "tools"}
-    if own or plain is None or alias is None or options & arguments.keys() or "strftime_now" in text:
-        return render
-    try:
-        template = utils._compile_jinja_template(text)
-    except Exception:  # it is no Jinja, as whoever renders it says
-        return render
-    given = {**tokenizer.special_tokens_map, **plain(dict(arguments)), "documents": None}
-    given.pop("chat_template", None)
-
-    def rendered(
-        tokenizer: PreTrainedTokenizerBase,
-        arguments: Mapping[str, Any],
-        messages: Sequence[Message],
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        if not messages:  # transformers refuses it
-            return render(tokenizer, arguments, messages, generation_prompt=generation_prompt)
-        # a template sees plain data alone; nearly all messages are nothing else
-        said = [m if all(type(v) is str for v in m.values()) else plain(_without_none(m)) for m in messages]
-        said = alias(said) if any(name in m for m in said for name in REASONING) else said
-        tools = arguments["tools"] and plain(arguments["tools"])
-        return str(template.render(**{**given, "messages": said, "tools": tools, "add_generation_prompt": generation_prompt}))
-
-    return rendered if all(_alike(rendered, tokenizer, arguments, one) for one in probes) else render
-
-
-def _alike(
-    other: Rendering, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]
-) -> bool:
-    """Whether `render` and another rendering give the same for messages, with the generation prompt and without it."""
-    found = []
-    for way, prompt in itertools.product((render, other), (False, True)):
-        try:
-            found.append(way(tokenizer, arguments, messages, generation_prompt=prompt))
-        except Exception as error:  # a template is a program: it can raise anything
-            found.append(f"{type(error)}: {error}")
-    return found[:2] == found[2:]
-
-
-def _without_none(message: Message) -> Message:
-    return {name: value for name, value in message.items() if value is not None}
-
-
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
     """(the text of the messages, the spans of characters in it that the template's `{% generation %}` blocks wrote).
 
@@ -181,7 +109,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     given: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments, "chat_template": template}
     _set_clock(tokenizer, arguments)
-    said = [*map(_without_none, messages)]
+    said = [{name: value for name, value in message.items() if value is not None} for message in messages]
     rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
     return rendered[0][0], rendered[1][0]
 

@@ -24,7 +24,7 @@ from psigrad.language.data.chat.dialect import (
     specials_of,
 )
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
-from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, template_of
+from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
 from psigrad.language.data.dataset_rows import Row, alike, show
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class Talk:
         """The text of the messages. Raises `RowError` where the template cannot say them."""
         key = (generation_prompt, *map(id, messages))
         if key not in self._made:  # the messages are kept, so that no other ones get their ids
-            rendering = partial(self.dialect.rendering, generation_prompt=generation_prompt)
-            self._made[key] = self._run(rendering, messages), messages
+            self._made[key] = self._run(partial(render, generation_prompt=generation_prompt), messages), messages
         return str(self._made[key][0])
 
     def prompt(self, messages: Sequence[Message]) -> str:
