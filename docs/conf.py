@@ -54,6 +54,7 @@ html_theme = "pydata_sphinx_theme"
 templates_path = ["site"]
 html_static_path = ["site"]
 html_css_files = ["site.css"]
+html_js_files = ["found.js"]
 html_search_scorer = str(DOCS / "site" / "scorer.js")
 html_sidebars = {"**": ["contents.html"]}
 html_title = "psigrad"

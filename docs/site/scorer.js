@@ -1,7 +1,23 @@
-// How pages are ranked by a search: the settings come first where they have the words, guides before chapters of the course and tests' names.
-const PLACES = [["settings", 20], ["warnings", 8], ["course/", -3], ["api/", -2]];
+// How pages are ranked by a search. The name of a setting, in any spelling, leads to the settings. Otherwise a page comes first whose
+// title has the words; guides come before chapters of the course, and those before the reference.
+const asked = () => (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
+const isSetting = (words) => {
+  if (words.includes("_") || words.startsWith("--")) return true; // to which the page of settings answers only if it has the words
+  const name = words.replace(/[-\s]+/g, "_");
+  const classes = Object.entries(Search._index.objects).filter(([holder]) => holder.startsWith("psigrad.config."));
+  return classes.some(([, members]) => members.some((member) => member[4] === name));
+};
+const shareInTitle = (words, title) => {
+  const all = words.split(/\s+/);
+  return all.filter((word) => title.toLowerCase().includes(word)).length / all.length;
+};
+const PLACES = [["settings", 3], ["warnings", 2], ["course/", -3], ["api/", -2]];
 var Scorer = {
-  score: ([page, title, anchor, description, score]) => score + PLACES.reduce((sum, [place, more]) => (page.startsWith(place) ? sum + more : sum), 0),
+  score: ([page, title, anchor, description, score]) => {
+    const words = asked();
+    const place = PLACES.reduce((sum, [place, more]) => (page.startsWith(place) ? sum + more : sum), 0);
+    return score + place + (page === "settings" && isSetting(words) ? 40 : 0) + 20 * shareInTitle(words, title.split(" > ").pop()) ** 2;
+  },
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
