@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,10 +138,15 @@ def _dropout_of(module: nn.Module) -> Any:
 def weights_digest(network: nn.Module) -> str:
     """SHA-256 over the names, types, shapes and bytes of a module's state."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
+    digest_weights(digest, network.state_dict().items())
+    return digest.hexdigest()
+
+
+def digest_weights(digest: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Take these weights into a digest of hashlib, in order of their names."""
+    for name, tensor in sorted(named):
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def take_weights(network: PreTrainedModel, folder: Path) -> None:

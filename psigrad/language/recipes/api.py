@@ -245,7 +245,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split") -> Any
         return dataset
     if type(dataset).__name__ == "DataFrame":
         frame: Any = dataset
-        return frame.to_dict("records")
+        return _plain(frame.to_dict("records"))
     if isinstance(dataset, Mapping):
         if split not in dataset:
             raise UserError(
@@ -255,6 +255,16 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split") -> Any
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
     return list(dataset)
+
+
+def _plain(value: Any) -> Any:
+    """What a DataFrame holds as JSON has it: lists in place of arrays, None where there is nothing (NaN, NaT, NA)."""
+    import pandas
+
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else None if pandas.isna(value) else value
 
 
 def _several(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:

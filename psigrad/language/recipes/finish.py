@@ -161,6 +161,10 @@ def _best_of(
     if not step or not place.is_dir():
         return model
     journal.tell("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
+    if model.adapter is not None and model.root is None:  # it alone has learnt, and the layers of a network given are wrapped
+        adapter: Any = model.adapter
+        adapter.load_adapter(place, "default", is_trainable=True)
+        return model
     if isinstance(model, LanguageModel):
         return load_model(config.model, config.run, place, journal.world, given=given)
     loaded = load_scalar_model(config.model, config.run, place, journal.world, given)

@@ -22,7 +22,7 @@ from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.kept_rows import folder
 from psigrad.language.data.pairs import Answer
-from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading.given_model import GivenModel, digest_weights
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
@@ -136,10 +136,7 @@ def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Seq
     """SHA-256 of the reference's weights and of every token."""
     digest = hashlib.sha256()
     held = model.network.state_dict().items() if model.root is None else sharded.gather(model)
-    for name, tensor in sorted(held):
-        if not (model.is_own_reference and "lora_" in name):
-            digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digest_weights(digest, ((name, tensor) for name, tensor in held if not (model.is_own_reference and "lora_" in name)))
     texts = [[[text.ids, text.mask] for answer in group for text in answer.texts] for group in answers]
     tokens = [[list(p), own] for p, own in zip(prompts, texts, strict=True)]
     digest.update(json.dumps(tokens).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import peft
 import pytest
 import torch
 from resuming import digest, dying_at
+from safetensors.torch import load_file
 from tiny_jobs import forked
 from tiny_rewards import early_letters
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -21,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import psigrad
 from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
-from psigrad.language.loading.given_model import weights_digest
+from psigrad.language.loading.given_model import digest_weights, weights_digest
+from psigrad.language.rewards import Scored, Unscored
 
 SHORT = {
     "max_steps": 4,
@@ -118,6 +121,24 @@ def test_peft_config_is_the_lora_settings_and_ends_merged_in_the_module(objects,
         psigrad.train("grpo", model=model, peft_config=config, lora_rank=2, **online)
 
 
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_the_best_adapter_of_an_object_is_left_behind_and_ends_merged_in_the_module(method, job, tmp_path):
+    """The higher loss is called the better one, so that the earlier evaluation is the best."""
+    kind = AutoModelForSequenceClassification if method == "reward" else AutoModelForCausalLM
+    model = kind.from_pretrained(job / "base", **({"num_labels": 1} if method == "reward" else {}))
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2}
+    given = {**settings(method), **best, "lora_rank": 2, "lora_save": "both"}
+    tokenizer = AutoTokenizer.from_pretrained(job / "base")
+    made = psigrad.train(
+        method, model=model, tokenizer=tokenizer, dataset=job / PATHS[method], output_dir=tmp_path / "run", **given
+    )
+    places = [made.folder / "checkpoints" / f"step-{step:08d}" for step in (2, 4)] + [made.model / "adapter"]
+    second, last, left = (load_file(place / "adapter_model.safetensors") for place in places)
+    assert second.keys() == left.keys() and all(torch.equal(second[name], left[name]) for name in left)
+    assert not all(torch.equal(last[name], left[name]) for name in left) and made.after["step"] == 2
+    assert weights_digest(model) == weights_digest(kind.from_pretrained(made.model))
+
+
 @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_killed_run_with_an_object_resumes_bitwise(adapter, job, tmp_path):
     def train(folder: Path):
@@ -189,6 +210,34 @@ def test_datasets_frames_and_splits(objects, job, tmp_path):
             UserError, match=rf"has the splits train, test and none is 'validation'; name one of them as {setting}\.$"
         ):
             psigrad.train("sft", dataset=both, eval_dataset=both, **{setting: "validation"}, **short)
+
+
+def test_frames_have_gaps_and_lists_as_json_has_them(tmp_path):
+    """pandas has NaN, NaT and NA in place of what is missing, and arrays where a Parquet file has lists."""
+
+    def tests_and_gaps(completions, tests, level, day, count, **columns):
+        kinds = [isinstance(found, list) and all(isinstance(one, str) for one in found) for found in tests]
+        return [float(kind) + 2 * (a is b is c is None) for kind, a, b, c in zip(kinds, level, day, count, strict=True)]
+
+    ask, say = [{"role": "user", "content": "4?"}], [{"role": "assistant", "content": "4"}]
+    whole = {"answer": "4", "tests": ["f(1)", "f(2)"], "level": 1.5, "day": pandas.Timestamp("2024-02-29"), "count": 3}
+    gaps = {"answer": None, "tests": ["f(1)"], "level": None, "day": None, "count": None}
+    frame = pandas.DataFrame([{"prompt": ask, "completion": say, **whole}, {"prompt": ask, "completion": say, **gaps}])
+    frame.astype({"count": "Int64"}).to_parquet(tmp_path / "rows.parquet")
+    read = pandas.read_parquet(tmp_path / "rows.parquet")
+    assert type(read["prompt"][0]).__name__ == "ndarray" and read["count"][1] is pandas.NA and pandas.isna(read["level"][1])
+    found = psigrad.score(dataset=read, reward=[tests_and_gaps])
+    assert [one.result.value for one in found] == [1.0, 3.0]
+    plain = pandas.DataFrame({"prompt": ["4?"] * 2, "completion": ["4"] * 2, "answer": ["4", float("nan")]})
+    exact = psigrad.score(dataset=plain, reward="exact")
+    assert [type(one.result) for one in exact] == [Scored, Unscored]
+
+
+def test_a_digest_takes_numbers_that_stand_alone():
+    """1.0 in float32 is 3f800000, the lowest byte first; it has no dimensions."""
+    digest = hashlib.sha256()
+    digest_weights(digest, [("b", torch.tensor(1.0)), ("a", torch.tensor([2], dtype=torch.uint8))])
+    assert digest.hexdigest() == hashlib.sha256(b"atorch.uint8[1]\x02btorch.float32[]\x00\x00\x80\x3f").hexdigest()
 
 
 def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
