@@ -369,6 +369,21 @@ def test_code_that_comes_with_a_model_never_runs_unasked(run, copied, tmp_path):
     assert mark.exists()
 
 
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_trust_reaches_the_code_of_a_reference(kind, job, copied, tmp_path):
+    mark, base = tmp_path / "ran", copied / "base"
+    settings = json.loads((base / "config.json").read_text())
+    auto = {"AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomModel"}
+    (base / "config.json").write_text(json.dumps({**settings, "model_type": "custom", "auto_map": auto}))
+    (base / "custom.py").write_text(CUSTOM.format(mark=str(mark)))
+    make, run = (preference_config, preference.run) if kind == "dpo" else (online_config, online.run)
+    for trusts in (False, True):
+        config = replace(make(job, tmp_path / f"{trusts}"), reference=str(base))
+        with pytest.raises(UserError):  # there is no such class in it
+            run(replace(config, model=replace(config.model, trust_remote_code=trusts)))
+        assert mark.exists() == trusts
+
+
 def test_a_revision_of_a_folder_is_refused(job, tmp_path):
     config = sft_config(job, tmp_path / "run")
     with pytest.raises(UserError, match=r"model\.revision is 'v1' and .* is on this disk"):

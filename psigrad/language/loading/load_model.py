@@ -50,8 +50,7 @@ def load_model(
     """
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    in_shards = checkpoint is not None and shards.written_in(checkpoint)
-    whole = None if in_shards else checkpoint
+    whole = _whole(checkpoint)
     if given is not None:
         settle_chat(given.tokenizer, settings, checkpoint)
     if given is not None and given.network is not None:
@@ -73,10 +72,15 @@ def load_model(
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
     if value_head:
         model.add_value_head(whole)
-    take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
+    take_shard(model, world, machine.device(run), checkpoint if whole is None else None)
     model.attend(settings.attention)
     model.balance = balance_of(model.network, settings.router_aux_loss_coef)
     return model
+
+
+def _whole(checkpoint: Path | None) -> Path | None:
+    """The checkpoint, unless several processes wrote its weights in shards."""
+    return None if checkpoint is None or shards.written_in(checkpoint) else checkpoint
 
 
 def _prepare_given(
@@ -140,8 +144,7 @@ def load_scalar_model(
     """As `load_model`, with a scalar head, which is fresh where `settings.path` has none."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    in_shards = checkpoint is not None and shards.written_in(checkpoint)
-    whole = None if in_shards else checkpoint
+    whole = _whole(checkpoint)
     settings = replace(settings, adapter="merge")  # an adapter of a language model is the beginning of a reward model
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
@@ -165,7 +168,7 @@ def load_scalar_model(
                 **_options(settings, run, world),
             )
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
-    take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
+    take_shard(model, world, machine.device(run), checkpoint if whole is None else None)
     model.attend(settings.attention)
     return model
 
@@ -204,7 +207,9 @@ def load_reference(
 def _load_other(
     path: str, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"], world: World
 ) -> LanguageModel:
-    other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
+    own = config.model
+    plain = Model(path=path, adapter="merge", dtype=dtype or own.dtype, trust_remote_code=own.trust_remote_code)
+    other = load_model(plain, config.run, None, world)
     other.network.requires_grad_(False)
     return other
 
@@ -255,11 +260,12 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
     place = checkpoint / "critic" if checkpoint is not None else None
-    in_shards = place is not None and shards.written_in(place)
+    whole = _whole(place)
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
+    start = replace(start, quantize_base="")  # of the policy's base; a critic learns as a whole
     made = scalar_model.load(
-        str(place) if place is not None and not in_shards else locate(start),
-        fresh_head="zero" if checkpoint is None or in_shards else "refuse",
+        locate(start) if whole is None else str(whole),
+        fresh_head="zero" if whole is None else "refuse",
         **_options(config.model, config.run, world),
     )
     if not made.per_token:
@@ -268,7 +274,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    take_shard(made, world, machine.device(config.run), place if in_shards else None)
+    take_shard(made, world, machine.device(config.run), place if whole is None else None)
     made.attend(config.model.attention)
     return made
 

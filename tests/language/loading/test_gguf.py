@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_gguf
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import psigrad
 from psigrad import cli
@@ -65,3 +65,19 @@ def test_grpo_sample_and_eval_take_the_file_and_compute_the_same(made, tmp_path,
         learnt.append((run.folder / "metrics.jsonl").read_text())
     assert said[0] == said[1] and said[0].count("\n") == 4
     assert learnt[0] == learnt[1] and '"step": 1' in learnt[0]
+
+
+def test_reward_models_and_critics_of_a_policy_in_codes_are_whole_models(made, tmp_path):
+    """What quantize_base says is the policy's base alone: these are folders, or the file with every weight as a number."""
+    folder, file = made
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    judge = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    judge.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    rows = [{"prompt": f"What is {n} + 3?"} for n in range(4)]
+    short = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "eval_prompts": 0}
+    coded = {"model": file, "lora_rank": 2, "quantize_base": "gguf", "reward_model": [str(tmp_path / "judge")]}
+    for name, critic in (("folder", {"critic": str(folder)}), ("own", {})):
+        quiet = {"output_dir": tmp_path / name, "progress": False, "report": False, "threads": 1}
+        done = psigrad.train("ppo", dataset=rows, **coded, **critic, **short, **quiet)
+        assert done.history[-1]["step"] == 1 and done.history[-1]["critic/loss"] >= 0
