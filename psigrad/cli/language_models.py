@@ -96,7 +96,7 @@ def _score_by_model(arguments: list[str]) -> int:
     from psigrad.language.recipes import reward
 
     scored = reward.score_rows(given.pop("model"), given.pop("dataset"), **given)
-    lines = (json.dumps(row) if output.endswith(".jsonl") else f"{row['reward']:.6g}" for row in scored)
+    lines = (json.dumps(row, default=str) if output.endswith(".jsonl") else f"{row['reward']:.6g}" for row in scored)
     _write("".join(f"{line}\n" for line in lines), output, len(scored))
     return 0
 

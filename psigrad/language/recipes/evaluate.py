@@ -217,8 +217,9 @@ def _choose(
 
 def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | EvalConfig) -> list[float]:
     """Exact KL(model‖reference) of each of the completions found, in nats."""
+    plain = replace(config.model, lora_rank=0, adapter="merge", quantize_base="")
     pair = [
-        load_model(replace(config.model, path=path, lora_rank=0, adapter="merge"), config.run, None)
+        load_model(replace(plain, path=path, revision=plain.revision * (path == plain.path)), config.run, None)
         for path in (model, reference)
     ]
     evaluator = Evaluator([], None, "", samplers.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])

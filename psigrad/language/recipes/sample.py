@@ -122,9 +122,8 @@ def _reward(trajectory: Trajectory) -> float:
 
 def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
     row = sampled.rows[trajectory.row]
-    own = {key: value for key, value in row.columns.items() if key != "tools"}
     completion = list(trajectory.messages) or completion_for_reward(row, trajectory.text)
-    return {**own, "prompt": prompt_for_reward(row), "completion": completion}
+    return {**row.columns, "prompt": prompt_for_reward(row), "completion": completion}
 
 
 def convert(
@@ -177,9 +176,9 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
+    """One JSON object a line; what JSON has no form for, as a date of a Parquet file, is its text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 
 import pytest
 import torch
@@ -248,6 +250,35 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
         sample.run(sample_config(job, tmp_path, "best", reward=()))
     with pytest.raises(UserError, match="No output"):
         sample.run(sample_config(job, tmp_path, "all", output=""))
+
+
+def test_written_rows_keep_every_column_the_offered_tools_too(job, tmp_path):
+    """A date, a decimal and bytes, as a Parquet file has them, are their texts: JSON has no form for them."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    own = {"answer": "a", "day": date(2024, 2, 29), "price": Decimal("1.50"), "raw": b"x", "tools": tools}
+    data = Data(dataset=[{"prompt": f"say {c}:", **own} for c in "abcd"])
+    for keep in ("all", "pairs"):
+        written = sample.run(sample_config(job, tmp_path, keep, data=data))
+        rows = sample.read_jsonl(str(written.path))
+        assert rows and all(row["tools"] == tools for row in rows)
+        assert {(row["day"], row["price"], row["raw"]) for row in rows} == {("2024-02-29", "1.50", "b'x'")}
+
+
+def test_rows_scored_by_a_model_keep_their_dates(tmp_path, monkeypatch):
+    row = {"prompt": "q", "completion": "a", "day": date(2024, 2, 29), "reward": 0.5}
+    monkeypatch.setattr(reward, "score_rows", lambda model, dataset, **how: [row])
+    output = tmp_path / "scores.jsonl"
+    assert cli.main(["score", "--model", "m", "--dataset", "d.jsonl", "--output", str(output)]) == 0
+    assert json.loads(output.read_text()) == {**row, "day": "2024-02-29"}
+
+
+def test_the_divergence_of_a_run_in_codes_is_that_of_whole_models(job):
+    """What the run's settings say of its base, its codes and its revision, is not of the models compared."""
+    config = eval_config(job)
+    found = evaluate.run(config)
+    base = str(job / "base")
+    asked = replace(config, model=replace(config.model, path="org/other", revision="v1", lora_rank=2, quantize_base="nf4"))
+    assert evaluate.kls_to(base, base, found, asked) == pytest.approx([0.0] * len(found.trajectories), abs=1e-6)
 
 
 @pytest.mark.parametrize(("keep", "more"), [("best", {}), ("pairs", {}), ("pairs", {"bradley_terry": 8.0})])
