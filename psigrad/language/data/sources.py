@@ -83,16 +83,29 @@ def holdout(rows: LoadedRows, n: int, seed: int = 0) -> tuple[LoadedRows, Loaded
     Labelled answers of one prompt go together, for both of a pair must be on one side; prompts with more of them than are left to
     hold out are passed over. UserError if no row is left to train on.
     """
-    if n < 0 or n >= len(rows.rows):
-        raise UserError(
-            f"Holding out {n} of {len(rows.rows)} rows is not possible; set eval_prompts (--eval-prompts) to fewer, 0 for no "
-            "evaluation, or give held-out rows of their own (--eval-dataset)."
-        )
+    check_held_out(n, len(rows.rows))
     alone = [str(i) for i in range(len(rows.rows))]
     held = _draw(n, seed, [_prompt_key(row) for row in rows.rows] if rows.rows[0].label is not None else alone)
     held = held or _draw(n, seed, [row.source for row in rows.rows])  # one prompt with many answers: pairs at least stay whole
     parts = [[row for i, row in enumerate(rows.rows) if (i in held) == wanted] for wanted in (False, True)]
     return LoadedRows(parts[0], rows.skipped, rows.recognised), LoadedRows(parts[1], [])
+
+
+def check_held_out(count: int, total: int) -> None:
+    """Raises `UserError` where no row is left to train on."""
+    if not 0 <= count < total:
+        raise UserError(
+            f"Holding out {count} of {total} rows is not possible; set eval_prompts (--eval-prompts) to fewer, 0 for no "
+            "evaluation, or give held-out rows of their own (--eval-dataset)."
+        )
+
+
+def tell_held_out(count: int, total: int, which: str, tell: Tell | None) -> None:
+    """Say how many rows are held out of how many, and which these are."""
+    if tell is not None and count:
+        are = "is" if count == 1 else "are"
+        text = f"{count} of {total} rows, {which}, {are} held out; --eval-prompts sets their number."
+        tell("held_out", text, count=count, rows=total)
 
 
 def _draw(n: int, seed: int, keys: Sequence[str]) -> set[int]:
@@ -319,36 +332,36 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
 
 # Rows that are held out where their number is not given: prompts, and comparisons, which cost no sampling; and of how many rows
 # at most one is.
-HELD_OUT, _HELD_OUT_PAIRS, _MOST = 64, 256, 10
+HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 
 
 def read_rows(
     data: Data, form: str, eval_prompts: int | None, seed: int, tell: Tell | None = None
 ) -> tuple[list[Row], list[Row]]:
     """Training rows and held-out rows. Without an eval dataset `eval_prompts` rows, drawn by `seed`, are held out; where that is
-    None a tenth of the rows, and no more than 64 (of comparisons 256).
+    None a tenth of the rows (of each of several datasets too), and no more than 64 (of comparisons 256).
 
     Of several datasets each gives its share of both. `tell` hears what was recognised, left out and held out.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, tell)
     total = sum(len(part.rows) for part in parts)
-    wanted = eval_prompts
-    if wanted is None:
-        wanted = _HELD_OUT_PAIRS if form in ("preference", "unpaired-preference", "stepwise") else HELD_OUT
-        wanted = wanted if data.eval_dataset else min(wanted, total // _MOST)
+    usual = _HELD_OUT_PAIRS if form in ("preference", "unpaired-preference", "stepwise") else HELD_OUT
+    usual = usual if data.eval_dataset else min(usual, total // ONE_OF)
+    wanted = usual if eval_prompts is None else eval_prompts
     held_out_rows: list[Row] = []
     if data.eval_dataset:
         given = read_dataset(data, form, data.eval_dataset, data.eval_split, tell)
         held_out_rows = given.rows if wanted >= len(given.rows) else holdout(given, wanted, seed)[1].rows
     elif wanted:
         sizes = [len(part.rows) if share.weight is None else share.weight for part, share in zip(parts, shares, strict=True)]
-        split = [holdout(part, n, seed) for part, n in zip(parts, quotas(wanted, sizes), strict=True)]
+        counts = quotas(wanted, sizes)
+        if eval_prompts is None:  # a dataset may have few rows and much weight
+            counts = [min(n, -(-len(part.rows) // ONE_OF), len(part.rows) - 1) for part, n in zip(parts, counts, strict=True)]
+        split = [holdout(part, n, seed) for part, n in zip(parts, counts, strict=True)]
         parts, held_out_rows = [train for train, _ in split], [row for _, held in split for row in held.rows]
-    if tell is not None and held_out_rows and not data.eval_dataset:
-        are = "is" if len(held_out_rows) == 1 else "are"
-        text = f"{len(held_out_rows)} of {total} rows, drawn at random, {are} held out; --eval-prompts sets their number."
-        tell("held_out", text, count=len(held_out_rows), rows=total)
+    if not data.eval_dataset:
+        tell_held_out(len(held_out_rows), total, "drawn at random", tell)
     return mix([part.rows for part in parts], [share.weight for share in shares], seed), held_out_rows
 
 

@@ -14,7 +14,7 @@ from psigrad.config.language import Played
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell, for_model
-from psigrad.language.data.sources import HELD_OUT, from_rows, read_rows
+from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from_rows, read_rows, tell_held_out
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
@@ -93,29 +93,27 @@ def playing_for(config: Played, form: CallForm) -> Playing:
 
 
 def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows as the model reads them: the dataset's, or those that the environment brings along. Tools are
-    offered in every row.
+    """Training and held-out rows as the model reads them: the dataset's, or those that the environment brings along, of which the
+    first are held out, as many as of a dataset. Tools are offered in every row. Raises `UserError` if none is left to train on.
     """
-    own = own_rows(config, episodes)
+    own, asked = own_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
-        read = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed, tell)
+        read = read_rows(config.data, "prompt-only", asked, config.run.seed, tell)
     else:
-        read = own[_count_own(config) :], own[: _count_own(config)]
+        count = min(HELD_OUT, len(own) // ONE_OF) if asked is None else asked
+        check_held_out(count, len(own))
+        tell_held_out(count, len(own), "the environment's first", tell)
+        read = own[count:], own[:count]
     train, held = for_model(tokenizer, read, config.data.plain_prompts, tell)
     return offer_tools(config, train), offer_tools(config, held)
-
-
-def _count_own(config: Played) -> int:
-    """Held-out rows of an environment's own."""
-    count = config.evaluation.eval_prompts
-    return HELD_OUT if count is None else count
 
 
 def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
     """The rows that the environment brings along, where no dataset was given."""
     if not isinstance(episodes, Episodes) or config.data.dataset:
         return None
-    made = episodes.playing.rows(OWN_ROWS + _count_own(config), config.run.seed)
+    asked = config.evaluation.eval_prompts
+    made = episodes.playing.rows(OWN_ROWS + (HELD_OUT if asked is None else asked), config.run.seed)
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from psigrad.cli import flags
-from psigrad.config import OnlineConfig
+from psigrad.config import Data, OnlineConfig
 from psigrad.config.load import load as settings
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
@@ -145,3 +145,26 @@ def test_only_the_first_rows_of_a_file_are_read(files):
     assert len(sources.load(str(files / "a.jsonl"), form="prompt-only", max_rows=3).rows) == 3
     with pytest.raises(UserError, match="is not JSON"):
         sources.load(str(files / "a.jsonl"), form="prompt-only")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "held"),
+    [
+        ((10, 1000), (0.9, 0.1), {"a": 1, "b": 6}),
+        ((25, 1000), (0.5, 0.5), {"a": 3, "b": 32}),
+        ((5, 1, 4), (), {}),
+        ((600, 200), (), {"a": 48, "b": 16}),
+    ],
+)
+def test_a_small_dataset_of_much_weight_is_not_held_out_whole(sizes, weights, held, tmp_path):
+    """64 of 1,010 rows by 9 to 1 are 58 and 6, and a has only 10: a tenth of it."""
+    names = []
+    for name, n in zip("abc", sizes, strict=False):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"{name} {i}"}) + "\n" for i in range(n)))
+        names.append(f"{tmp_path}/{name}.jsonl")
+    data = Data(dataset=[f"{name}:{weight}" for name, weight in zip(names, weights, strict=True)] if weights else names)
+    train, kept = read_rows(data, "prompt-only", None, seed=0)
+    assert shares(row.prompt for row in kept) == held and not {row.prompt for row in train} & {row.prompt for row in kept}
+    if weights:
+        with pytest.raises(UserError, match=rf"of {sizes[0]} rows is not possible; set eval_prompts"):
+            read_rows(data, "prompt-only", 64, seed=0)

@@ -13,7 +13,7 @@ import pytest
 from tiny_chat import HEAD, save_chat_model
 from tiny_jobs import online_config
 
-from psigrad.config import Data, Evaluation, Model, Run, SFTConfig
+from psigrad.config import Data, Evaluation, Model, OnlineConfig, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
@@ -21,6 +21,8 @@ from psigrad.language.data.rendered_rows import Rendered, Segment, lines, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.recipes import conversation, online, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
+from psigrad.language.rollout.episodes.environments import InProcess
+from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.records.report import terminal
 
 
@@ -100,8 +102,6 @@ def test_tools_go_with_plain_prompts_of_a_chat_model_and_an_environment_gets_the
 
 
 def online_config_of_tools(chat: Path, tool: Any) -> Any:
-    from psigrad.config import OnlineConfig
-
     return OnlineConfig(model=Model(path=str(chat)), tools=(tool,))
 
 
@@ -173,3 +173,36 @@ def test_steps_that_a_template_cannot_say_are_left_out_when_asked(chat: Path) ->
     assert len(made) == 2 and told == ["rows_refused"]
     with pytest.raises(UserError, match=r"x:b: .*no b.*bad_rows=skip"):
         encode_rows(rows, encoder, Data())
+
+
+@pytest.mark.parametrize(("count", "asked", "held"), [(30, None, 3), (9, None, 0), (700, None, 64), (30, 29, 29), (30, 0, 0)])
+def test_an_environments_few_tasks_are_trained_on(count: int, asked: int | None, held: int, chat: Path) -> None:
+    """A tenth is held out where no number is given, and at most 64, as of a dataset."""
+    train, kept, told = rows_of_environment(chat, count, asked)
+    assert kept == [f"task {i}" for i in range(held)] and train == [f"task {i}" for i in range(held, count)]
+    assert told == (
+        [f"{held} of {count} rows, the environment's first, are held out; --eval-prompts sets their number."] if held else []
+    )
+
+
+def test_an_environment_of_which_all_is_held_out_is_refused(chat: Path) -> None:
+    with pytest.raises(UserError, match=r"Holding out 64 of 30 rows is not possible; set eval_prompts"):
+        rows_of_environment(chat, 30, 64)
+
+
+def rows_of_environment(chat: Path, count: int, asked: int | None) -> tuple[list[Any], list[Any], list[str]]:
+    """The prompts that are trained on, those that are held out, and what is said of these."""
+    from types import SimpleNamespace
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    factory: Any = SimpleNamespace(rows=lambda wanted, seed: [{"prompt": f"task {i}"} for i in range(min(count, wanted))])
+    config, told = OnlineConfig(evaluation=Evaluation(eval_prompts=asked)), list[str]()
+
+    def hear(kind: str, text: str, **more: Any) -> None:
+        told.extend([text] if kind == "held_out" else [])
+
+    parts = conversation.rows_for(config, Episodes(InProcess(factory)), tokenizer, hear)
+    train, kept = ([row.plain_prompt for row in part] for part in parts)
+    return train, kept, told
