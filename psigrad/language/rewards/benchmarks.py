@@ -14,6 +14,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns
 from psigrad.language.rewards.math_answers import Math
+from psigrad.language.rewards.numeric import blank, without_emphasis
 from psigrad.language.rewards.outcomes import text_of
 
 _SAID = re.compile(
@@ -33,29 +34,34 @@ class Choice:
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
         """1.0, 0.0 or None for each completion."""
-        golds = [None if a is None or str(a) == "" else letter_of(a) for a in answer]
+        golds = [None if blank(a) else letter_of(a) for a in answer]
         return [
             None if gold is None else float(read_choice(text_of(c)) == gold) for c, gold in zip(completions, golds, strict=True)
         ]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises `UserError` for an answer that is no choice."""
-        if (answer := row.get("answer")) is not None and str(answer) != "":
+        if not blank(answer := row.get("answer")):
             letter_of(answer)
 
 
 def letter_of(answer: Any) -> str:
     """A choice as its letter: 2 is C, "c" and "(C)" too. Raises `UserError` for what is none."""
+    if letter := _letter(answer):
+        return letter
+    raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice from 0")
+
+
+def _letter(answer: Any) -> str:
     text = str(answer).strip().strip("().").upper()
-    if re.fullmatch(r"[A-Z]", text):
-        return text
     if re.fullmatch(r"\d{1,2}", text) and int(text) < 26:
         return chr(ord("A") + int(text))
-    raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice from 0")
+    return text if re.fullmatch(r"[A-Z]", text) else ""
 
 
 def read_choice(text: str) -> str:
     """The letter that a completion chooses; empty where it chooses none."""
+    text = without_emphasis(text)
     if alone := _ALONE.match(text):
         return alone[1].upper()
     said = [one or other for one, other in _SAID.findall(text)]
@@ -84,7 +90,7 @@ class BenchmarkReward:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises `UserError` for an answer that cannot be compared."""
-        if row.get("answer") in (None, ""):
+        if blank(row.get("answer")):
             raise UserError("the row has no answer")
         self.compare.check_row(row)
 
@@ -132,7 +138,7 @@ def as_prompts(name: str, rows: Sequence[Row], shots: Sequence[Row]) -> list[Row
         columns = _columns(name, row)
         subject = str(columns.get("subject") or "").replace("_", " ")
         head = benchmark.head.format(subject=subject) if subject else ""
-        answer = columns.get("answer") or columns[benchmark.worked]
+        answer = columns[benchmark.worked if blank(columns.get("answer")) else "answer"]
         prompt = f"{head}{examples}{benchmark.text(columns)}"
         made.append(replace(row, prompt=prompt, columns={**row.columns, "answer": answer}))
     return made
@@ -141,29 +147,24 @@ def as_prompts(name: str, rows: Sequence[Row], shots: Sequence[Row]) -> list[Row
 def letters_of(columns: Mapping[str, Any]) -> str:
     """The letters of a row's choices."""
     given = columns.get("choices")
-    return (
-        _LETTERS[: len(given)]
-        if isinstance(given, list | tuple)
-        else "".join(x for x in _LETTERS if columns.get(x) not in (None, ""))
-    )
+    listed = isinstance(given, list | tuple)
+    return _LETTERS[: len(given)] if listed else "".join(x for x in _LETTERS if not blank(columns.get(x)))
 
 
 def _columns(name: str, row: Row) -> dict[str, Any]:
     columns, benchmark = dict(row.columns), BENCHMARKS[name]
     if name == "mmlu":
-        given = columns.get("choices")
-        choices = list(given) if isinstance(given, list | tuple) else [columns[letter] for letter in letters_of(columns)]
-        answer = columns.get("answer")
-        if len(choices) > 1 and answer is not None:
-            number = int(answer) if str(answer).strip().isdecimal() else _LETTERS.find(str(answer).strip().upper())
-            if not 0 <= number < len(choices):
-                raise RowError(BadRow(row.source, "answer", f"is {answer!r}, which is none of {len(choices)} choices"))
-            listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))
-            columns |= {"choices": listed, "answer": _LETTERS[number]}
+        given, answer, letters = columns.get("choices"), columns.get("answer"), letters_of(columns)
+        choices = given if isinstance(given, list | tuple) else [columns[letter] for letter in letters]
+        if len(letters) > 1 and not blank(answer):
+            if (letter := _letter(answer)) not in [*letters]:
+                raise RowError(BadRow(row.source, "answer", f"is {answer!r}, which is none of {len(letters)} choices"))
+            listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=False))
+            columns |= {"choices": listed, "answer": letter}
         else:
             columns.pop("choices", None)
     needed = {benchmark.asked, benchmark.worked, *(["choices"] if name == "mmlu" else [])}
-    if lacking := sorted(one for one in needed if columns.get(one) in (None, "")):
+    if lacking := sorted(one for one in needed if blank(columns.get(one))):
         reason = f"is missing in a row of the shape {name} (found: {name_columns(row.columns)})"
         raise RowError(BadRow(row.source, lacking[0], reason))
     return columns

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.numeric import Number, blank, equal, find_marked, read_number, unwrap
+from psigrad.language.rewards.numeric import Number, blank, equal, find_marked, read_number, unwrap, without_emphasis
 from psigrad.language.rewards.outcomes import text_of
 
 _LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\pm |\in |^{2}|^{3}|^\circ|-| "
@@ -173,7 +173,7 @@ def _last_words(text: str) -> tuple[str, bool]:
 
 
 def _matches(gold: MathAnswer, text: str) -> bool:
-    said, announced = _last_words(text)
+    said, announced = _last_words(without_emphasis(text))
     if gold.words:
         last = re.split(r"(?i)\b(?:is|are|was|be)\b|[:=]", said)[-1]
         folded = [_fold(_TEXT.sub(r" \1 ", unwrap(piece))) for piece in (said, last)]

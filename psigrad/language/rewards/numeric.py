@@ -38,6 +38,8 @@ _BEFORE = re.compile(r"(?:√|\\sqrt(?:\[\d{0,9}\])?\{?|\^\{?|_\{?|\\log|\\ln)[ 
 _AFTER = re.compile(r"[ ]?(?:\\pi|π|\\sqrt|√|\^(?!\{?\\circ)|\\times|\\cdot|\{?\\[cdt]?frac)")
 _WRAPPED = re.compile(r"\$\$(.*)\$\$|\$((?:[^$\\]|\\.)*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
+# Between marks of Markdown: neither the subscript of x_1 nor the power of 2**3.
+_EMPHASIS = re.compile(r"(?<![\w\\)\]}])((?<!\*)\*\*+|_+)(?![\s{*_])([^*_\n]+)(?<!\s)\1(?![\w{(])")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;.]*")
 _LARGEST = 400
 """Digits and exponents beyond this are no number: what is to be compared exactly must stay small."""
@@ -103,6 +105,11 @@ def _as_fraction(found: re.Match[str]) -> str:
     r"""0.1\overline{6} as 15/90: all digits less those that do not recur, over nines and zeros."""
     whole, once, again = found.groups()
     return f"{int(whole + once + again) - int(whole + once)}/{'9' * len(again)}{'0' * len(once)}"
+
+
+def without_emphasis(text: str) -> str:
+    """Text without the marks of Markdown in **72** and _72_."""
+    return _EMPHASIS.sub(r"\2", text)
 
 
 def unwrap(text: str) -> str:
@@ -203,7 +210,7 @@ class Numeric:
         wanted = gold_number(answer)
         if wanted is None:
             return None  # the row has no number to compare with: not applicable, and not the policy's fault
-        own = find_marked(text)
+        own = find_marked(text := without_emphasis(text))
         found = last_number(text) if own is None else _in_mark(own)
         return float(equal(found, wanted, self.tolerance))
 

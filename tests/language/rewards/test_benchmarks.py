@@ -41,6 +41,8 @@ def test_prompts_by_hand():
     assert first.prompt == f"{head}{asked} B\n\n{asked}"
     assert second.prompt == f"{asked} B\n\nWet?\nA. rock\nB. sea\nAnswer:"
     assert (first.columns["answer"], second.columns["answer"]) == ("B", "B")
+    (gap,) = as_prompts("mmlu", rows([{"question": "Wet?", "A": "rock", "B": "sand", "C": "", "D": "sea", "answer": "(d)"}]), [])
+    assert gap.prompt == "Wet?\nA. rock\nB. sand\nD. sea\nAnswer:" and gap.columns["answer"] == "D"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,12 @@ def test_prompts_by_hand():
         ("gsm8k", {"question": "?"}, "f.jsonl:1: column 'answer' is missing in a row of the shape gsm8k .found: question"),
         ("mmlu", {"question": "?", "choices": ["a", "b"], "answer": 2}, "answer' is 2, which is none of 2 choices"),
         ("mmlu", {"question": "?", "answer": 2}, "column 'choices' is missing"),
+        ("mmlu", {"question": "?", "choices": ["a", "b"], "answer": ""}, "column 'answer' is missing"),
+        ("mmlu", {"question": "?", "choices": ["a", "b"], "answer": " "}, "column 'answer' is missing"),
+        ("mmlu", {"question": "?", "choices": ["a", "b", "c"], "answer": "BC"}, "answer' is 'BC', which is none of 3 choices"),
+        ("mmlu", {"question": "?", "choices": [*"abcdefghijkl"], "answer": 11}, "answer' is 11, which is none of 10 choices"),
+        ("mmlu", {"question": "?", "A": "a", "B": "b", "D": "d", "answer": 2}, "answer' is 2, which is none of 3 choices"),
+        ("math", {"problem": "?", "solution": " "}, "column 'solution' is missing"),
     ],
 )
 def test_rows_of_another_shape_are_refused_by_their_place(name, columns, said):
@@ -65,6 +73,8 @@ def test_rows_of_another_shape_are_refused_by_their_place(name, columns, said):
         ("The answer is not A; the answer is: **D**", "D"),
         (r"Thus \boxed{\text{C}}", "C"),
         ("Answer: B because", "B"),
+        ("__B__", "B"),
+        ("The answer is _C_.", "C"),
         ("I think it's wet", "I"),
         ("It is wet", ""),
         ("", ""),
@@ -75,7 +85,10 @@ def test_the_letter_that_is_chosen(text, letter):
 
 
 def test_comparisons_by_hand():
-    assert Choice()(["B", "the answer is c", "D"], answer=[1, "(C)", None]) == [1.0, 1.0, None]
+    assert Choice()(["B", "the answer is c", "D", "D"], answer=[1, "(C)", None, " "]) == [1.0, 1.0, None, None]
+    Choice().check_row({"answer": " "})
+    with pytest.raises(UserError, match="the row has no answer"):
+        BenchmarkReward("mmlu", Choice(), "").check_row({"answer": " "})
     with pytest.raises(UserError, match="neither a letter nor the number"):
         Choice().check_row({"answer": "apple"})
     gsm = BenchmarkReward("gsm8k", Math(), "\n\nQuestion:")

@@ -126,6 +126,19 @@ def test_exact(completion, answer, reward):
         ("pages 3\N{EN DASH}5", "5", 1),
         ("so 90^\\circ", "90", 1),
         ("\\boxed{90^{\\circ}}", "90", 1),
+        ("The answer is __72__.", "72", 1),
+        ("_72_", "72", 1),
+        ("**_72_**", "72", 1),
+        ("____72____", "72", 1),
+        ("_-72_", "-72", 1),
+        ("_-72_", "72", 0),
+        ("_3/4_", "3/4", 1),
+        ("_3/4_", "4", 0),
+        ("#### **72**", "72", 1),
+        ("x_72", "72", 0),
+        ("x_{72}", "72", 0),
+        ("a _{72} b _{72}", "72", 0),
+        ("2**3", "8", 1),
     ],
 )
 def test_numeric(completion, answer, reward):
@@ -139,7 +152,28 @@ def test_numeric_is_quick_on_a_megabyte_of_digits():
 
 
 @pytest.mark.parametrize(
-    "text", ["$", "answer is ", "$1$ ", "\\boxed{", "<answer>", "{", "the ", "\\frac{", "1,11", "1:", "\\( a ", "\\["]
+    "text",
+    [
+        "$",
+        "answer is ",
+        "$1$ ",
+        "\\boxed{",
+        "<answer>",
+        "{",
+        "the ",
+        "\\frac{",
+        "1,11",
+        "1:",
+        "\\( a ",
+        "\\[",
+        "_",
+        "*",
+        "_a",
+        " _a",
+        "**a ",
+        "*_",
+        "__a_",
+    ],
 )
 def test_math_and_numeric_are_quick_on_long_text(text):
     begin = time.process_time()
