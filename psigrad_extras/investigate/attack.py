@@ -10,7 +10,7 @@ from typing import Any
 from psigrad.config import Reward
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes.scorers import samples_of
@@ -118,16 +118,16 @@ def attack(
     else:
         rows = from_rows([*dataset][:max_rows], FORM, columns=columns_of(columns)).rows
     golds = [next((str(row.columns[name]) for name in GOLDS if not blank(row.columns.get(name))), "") for row in rows]
-    found = []
+    found, names = [], column_names(rows)
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:
-        faults = row_faults(specs, [_samples(row, [""], rows) for row in rows], timeout=timeout)
+        faults = row_faults(specs, [_samples(row, [""], names) for row in rows], timeout=timeout)
         for i, (row, gold, fault) in enumerate(zip(rows, golds, faults, strict=True)):
             other = next((one for one in (*golds[i + 1 :], *golds[:i]) if one and not _alike(one, gold)), "")
             wrong = wrong_answers(str(prompt_text(row.prompt)), gold, other)
             tried = [(True, *one) for one in right_answers(gold)] if gold else []
             tried += [(False, *one) for one in wrong if one[1] != gold]
             scoring = pool.begin()
-            scoring.add(_samples(row, [text for *_, text in tried], rows))
+            scoring.add(_samples(row, [text for *_, text in tried], names))
             results = [Unscored(fault) if fault else result for result in scoring.results()]
             values = [None if isinstance(result, Unscored) else result.value for result in results]
             best = max((v for v, (right, *_) in zip(values, tried, strict=True) if right and v is not None), default=1.0)
@@ -146,8 +146,8 @@ def _alike(a: str, b: str) -> bool:
     return a.strip() == b.strip() or (wanted is not None and equal(found, wanted))
 
 
-def _samples(row: Row, texts: Sequence[str], rows: Sequence[Row]) -> Samples:
-    return samples_of([replace(row, completion=completion_for_reward(row, text)) for text in texts], rows)
+def _samples(row: Row, texts: Sequence[str], names: Sequence[str]) -> Samples:
+    return samples_of([replace(row, completion=completion_for_reward(row, text)) for text in texts], names)
 
 
 def report(attempts: Sequence[Attempt]) -> str:

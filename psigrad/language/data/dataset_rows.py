@@ -15,7 +15,7 @@ import json
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -158,6 +158,11 @@ def role_of(message: Mapping[str, Any]) -> str:
 def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items two sequences begin with alike."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def column_names(rows: Iterable[Row]) -> list[str]:
+    """The columns that any of these rows has beside those of its form, by the alphabet."""
+    return sorted({name for row in rows for name in row.columns})
 
 
 def name_columns(raw: Mapping[str, Any]) -> str:

@@ -111,7 +111,7 @@ def open_job(
             scorer=scorer,
             optimizer=policy.optimizer,
             prompts=prompts,
-            params=sampling_params(config.sampling, model, rows),
+            params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts)),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
             journal=journal,
             evaluate=None if evaluator is None else partial(evaluator.record, model, sampler, journal=journal),

@@ -11,7 +11,7 @@ from typing import Any
 from psigrad.config import Reward
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import example
@@ -74,8 +74,8 @@ def score(
         raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
     renamed = columns_of(columns)
     read = load(str(rows), form=FORM, split=split, columns=renamed) if named else from_rows(list(rows), FORM, columns=renamed)
-    ids_of = _ids(tokenizer)
-    samples = [replace(samples_of([row], read.rows), completion_ids=[ids_of(row)]) for row in read.rows]
+    ids_of, names = _ids(tokenizer), column_names(read.rows)
+    samples = [replace(samples_of([row], names), completion_ids=[ids_of(row)]) for row in read.rows]
     faults = row_faults(specs, samples, timeout=timeout)
     found = []
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:

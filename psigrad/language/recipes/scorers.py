@@ -15,14 +15,13 @@ from psigrad import extras
 from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
-from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.outcomes import Samples
 from psigrad.language.rewards.reward_pool import check_weights, names_apart, row_faults
@@ -55,7 +54,7 @@ class RewardSetup:
         """
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
-        specs = [_for_length(resolve(one), one, config.sampling.max_completion_length) for one in given]
+        specs = [_resolve(one, config.sampling.max_completion_length) for one in given]
         names = names_apart([spec.name for spec in specs] + [_name_of(path) for path in paths])
         specs = [replace(spec, name=name) for spec, name in zip(specs, names, strict=False)]
         alone = None if functions is None else tuple(functions)
@@ -132,7 +131,8 @@ class RewardSetup:
         """
         if not any(hasattr(function, "check_row") for function in self.functions):
             return rows
-        groups = [samples_of(rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
+        names, starts = column_names(rows), range(0, len(rows), _ROWS_AT_ONCE)
+        groups = [samples_of(rows[start : start + _ROWS_AT_ONCE], names) for start in starts]
         faults = row_faults(self.specs, groups, **self._processes())
         bad = [(row, fault) for row, fault in zip(rows, faults, strict=True) if fault]
         if bad and (self.config.data.bad_rows == "stop" or len(bad) == len(rows)):
@@ -148,11 +148,10 @@ class RewardSetup:
 _ROWS_AT_ONCE = 64
 
 
-def samples_of(rows: Sequence[Row], of: Sequence[Row] = ()) -> Samples:
-    """Rows as reward functions are shown them, with the completions that they bring along and the columns of all rows that they
-    are of.
+def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
+    """Rows as reward functions are shown them, with the completions that they bring along and the columns of these names (those
+    of all rows: `column_names`), None where a row lacks one.
     """
-    names = sorted({name for row in of or rows for name in row.columns})
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
 
@@ -179,7 +178,7 @@ def _name_of(path: str) -> str:
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
     """A reward model that never learns."""
-    model = load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
+    model = load_trained_scalar_model(replace(config.model, path=path, revision="", quantize_base=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer
     same = tokenizer is not None and own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
@@ -187,14 +186,16 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
     return ModelScorer(name, model, same, config.micro_batch_tokens)
 
 
-def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
-    """A length reward that was given by its bare name counts against the run's own max_completion_length."""
-    match spec.function if isinstance(given, str) else None:
-        case SoftOverlong():
-            return replace(spec, function=SoftOverlong(tokens, max(1, tokens // 4)))
-        case Length(penalty=penalty):
-            return replace(spec, function=Length(tokens, penalty))
-    return spec
+def _resolve(given: Reward, tokens: int) -> RewardSpec:
+    """As `resolve`; a length reward counts against the run's own max_completion_length where it is given no other, and the cache
+    is a quarter of what it counts against.
+    """
+    match {"reward": given} if isinstance(given, str) else given:
+        case {"reward": "length" | "soft_overlong" as name, **own}:
+            most = own.get("max_completion_length", tokens)
+            cache = {"soft_punish_cache": max(1, most // 4)} if name == "soft_overlong" else {}
+            return resolve({"reward": name, "max_completion_length": most, **cache, **own})
+    return resolve(given)
 
 
 def completion_room(config: Scored) -> int:
@@ -216,11 +217,12 @@ def evaluator_for(
     world: World = ALONE,
 ) -> Evaluator:
     """Held-out evaluation by these rewards, which `scorer` gives."""
+    prompts = encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config))
     return Evaluator(
-        prompts=encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config)),
+        prompts=prompts,
         scorer=scorer,
         metric=rewards.metric,
-        params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),
+        params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts), config.evaluation.eval_temperature),
         seed=config.run.seed,
         num_generations=size or config.evaluation.num_generations_eval,
         reference=reference if config.evaluation.eval_kl and not isinstance(reference, Teacher) else None,

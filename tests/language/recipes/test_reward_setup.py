@@ -1,4 +1,4 @@
-"""The rewards of a run: their names and their weights."""
+"""The rewards of a run: their names, weights and lengths, and which rows they can judge."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from psigrad.config import OnlineConfig
+from psigrad.config import Data, OnlineConfig, Sampling
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.recipes.scorers import RewardSetup
+from psigrad.language.rewards.builtin import Length, SoftOverlong
 
 
 def test_reward_models_have_names_of_their_own_and_finite_weights():
@@ -17,3 +19,32 @@ def test_reward_models_have_names_of_their_own_and_finite_weights():
     assert RewardSetup.of(config).weights == {"exact": 1.0, "a": 2.0, "b": 3.0, "a_2": 4.0}
     with pytest.raises(UserError, match="finite"):
         RewardSetup.of(replace(config, reward_weights=(1.0, 2.0, 3.0, math.nan)))
+
+
+def test_rows_whose_columns_differ_are_judged_each_by_its_own():
+    """64 rows are asked about at once; only those behind them have the column `note`."""
+    rows = [Row(f"x:{i}", prompt="q", columns={"answer": str(i)}) for i in range(64)]
+    odd = {66: "2\\sqrt{3}"}
+    rows += [Row(f"x:{i}", prompt="q", columns={"answer": odd.get(i, "1"), "note": "n"}) for i in range(64, 70)]
+    config = OnlineConfig(reward=("numeric",), data=Data(bad_rows="skip"))
+    kept = RewardSetup.of(config).judgeable(rows)
+    assert [row.source for row in kept] == [f"x:{i}" for i in range(70) if i != 66]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("length", Length(2048)),
+        ({"reward": "length", "penalty": 0.1}, Length(2048, 0.1)),
+        ({"reward": "length", "max_completion_length": 100}, Length(100)),
+        ("soft_overlong", SoftOverlong(2048, 512)),
+        ({"reward": "soft_overlong"}, SoftOverlong(2048, 512)),
+        ({"reward": "soft_overlong", "soft_punish_cache": 128}, SoftOverlong(2048, 128)),
+        ({"reward": "soft_overlong", "soft_punish_cache": 1024}, SoftOverlong(2048, 1024)),
+        ({"reward": "soft_overlong", "max_completion_length": 100}, SoftOverlong(100, 25)),
+        (SoftOverlong(), SoftOverlong(256, 64)),
+    ],
+)
+def test_lengths_count_against_the_runs_own_unless_they_are_given_another(given, meant):
+    config = OnlineConfig(reward=(given,), sampling=Sampling(max_completion_length=2048))
+    assert RewardSetup.of(config).functions == [meant]

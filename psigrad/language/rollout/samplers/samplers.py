@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from psigrad import extras
 from psigrad.config import Sampling
@@ -71,14 +72,16 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def sampling_params(
-    sampling: Sampling, model: LanguageModel | None, rows: Sequence[Row], temperature: float | None = None
+    sampling: Sampling, model: LanguageModel | None, rows: Iterable[Row], temperature: float | None = None
 ) -> SamplingParams:
     """The distribution that is sampled from; evaluation may have its own temperature.
 
-    Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
-    Without a `model` a server samples, which knows that itself.
+    Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too,
+    and so does the end of a call where one of the first thousand offers tools. Without a `model` a server samples, which knows
+    that itself.
     """
-    talk = next((row for row in rows if not isinstance(row.prompt, str)), None)
+    talks = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
+    talk = max(talks, key=lambda row: bool(row.columns.get("tools")), default=None)
     chat = stop_token_ids(model.tokenizer, talk) if talk is not None and model is not None else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
