@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from psigrad.errors import UserError
+from psigrad.language.data.chat.rendering import refuse
 from psigrad.language.data.dataset_rows import Row, alike
 from psigrad.language.data.templates import Example, encode_after, examples, prompt_ids
 
@@ -88,20 +88,18 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
     """The two texts of a preference row, behind the prompt that they share. Plain answers end with EOS.
 
     `whole` asks for every turn of an answer, of which a template that rewrites earlier turns makes several texts; else the last
-    text alone is read.
+    text alone is read. Raises `RowError` where there is no such prompt, or the margin is no number.
     """
     own = {**row.places, "completion": row.places.get("rejected", ["rejected", 0, "content"])}
     other = replace(row, completion=row.rejected, places=own)
     sides = [examples(tokenizer, side)[0 if whole else -1 :] for side in (row, other)]
     pair = pair_of(*sides)
     if not pair.prompt:
-        raise UserError(
-            f"{row.source}: the tokens of chosen and rejected do not begin with the same prompt; give the prompt in a column of "
-            "its own, or use another tokenizer."
-        )
+        why = "the tokens of chosen and rejected do not begin with the same prompt"
+        raise refuse(row, "", f"{why}; give the prompt in a column of its own, or use another tokenizer")
     margin = row.columns.get("margin")
     if margin is not None and not isinstance(margin, int | float):
-        raise UserError(f"{row.source}: column 'margin' is {margin!r}; expected a number, or no such column.")
+        raise refuse(row, "margin", f"is {margin!r}; expected a number, or no such column")
     return pair if margin is None else replace(pair, margin=float(margin))
 
 

@@ -58,7 +58,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation
     prompt, and the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as TRL does. An
     assistant's turn at the end is the beginning of the answer (prefill): its text follows the generation prompt. Raises
-    `RowError` where the template leaves something of the prompt out.
+    `RowError` where the template leaves something of the prompt out, and where no token is left.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -75,7 +75,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
         check_shown(talk, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set())
         ids = _encode(tokenizer, text)
     if not ids:
-        raise UserError(f"The prompt of {row.source} has no tokens; give a prompt with text that the tokenizer knows.")
+        raise refuse(row, "prompt", "has no tokens; give it some text, or the tokenizer a BOS token")
     return ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell, as_turns, for_model
 from psigrad.language.data.sources import read_rows
@@ -28,15 +29,13 @@ from psigrad.runs.journal import Journal
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, tell: Tell | None = None) -> Prompts:
     """The rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
 
-    A prompt that is empty or too long is refused by its place in the file, or left out and counted with `bad_rows: skip`.
+    A prompt that is too long is refused by its place in the file, or left out and counted with `bad_rows: skip`.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 
     def keep(made: tuple[int, list[int]]) -> tuple[Any, dict[str, int]]:
         tokens, why = len(made[1]), ""
-        if not tokens:
-            why = "the prompt has no tokens; give it some text, or the tokenizer a BOS token"
-        elif 0 < limit < tokens:
+        if 0 < limit < tokens:
             why = f"the prompt has {tokens} tokens, above max_prompt_length {limit}; shorten it or raise the limit"
         elif tokens > room:
             why = (
@@ -53,7 +52,7 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise UserError(f"{next(iter(faults))}, or leave such rows out with bad_rows=skip{more}.")
     if faults and tell is not None:
-        text = f"{len(faults)} of {len(rows)} prompts have no tokens or too many and are left out."
+        text = f"{len(faults)} of {len(rows)} prompts have too many tokens and are left out."
         tell("rows_left_out", text, longer_than_max_length=len(faults), kept=len(made))
     return Prompts(rows, made)
 
@@ -61,10 +60,11 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tell: Tell) -> None:
     """Say once what the chat template has no words for and is said otherwise, of the first row with such among a hundred."""
     for row in rows[:100]:
-        if notes := said_otherwise(tokenizer, row):
-            text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
-            tell("said_otherwise", text, what=notes)
-            return
+        with contextlib.suppress(RowError):  # it was left out, and that was said
+            if notes := said_otherwise(tokenizer, row):
+                text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
+                tell("said_otherwise", text, what=notes)
+                return
 
 
 def add_teacher_prompts(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from psigrad.config import Model
+from psigrad.config import Model, Sampling
 from psigrad.errors import UserError
 from psigrad.language.data.chat.rendering import arguments_of, day_of, settle
 from psigrad.language.data.dataset_rows import Row, RowError, validate
@@ -22,6 +23,7 @@ from psigrad.language.data.sources import load
 from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.recipes.row_limits import tell_translations
+from psigrad.language.rollout.samplers.samplers import sampling_params
 
 Build = Callable[..., PreTrainedTokenizerFast]
 USER, BOT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}
@@ -373,7 +375,18 @@ def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTo
     thought = sft(USER, {**BOT, "thinking": "two"})
     tell_translations(
         plain_chatml,
-        [sft(USER, BOT), replace(thought, source="my.jsonl:8"), thought],
+        [sft(USER, BOT), sft(USER, BOT, chat_template_kwargs={"nothing": 1}), replace(thought, source="my.jsonl:8"), thought],
         lambda kind, text, **more: told.append(text),
     )
     assert len(told) == 1 and "some of my.jsonl:8: thoughts stand in <think> tags" in told[0]
+
+
+def test_sampling_stops_at_the_end_of_a_call_where_only_later_rows_offer_tools(build: Build) -> None:
+    """A turn that calls a tool ends with <|pad|> here, any other one with <|im_end|>."""
+    template = SHOWS_CALLS.replace("{{ '<|im_end|>\n' }}", "{{ '<|pad|>\n' if m['tool_calls'] else '<|im_end|>\n' }}")
+    tokenizer = build(template)
+    plain, offers = Row("x:1", prompt=[USER]), Row("x:2", prompt=[USER], columns={"tools": [{"name": "add"}]})
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    ends = [tokenizer.convert_tokens_to_ids(word) for word in ("<|im_end|>", "<|pad|>")]
+    for rows, stops in (([plain, plain], ends[:1]), ([plain, offers], ends), ([Row("x", prompt="text")], []), ([], [])):
+        assert sampling_params(Sampling(), model, rows).stop_token_ids == (*stops,)

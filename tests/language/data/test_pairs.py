@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from psigrad.config import Data
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_rows import RowError, validate
+from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.templates import CHATML, decode, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
+from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 from psigrad.language.training.offline.preference_task import answer_logps
 
 
@@ -64,6 +67,21 @@ def test_margins_come_from_their_column(tokenizer):
     assert pairs.encode_pair(tokenizer, validate({**PLAIN, "margin": 2}, "preference", "x")).margin == 2.0
     with pytest.raises(UserError, match="margin"):
         pairs.encode_pair(tokenizer, validate({**PLAIN, "margin": "much"}, "preference", "x"))
+
+
+def test_a_comparison_with_an_unreadable_margin_is_left_out_when_asked(tokenizer):
+    """A number in a CSV file is text."""
+    rows = [validate(PLAIN, "preference", "x:1"), validate({**PLAIN, "margin": "0.5"}, "preference", "x:2")]
+    encoder, told = Encoder(tokenizer, partial(pairs.encode_pair, tokenizer)), []
+    made, _ = encode_rows(rows, encoder, Data(bad_rows="skip"), lambda kind, text, **more: told.append(text))
+    assert len(made) == 1 and len(told) == 1 and "x:2: column 'margin' is '0.5'; expected a number" in told[0]
+    with pytest.raises(UserError, match=r"x:2: column 'margin' .* leave such rows out with bad_rows=skip"):
+        encode_rows(rows, encoder, Data())
+
+
+def test_a_prompt_without_tokens_is_a_row_that_may_be_left_out(tokenizer):
+    with pytest.raises(RowError, match="x:3: column 'prompt' has no tokens; give it some text, or the tokenizer a BOS token"):
+        prompt_ids(tokenizer, Row("x:3", prompt=""))
 
 
 def test_unpaired_rows(tokenizer):
