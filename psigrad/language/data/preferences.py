@@ -42,12 +42,7 @@ def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
 
 
 def from_ratings(
-    rows: Iterable[Raw],
-    source: str = "rows",
-    *,
-    scale: int = 10,
-    tie: float = 0.0,
-    margin: bool = True,
+    rows: Iterable[Raw], source: str = "rows", *, scale: int = 10, tie: float = 0.0, margin: bool = True
 ) -> Converted:
     """Every ordered pair of rows with `prompt`, `completions` and `ratings` from 1 to `scale`, the higher rating chosen.
 
@@ -56,11 +51,7 @@ def from_ratings(
     """
     if not scale > 1 or not 0 <= tie < math.inf:
         raise UserError(f"The ratings have scale={scale} and tie={tie}; expected a scale above 1 and a tie of 0 or more.")
-
-    def better(a: float, b: float) -> float:
-        return a - b
-
-    return _pairs(_check_ratings(rows, source, scale), source, "ratings", better, margin=margin, tie=tie)
+    return _pairs(_check_ratings(rows, source, scale), source, "ratings", lambda a, b: a - b, margin=margin, tie=tie)
 
 
 def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
@@ -98,13 +89,7 @@ def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any
 
 
 def _pairs(
-    rows: Iterable[Raw],
-    source: str,
-    column: str,
-    lead: Callable[[Any, Any], float],
-    *,
-    margin: bool,
-    tie: float,
+    rows: Iterable[Raw], source: str, column: str, lead: Callable[[Any, Any], float], *, margin: bool, tie: float
 ) -> Converted:
     made: list[dict[str, Any]] = []
     ties = alone = 0

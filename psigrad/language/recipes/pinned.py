@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -35,27 +35,18 @@ def collect_pins(
     """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them. `judges` are the reward and the
     held-out metric, whose functions are pinned too.
     """
-    functions = [function for judge in judges if judge is not None for function in judge.functions]
-    content = {"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template}
+    content = pins.hash_parts({"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template})
     rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if prints_date(tokenizer) else {}
-    return {
-        **rows,
-        **pins.hash_parts(content),
-        **day,
-        **_models(config),
-        **_code(config, functions),
-        **pins_of(config.run, kernels()),
-    }
+    return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, kernels())}
 
 
 def lasting_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
     """What a finished run is compared by when it is asked for again: all that can be told without reading rows or loading a
     model.
     """
-    functions = [function for judge in judges if judge is not None for function in judge.functions]
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
-    return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, functions)}
+    return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}
 
 
 def _data(given: Any) -> str:
@@ -79,8 +70,8 @@ def _models(config: Config) -> dict[str, str]:
     return {name: " ".join(filter(None, ids)) for name, ids in found.items() if any(ids)}
 
 
-def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
-    users: dict[str, list[object]] = {"reward": list(functions)}
+def _code(config: Config, judges: Sequence[RewardSetup | None]) -> dict[str, str]:
+    users: dict[str, list[object]] = {"reward": [one for judge in judges if judge is not None for one in judge.functions]}
     if isinstance(config, OnlineConfig):
         own = config.environment and not environments.library_of(config.environment)
         users["environment"] = [environments.resolve(config.environment)] if own else []
