@@ -147,8 +147,9 @@ def as_prompts(name: str, rows: Sequence[Row], shots: Sequence[Row]) -> list[Row
 def letters_of(columns: Mapping[str, Any]) -> str:
     """The letters of a row's choices."""
     given = columns.get("choices")
-    listed = isinstance(given, list | tuple)
-    return _LETTERS[: len(given)] if listed else "".join(x for x in _LETTERS if not blank(columns.get(x)))
+    if isinstance(given, list | tuple):
+        return _LETTERS[: len(given)]
+    return "".join(letter for letter in _LETTERS if not blank(columns.get(letter)))
 
 
 def _columns(name: str, row: Row) -> dict[str, Any]:
