@@ -26,7 +26,7 @@ COMPARED = {
         r"The last number of the completion (of its last `\boxed{…}`, its last `<answer>`, or behind its last `####`, if any) "
         "is the answer. Whole numbers must be met exactly, others within `tolerance` (1e-6) of their size. Signs, currencies, "
         "thousands, powers, fractions, mixed numbers and percents are read; times and ratios are equal part by part. 50% is 50%, "
-        "0.5 and 50.",
+        "0.5 and 50. Marks of Markdown around it (`**72**`, `_72_`) are no part of it.",
         [
             ("42", "So he has 42 apples."),
             ("1234567", "1,234,567"),
