@@ -190,7 +190,8 @@ def _resolve(given: Reward, tokens: int) -> RewardSpec:
     """As `resolve`; a length reward counts against the run's own max_completion_length where it is given no other, and the cache
     is a quarter of what it counts against.
     """
-    match {"reward": given} if isinstance(given, str) else given:
+    asked: Any = {"reward": given} if isinstance(given, str) else given
+    match asked:
         case {"reward": "length" | "soft_overlong" as name, **own}:
             most = own.get("max_completion_length", tokens)
             cache = {"soft_punish_cache": max(1, most // 4)} if name == "soft_overlong" else {}
