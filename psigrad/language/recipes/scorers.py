@@ -191,12 +191,12 @@ def _resolve(given: Reward, tokens: int) -> RewardSpec:
     is a quarter of what it counts against.
     """
     asked: Any = {"reward": given} if isinstance(given, str) else given
-    match asked:
-        case {"reward": "length" | "soft_overlong" as name, **own}:
-            most = own.get("max_completion_length", tokens)
-            cache = {"soft_punish_cache": max(1, most // 4)} if name == "soft_overlong" else {}
-            return resolve({"reward": name, "max_completion_length": most, **cache, **own})
-    return resolve(given)
+    name = asked.get("reward") if isinstance(asked, Mapping) else None
+    if name not in ("length", "soft_overlong"):
+        return resolve(given)
+    most = asked.get("max_completion_length", tokens)
+    cache = {"soft_punish_cache": max(1, most // 4)} if name == "soft_overlong" else {}
+    return resolve({"max_completion_length": most, **cache, **asked})
 
 
 def completion_room(config: Scored) -> int:
