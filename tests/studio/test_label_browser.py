@@ -533,7 +533,7 @@ def test_grades_that_the_form_does_not_offer_stay_and_weights_of_0_are_not_weigh
 
 def test_a_rate_that_guessing_may_give_is_named_as_that(opened, studio):
     """Six of eight known answers are right: 0.75, from 0.41 to 0.93."""
-    number = project(studio, 1, checks=50)
+    number = project(studio, 0, checks=50)
     bring(studio, number, [{"prompt": f"p{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(8)], gold=True)
     ann, wrong = guest(studio, number, name="Ann of eight"), {"p0", "p1"}
     while (task := ann.next(number)) is not None:
