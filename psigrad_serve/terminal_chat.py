@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -28,8 +27,8 @@ def talk(
     """Answer each line until an empty one or the end; Ctrl-C ends an answer. A model without a chat template continues each line
     as text.
     """
-    if max_tokens < 1 or not 0 <= temperature < math.inf:
-        raise UserError(f"max_tokens is {max_tokens} and temperature {temperature}; expected at least 1, and at least 0.")
+    if max_tokens < 1 or temperature < 0:
+        raise UserError(f"max_tokens is {max_tokens} and temperature {temperature}; expected at least 1, and 0 or more.")
     served, opening = Served(engine), [{"role": "system", "content": system}] if system else []
     talks = bool(served.tokenizer.chat_template)
     said: list[dict[str, Any]] = list(opening)

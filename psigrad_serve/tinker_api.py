@@ -337,7 +337,7 @@ class TinkerServer:
 
     def _open(self, path: str) -> SamplingEngine:
         place = self._place(path) if path else None
-        adapted = {"lora": Lora(Lora.of(_config(place)).rank, ALPHA), "adapter": place} if place else {}
+        adapted: dict[str, Any] = {"lora": Lora(Lora.of(_config(place)).rank, ALPHA), "adapter": place} if place else {}
         return SamplingEngine(language_model.load(self.base, **self.how, **adapted), self.max_batch)
 
     def _model(self, name: str) -> TinkerModel:

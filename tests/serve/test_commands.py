@@ -86,15 +86,6 @@ def test_chat_answers_line_by_line_until_an_empty_one(run_folder, monkeypatch, c
     assert first == again, "greedy, and a new conversation each"
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("temperature", "nan"), ("temperature", "inf"), ("temperature", "-1"), ("max-tokens", "0")]
-)
-def test_what_chat_cannot_draw_with_is_said(run_folder, flag, value, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    assert cli.main(["chat", str(run_folder), f"--{flag}", value, "--threads", "1"]) == 2
-    assert "expected at least 1, and at least 0" in capsys.readouterr().err
-
-
 def test_help_is_there(capsys):
     for command in ("serve", "chat"):
         assert cli.main([command, "--help"]) == 0
