@@ -172,6 +172,17 @@ def reaches(page: Page, name: str, ends: list[float]) -> None:
     until(lambda: x_ends(page, name) == ends)
 
 
+def test_the_axis_of_a_run_with_a_single_step_begins_at_it(opened, tmp_path):
+    make_run(tmp_path / "young", 1)
+    with live_studio(runs=tmp_path) as studio:
+        page = opened(at=studio)
+        page.locator('.chart[data-name="reward"]').scroll_into_view_if_needed()
+        box = page.locator('.chart[data-name="reward"] .u-over').bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+        point = page.locator('.chart[data-name="reward"] .hover-point')
+        until(lambda: point.is_visible() and abs(point.bounding_box()["x"] - box["x"]) < 10)
+
+
 def test_zooming_by_mouse_and_by_keyboard(opened, ids):
     page = opened(f"runs={ids['compare/grpo-0']}")
     reaches(page, "reward", [1, 20])

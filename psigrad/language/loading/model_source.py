@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from typing import Any
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.models.backbone import without_bars
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
 from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
@@ -313,7 +315,7 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as folder:
         made = Path(folder) / "model"
-        with _in_a_sentence(source):
+        with contextlib.nullcontext() if sys.stderr.isatty() else without_bars(), _in_a_sentence(source):
             make(source, made)
         try:
             made.rename(place)

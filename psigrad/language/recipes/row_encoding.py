@@ -123,7 +123,7 @@ _work: dict[str, Any] = {}
 
 def _begin(rows: Sequence[Any], encoder: Encoder[Any]) -> None:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    os.setsid()  # what is sent to the parent's group, by Ctrl-C or `timeout`, is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work.update(rows=rows, encoder=encoder)

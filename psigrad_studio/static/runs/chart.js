@@ -8,6 +8,9 @@ const HEIGHT = 170;
 /** Colours of runs in the style sheet; the seventh run has the first colour again, dashed. */
 export const COLOURS = 6;
 
+/** Where x begins and ends; of a single step, which uPlot would show on an axis to 100, one further. */
+const ends = (steps = [0]) => [steps[0], steps.at(-1) > steps[0] ? steps.at(-1) : steps[0] + 1];
+
 export class Chart {
   /** `signal` is {name, title, says, unit, share}; `page` has follow(x | null, aloud), zoom([from, to] | null), open(run, step). */
   constructor(signal, page) {
@@ -114,7 +117,7 @@ export class Chart {
     }
     return {
       series, bands,
-      x: { text: tick, range: (_, from, to) => this.options.zoom ?? [from, to > from ? to : from + 1] },
+      x: { text: tick, range: ({ data: [steps] }) => this.options.zoom ?? ends(steps) },
       y: { text: (value, step) => tick(value, this.options.log ? value / 100 : step), range: (_, low, high) => this.range(low, high), log: this.options.log },
       cursor: {
         y: false,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.model_source import locate
 from psigrad.language.models import language_model, tiny
 from psigrad.language.models.lora import Lora, settings_of
 from psigrad.language.recipes import api
@@ -78,6 +79,13 @@ def test_peft_and_transformers_warn_of_nothing_that_a_user_cannot_mend(base, tmp
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
         load_model(Model(path=str(base), lora_rank=2), Run(), None)
         load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
+
+
+def test_a_log_holds_no_bars_of_what_is_converted(base, tmp_path, capsys):
+    adapted(base, tmp_path / "adapter")
+    capsys.readouterr()
+    assert Path(locate(Model(path=str(tmp_path / "adapter"), adapter="merge")), "model.safetensors").is_file()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all(base, tmp_path):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -18,6 +22,7 @@ import pytest
 import trl
 from hypothesis import given
 from hypothesis import strategies as st
+from timing import until
 
 from psigrad.config import Data, Evaluation, RewardConfig, SFTConfig
 from psigrad.errors import UserError
@@ -33,6 +38,7 @@ from psigrad.language.recipes import row_encoding, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare, sum_parts
 from psigrad.language.recipes.row_limits import prepare_answers
 from psigrad.processes.parallel.world import ALONE
+from psigrad.runs.journal import StopSignal
 
 TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
@@ -102,11 +108,12 @@ class Start:
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.config = SFTConfig(data=Data(str(folder / "a.jsonl")), evaluation=Evaluation(eval_prompts=1))
         self.tokenizer, self.times, self.told, self.limit = tokenizer, 0, list[str](), 64
+        self.world: Any = ALONE
 
     def __call__(self, **data: Any) -> PreparedRows[Any]:
         config = replace(self.config, data=replace(self.config.data, **data))
         settings = ["sft", self.limit, config.train_empty_thinking, config.evaluation.eval_prompts, config.run.seed]
-        journal: Any = SimpleNamespace(world=ALONE, tell=lambda kind, text, **facts: self.told.append(text))
+        journal: Any = SimpleNamespace(world=self.world, tell=lambda kind, text, **facts: self.told.append(text))
 
         def make(tell: Any) -> PreparedRows[Any]:
             self.times += 1
@@ -239,6 +246,15 @@ def test_two_starts_at_once_leave_one_whole_file(home: Path, tokenizer: Any) -> 
     assert start.times == 0 and len(files(home)) == 1
 
 
+def test_of_several_ranks_the_first_alone_makes_them(home: Path, tokenizer: Any) -> None:
+    together, ranks = threading.Barrier(2, timeout=60), [Start(home, tokenizer) for _ in range(2)]
+    for number, start in enumerate(ranks):
+        start.world = SimpleNamespace(rank=number, broadcast=lambda value: together.wait())
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(Start.__call__, ranks)
+    assert [start.times for start in ranks] == [1, 0] and [*first.made] == [*second.made] and len(first.made) == 2
+
+
 @pytest.fixture
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_encoding, "_AT_ONCE", 10)
@@ -269,6 +285,31 @@ def test_a_process_that_dies_is_said_and_nobody_waits_for_it(tokenizer: Any) -> 
     encoder: Encoder[int] = Encoder(tokenizer, lambda i: os._exit(9) if i == 15 else [i])
     with pytest.raises(UserError, match="One of 2 processes that encode rows has ended"):
         encode_rows(range(20), encoder, Data(num_proc=2))
+
+
+def _encode_slowly(tokenizer: Any, begun: Path) -> None:
+    """Exits with 3 where a stop was asked for and yet every row encoded."""
+    os.setsid()
+
+    def encode(i: int) -> list[int]:
+        begun.touch()
+        time.sleep(0.1)
+        return [i]
+
+    with StopSignal() as stop:
+        made, _ = encode_rows(range(20), Encoder(tokenizer, encode), Data(num_proc=2))
+    os._exit(3 if stop.requested and [*made] == [[i] for i in range(20)] else 1)
+
+
+@pytest.mark.usefixtures("_few_at_once")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_of_them_is_answered_by_the_run_alone(tokenizer: Any, tmp_path: Path, number: int) -> None:
+    run = get_context("fork").Process(target=_encode_slowly, args=(tokenizer, begun := tmp_path / "begun"))
+    run.start()
+    until(begun.exists)
+    os.killpg(run.pid, number)  # as `timeout` does, and a terminal
+    run.join(60)
+    assert run.exitcode == 3
 
 
 def test_answers_above_the_limit_are_left_out_and_counted(tokenizer: Any) -> None:
