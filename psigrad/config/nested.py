@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(

@@ -33,7 +33,7 @@ def metrics_of(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -
         theirs = _split_filters([] if other is None else other["samples"][task])
         for name, logged in by_filter.items():
             for metric in logged[0]["metrics"]:
-                values = [sample.get(metric) for sample in logged]
+                values: list[Any] = [sample.get(metric) for sample in logged]
                 if not all(isinstance(value, int | float) for value in values):
                     continue
                 shown = f"{metric},{name}" if len(by_filter) > 1 else metric
