@@ -55,10 +55,12 @@ def beside(
     keep: Callable[[dict[str, Any]], None] | None = None,
     foretell: Callable[[Path, Machine], dict[str, Any]] = lambda folder, rate: {},
     packages: str = "",
+    apart: bool = False,
 ) -> dict[str, Any]:
     """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both. Each pair (see
     `pair`) is given to `keep` as soon as it was taken, with what is foretold of the workload in a folder on this machine. TRL's
-    process alone finds `packages`, a folder of them.
+    process alone finds `packages`, a folder of them. Where memory does not hold both, each step is taken `apart`, in a process of
+    its own, after a first one.
 
     Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
     same batch.
@@ -73,23 +75,21 @@ def beside(
         make(work, Path(folder))
         before = rates(dtype, threads, device)
         foretold = foretell(Path(folder), before)
-        with _sides(CHECKS, Path(folder), dtype, threads, device, packages) as sides:
-            checks = {who: side.hear() for who, side in sides.items()}
-            agree(work, dtype, checks)
+        start = partial(_sides, folder=Path(folder), dtype=dtype, threads=threads, device=device, packages=packages)
+        checks: dict[str, dict[str, float]] = {}
+        for who, program in CHECKS.items():
+            with start({who: program}) as sides:
+                checks[who] = sides[who].hear()
+        agree(work, dtype, checks)
         # new processes are timed, so that a first step or a peak contains nothing of the check
-        with _sides(STEPS, Path(folder), dtype, threads, device, packages) as sides:
-            steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
-            first: dict[str, float] = {}
-            for number in range(1 + work.steps):
-                for who, side in sides.items():
-                    time.sleep(0.3)  # OpenMP threads spin for a while after their work
-                    steps[who].append(whole_batch(work, who, side))
-                if number == 0:  # imports, model and first step, as the process itself measured them
-                    first = {who: side.ready + steps[who].pop()["seconds"] for who, side in sides.items()}
-                elif keep is not None:
-                    tokens = steps["ours"][-1]["tokens"]
-                    least = timing.floor(work, Path(folder), tokens, dtype, before)
-                    keep(pair(work, {who: taken[-1] for who, taken in steps.items()}, first, least) | foretold)
+        steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+        first: dict[str, float] = {}
+        for taken, first in _rounds(work, start, apart):
+            for who, step in taken.items():
+                steps[who].append(step)
+            if keep is not None:
+                least = timing.floor(work, Path(folder), taken["ours"]["tokens"], dtype, before)
+                keep(pair(work, taken, first, least) | foretold)
         found = {who: medians(work, taken) for who, taken in steps.items()}
         found["ours"] |= timing.efficiency(work, Path(folder), found["ours"], dtype, before, rates(dtype, threads, device))
     return {**timing.head(work, dtype, threads, device), "check": checks, "to_first_step": first, **found, **ratios(work, steps)}
@@ -106,6 +106,33 @@ def pair(
         found |= {who: costs(work, [step])[0], f"{who}_mb": step["peak_mb"], f"{who}_first": first[who]}
         found |= {f"{who}_seconds": step["seconds"], f"{who}_tokens": step["tokens"]}
     return found
+
+
+Steps = dict[str, dict[str, Any]]
+Start = Callable[[Mapping[str, Sequence[str]]], contextlib.AbstractContextManager[dict[str, WorkerProcess]]]
+
+
+def _rounds(work: Workload, start: Start, apart: bool) -> Iterator[tuple[Steps, dict[str, float]]]:
+    """A step of each side, and the seconds that each had to the end of its first one, which is none of these."""
+
+    def begin(sides: Mapping[str, WorkerProcess]) -> dict[str, float]:
+        # imports, model and first step, as the process itself measured them
+        return {who: side.ready + whole_batch(work, who, side)["seconds"] for who, side in sides.items()}
+
+    if not apart:
+        with start(STEPS) as sides:
+            first = begin(sides)
+            for _ in range(work.steps):
+                yield {who: whole_batch(work, who, side) for who, side in sides.items()}, first
+        return
+    for _ in range(work.steps):
+        taken: Steps = {}
+        first = {}
+        for who, program in STEPS.items():
+            with start({who: program}) as sides:
+                first |= begin(sides)
+                taken[who] = whole_batch(work, who, sides[who])
+        yield taken, first
 
 
 @contextlib.contextmanager
@@ -133,6 +160,7 @@ def agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> No
 
 def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]:
     """All passes over one collected batch: one step of ours, as many of TRL's as there are passes."""
+    time.sleep(0.3)  # OpenMP threads spin for a while after their work
     taken = [side.step() for _ in range(work.iterations if who == "trl" else 1)]
     names = {name for s in taken for name in s["phases"]}
     return {

@@ -95,7 +95,7 @@ def _ending(config: dict[str, Any], often: int) -> dict[str, Any]:
 class Real:
     """A workload on a model of the hub, or one of its shape. `faster`: TRL's seconds over ours; `smaller`: our memory over TRL's;
     `first_step`: seconds from the start of our process to the end of its first step; `trl`: the settings of TRL that are tried,
-    (rows of a forward pass, whether its weights are bfloat16).
+    (rows of a forward pass, whether its weights are bfloat16). `apart`: 24 GiB do not hold both at once.
     """
 
     work: Workload
@@ -105,6 +105,7 @@ class Real:
     smaller: float | None = None
     first_step: float | None = None
     trl: tuple[tuple[int, bool], ...] = ((16, False), (32, False), (16, True))
+    apart: bool = False
 
 
 # How often a phase may take its floor.
@@ -133,6 +134,7 @@ _R2 = Real(
     faster=9.0,
     smaller=0.9,
     trl=((4, False), (8, False), (8, True)),
+    apart=True,
 )
 
 
@@ -205,8 +207,8 @@ def measure(real: Real, dtype: str, threads: int, work: Workload, pairs: int, ke
         made = planned(work, folder, dtype, rate)
         return {"plan": {"mb": made.memory.peak / 2**20, "seconds": made.seconds}}
 
-    packages = str(PACKAGES) if work.quantize_base else ""
-    beside(replace(work, steps=pairs), dtype, threads, make=make, keep=keep, foretell=foretell, packages=packages)
+    work, packages = replace(work, steps=pairs), str(PACKAGES) if work.quantize_base else ""
+    beside(work, dtype, threads, make=make, keep=keep, foretell=foretell, packages=packages, apart=real.apart)
 
 
 def lacks(real: Real) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from starlette.responses import JSONResponse
+    from starlette.responses import Response
 
 KINDS = {
     401: "authentication_error",
@@ -36,13 +38,18 @@ class ApiError(Exception):
         said = {"type": KINDS.get(self.status, "invalid_request_error"), "message": self.message}
         return {"type": "error", "error": said, "request_id": request_id}
 
-    def response(self, path: str, request_id: str) -> JSONResponse:
+    def response(self, path: str, request_id: str) -> Response:
         """The answer of the API that `path` belongs to."""
-        from starlette.responses import JSONResponse  # of the extra serve; a chat on the terminal does without
-
         body = self.anthropic(request_id) if is_anthropic(path) else self.openai()
         headers = {"retry-after": "1"} if self.status in (429, 503) else {}
-        return JSONResponse(body, self.status, headers)
+        return as_json(body, self.status, headers)
+
+
+def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer in ASCII: a model, or whoever asks, may write half of a surrogate pair, which UTF-8 does not have."""
+    from starlette.responses import Response  # of the extra serve; a chat on the terminal does without
+
+    return Response(json.dumps(content), status, headers, "application/json")
 
 
 def is_anthropic(path: str) -> bool:

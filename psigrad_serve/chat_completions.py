@@ -66,6 +66,7 @@ class ChatCompletions:
         row, offered = served.conversation(form.messages, tools, form.chat_template_kwargs)
         asked = form.asked(form.max_completion_tokens or form.max_tokens)
         top = form.top_logprobs if form.logprobs else 0
+        served.check_top(top, "top_logprobs")
         stop = read_stop(form.stop)
         place = "response_format"
         grammar = json_grammar(form.response_format, place)

@@ -31,10 +31,12 @@ def serve(arguments: list[str]) -> int:
     given = flags.plain("serve", rest, {**_MODEL, **mine})
     port, host, token, tinker, state = (given.pop(name) for name in mine)
     path = _only("serve", models, usage)
+    names = tuple(listed["--name"]) or (path.rstrip("/"),)
+    if tinker and len(names) > 1:
+        raise UserError(f"--tinker got the names {', '.join(names)}; its client knows a model by one, so give one --name.")
     from psigrad_serve import serving
 
     listening = serving.listen(host, port)
-    names = tuple(listed["--name"]) or (path.rstrip("/"),)
     say = partial(print, flush=True)
     if tinker:
         from psigrad_serve.tinker_api import TinkerServer

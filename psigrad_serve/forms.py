@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from psigrad.errors import nearest
+from psigrad.language.rollout.episodes.tool_calls import finite
 from psigrad_serve.api_errors import ApiError
 
 F = TypeVar("F", bound="SamplingForm")
@@ -68,7 +69,7 @@ class PenaltyForm(SamplingForm):
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=-100, le=100)]] = Field(default={})
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(default={})
 
     @property
     def penalties(self) -> dict[str, Any]:
@@ -80,16 +81,12 @@ class PenaltyForm(SamplingForm):
 def read_json(body: bytes) -> dict[str, Any]:
     """The object that a body is."""
     try:
-        found = json.loads(body, parse_constant=_refuse_constant)
+        found = json.loads(body, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"The body is not valid JSON ({error}).", code="invalid_json") from None
     if not isinstance(found, dict):
         raise ApiError(f"The body is JSON, and not an object but {type(found).__name__}.", code="invalid_json")
     return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
 
 
 def read_form(form: type[F], body: Mapping[str, Any]) -> F:

@@ -14,13 +14,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from psigrad.errors import UserError
 from psigrad_serve.anthropic_messages import AnthropicMessages, count_tokens
-from psigrad_serve.api_errors import ApiError
+from psigrad_serve.api_errors import ApiError, as_json
 from psigrad_serve.chat_completions import ChatCompletions
 from psigrad_serve.forms import read_json
 from psigrad_serve.responses_api import Responses
@@ -124,7 +124,7 @@ def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Resp
         answers = [ServedAnswer(served, session, call) for call in calls]
         if not made.stream:
             choices = await unless_gone(request, gathered(answers))
-            return JSONResponse(await asyncio.to_thread(made.whole, answers, choices))  # it may compute
+            return as_json(await asyncio.to_thread(made.whole, answers, choices))  # it may compute
         pieces = merged(answers)
         first = await unless_gone(request, anext(pieces))
         return StreamingResponse(_events(made, answers, first, pieces), media_type="text/event-stream")

@@ -53,6 +53,7 @@ class Responses:
         self.served, self.form = served, read_form(ResponsesForm, body)
         form = self.form
         served.check_model(form.model)
+        served.check_top(form.top_logprobs, "top_logprobs")
         shown = form.tools if offers(form.tool_choice) else []
         tools = [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in shown]
         self.messages = [*_before(served, form.previous_response_id), *_turns(form.input)]

@@ -30,6 +30,8 @@ from psigrad_serve.writer import Offered, Writer
 
 MOST_WAITING = 1024
 """Completions that may wait in line; who comes then is told to come again."""
+MOST_FORMS = 64
+"""Arguments of the chat template for which the form of calls is known; the first are forgotten first."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,13 @@ class Served:
             return row, None
         key = json.dumps(arguments, sort_keys=True)
         if key not in self._forms:
+            for first in list(self._forms)[: len(self._forms) + 1 - MOST_FORMS]:
+                del self._forms[first]
             self._forms[key] = call_form_of(self.tokenizer, **(arguments or {}))
         functions = [tool["function"] for tool in tools]
-        parameters = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+        properties = {name: schema.get("properties") for name, schema in schemas.items()}
+        parameters = {name: held if isinstance(held, dict) else {} for name, held in properties.items()}
         return row, Offered(self._forms[key], parameters, schemas)
 
     def wish(self, penalties: Mapping[str, Any], forced: str | None, offered: Offered | None, form: str, place: str) -> Wish:
@@ -158,16 +163,17 @@ class Served:
             return found
         if not self.engine.steers:
             names = {"frequency": "frequency_penalty", "presence": "presence_penalty", "bias": "logit_bias"}
-            name = place if form else next(names[one] for one, given in penalties.items() if given)
-            raise ApiError(
-                f"{name} needs the embedded sampler, and this server has another; leave it out.",
-                param=name, code="unsupported_parameter",
-            )  # fmt: skip
+            raise _needs_embedded(place if form else next(names[one] for one, given in penalties.items() if given))
         if any(token >= self.engine.model.vocabulary for token in found.bias):
             raise ApiError("logit_bias names a token that the model does not have.", param="logit_bias", code="invalid_value")
         if form:
             self.forms.check(form, place)
         return found
+
+    def check_top(self, top: int, name: str) -> None:
+        """Refuse the most probable tokens, asked for in the field `name`, where the sampler tells none."""
+        if top and not self.engine.steers:
+            raise _needs_embedded(name)
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
         """The tokens of a prompt."""
@@ -226,6 +232,11 @@ class Served:
         """One token as text."""
         text = self.tokenizer.decode([token])
         return text if isinstance(text, str) else "".join(text)
+
+
+def _needs_embedded(name: str) -> ApiError:
+    why = f"{name} needs the embedded sampler, and this server has another; leave it out."
+    return ApiError(why, param=name, code="unsupported_parameter")
 
 
 class ServedAnswer:

@@ -121,7 +121,8 @@ def json_grammar(response_format: Any, param: str) -> str:
             f"{param} is {json.dumps(response_format)[:80]}; its type is text, json_object or json_schema.",
             param=param, code="invalid_value",
         )  # fmt: skip
-    schema = response_format.get("json_schema", response_format).get("schema")
+    held = response_format.get("json_schema", response_format)
+    schema = held.get("schema") if isinstance(held, dict) else None
     if not isinstance(schema, dict):
         raise ApiError(f"{param} has no schema.", param=param, code="missing_required_parameter")
     return _lark(f"%json {json.dumps({**schema, 'x-guidance': _WRITTEN})}")
@@ -129,6 +130,13 @@ def json_grammar(response_format: Any, param: str) -> str:
 
 def chosen_tool(choice: Any) -> str | None:
     """The tool that `tool_choice` forces in any of the APIs: its name, empty where any will do, None where none has to be."""
+    if isinstance(choice, dict):
+        if choice.get("disable_parallel_tool_use") and choice.get("type") == "auto":  # what is forced is one call
+            raise ApiError(
+                "disable_parallel_tool_use can't be had with a tool_choice of auto; leave it out, or force a call.",
+                param="tool_choice.disable_parallel_tool_use", code="unsupported_parameter",
+            )  # fmt: skip
+        choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
     if choice in (None, "auto", "none", {"type": "auto"}, {"type": "none"}):
         return None
     if choice in ("required", {"type": "any"}):

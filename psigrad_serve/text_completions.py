@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -41,6 +42,8 @@ class TextCompletions:
         form = self.form
         served.check_model(form.model)
         stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens), form.logprobs or 0
+        if not form.echo:  # of a prompt the model itself tells them
+            served.check_top(top, "logprobs")
         more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
         self.calls = [served.call(body, *each, asked, **more) for each in self._prompts(form.prompt)]
         self.stream = form.stream
@@ -127,7 +130,7 @@ class TextCompletions:
                 # nothing stands before the first token of a prompt
                 "token_logprobs": [None if math.isnan(token.logprob) else token.logprob for token in tokens],
                 "top_logprobs": tops if self.form.logprobs else None,
-                "text_offset": [offset + sum(map(len, words[:i])) for i in range(len(words))],
+                "text_offset": list(accumulate([offset, *map(len, words)]))[: len(words)],
             }
         return made
 

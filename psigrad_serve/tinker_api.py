@@ -8,29 +8,32 @@ that the client gave the request, so that a request that comes twice is done onc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from psigrad.config import Model, Run
+from psigrad.config.load import from_dict
 from psigrad.errors import UserError
 from psigrad.language.loading.model_source import locate
 from psigrad.language.models import language_model
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import Completion, SamplingParams
 from psigrad.runs import machine
-from psigrad_serve.api_errors import ApiError
+from psigrad_serve.api_errors import ApiError, as_json
 from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.engine.streams import TokenStream
 from psigrad_serve.forms import read_json
 from psigrad_serve.served import seed_of
 from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel, whole_state
@@ -60,7 +63,8 @@ class TinkerServer:
     base: str
     name: str
     folder: Path
-    device: str = "cpu"
+    how: Mapping[str, Any] = field(default_factory=dict)
+    """How models are loaded: device, dtype and trust_remote_code of `language_model.load`."""
     max_batch: int = 64
     messages: Any = field(default_factory=_messages)
     models: dict[str, TinkerModel] = field(default_factory=dict)
@@ -68,17 +72,26 @@ class TinkerServer:
     """Sampling session -> path of its weights; empty: the base."""
     futures: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     engines: dict[str, SamplingEngine] = field(default_factory=dict)
+    saves: Counter[str] = field(default_factory=Counter)
+    """Path -> how often a state was saved there: each is another one."""
 
     def __post_init__(self) -> None:
         self._trainer, self._opening = ThreadPoolExecutor(1, "trainer"), asyncio.Lock()
 
     @classmethod
     def of(cls, path: str, name: str, folder: str, given: Mapping[str, Any]) -> TinkerServer:
-        """For a model as `psigrad serve` is told of it."""
-        run = Run(device=given["device"], threads=given["threads"])
+        """For a model as `psigrad serve` is told of it. Raises `UserError` where that can't be had here."""
+        for flag, usual in (("sampler", "embedded"), ("chat_template_path", "")):
+            if given[flag] != usual:
+                raise UserError(
+                    f"--tinker does not take --{flag.replace('_', '-')} {given[flag]}: the client writes the prompts, and the "
+                    "embedded sampler draws; leave it out."
+                )
+        run = from_dict(Run, {"device": given["device"], "threads": given["threads"]}, "")
         machine.prepare_torch(run)
-        base = locate(Model(path=path, adapter="merge", trust_remote_code=given["trust_remote_code"]))
-        return cls(base, name, Path(folder), machine.device(run), given["max_batch"])
+        how = {"dtype": given["dtype"], "trust_remote_code": given["trust_remote_code"]}
+        base = locate(from_dict(Model, {"path": path, "adapter": "merge", **how}, ""))
+        return cls(base, name, Path(folder), {"device": machine.device(run), **how}, given["max_batch"])
 
     def close(self) -> None:
         """End what is under way."""
@@ -149,7 +162,7 @@ class TinkerServer:
         rank, seed = int(lora.get("rank") or 32), lora.get("seed")
 
         def make() -> dict[str, Any]:
-            self.models[model_id] = TinkerModel.fresh(self.base, rank, seed or 0, self.device)
+            self.models[model_id] = TinkerModel.fresh(self.base, rank, seed or 0, **self.how)
             return {"type": "create_model", "model_id": model_id}
 
         return self._later(f"{model_id}:create", make)
@@ -183,7 +196,7 @@ class TinkerServer:
 
         def load() -> dict[str, Any]:
             if model_id not in self.models:
-                self.models[model_id] = TinkerModel.fresh(self.base, Lora.of(_config(place)).rank, 0, self.device)
+                self.models[model_id] = TinkerModel.fresh(self.base, Lora.of(_config(place)).rank, 0, **self.how)
             self.models[model_id].load(place, bool(body.get("optimizer")))
             return {"type": "load_weights", "path": body["path"], "model_id": model_id}
 
@@ -237,14 +250,11 @@ class TinkerServer:
         seed = secrets.randbits(63) if seed is None else seed % 2**64
         streams = [engine.submit(prompt, params, seed_of(seed, k)) for k in range(body.get("num_samples", 1))]
         made = self.messages.SampleResponse()
-        for stream in streams:
-            written = await stream.wait()
-            count = Writer(engine.model.tokenizer, words).take(written.ids)
-            reason = "STOP" if count < len(written.ids) or written.finish_reason == "stop" else "LENGTH"
+        for written, reason in await asyncio.gather(*(_written(each, Writer(engine.model.tokenizer, words)) for each in streams)):
             own = made.sequences.add()
             own.stop_reason = getattr(self.messages, f"STOP_REASON_{reason}")
-            own.tokens = np.asarray(written.ids[:count], dtype=np.int32).tobytes()
-            own.logprobs = np.asarray(written.logprobs[:count], dtype=np.float32).tobytes()
+            own.tokens = np.asarray(written.ids, dtype=np.int32).tobytes()
+            own.logprobs = np.asarray(written.logprobs, dtype=np.float32).tobytes()
         if body.get("prompt_logprobs"):
             made.prompt_logprobs = await asyncio.to_thread(_prompt_logprobs, engine, prompt)
         return made
@@ -280,6 +290,7 @@ class TinkerServer:
         def save() -> dict[str, Any]:
             place.parent.mkdir(parents=True, exist_ok=True)
             model.save(place, optimizer)
+            self.saves[path] += 1
             made: dict[str, Any] = {"type": f"save_{kind}" if kind == "weights" else "save_weights_for_sampler", "path": path}
             if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
                 session = f"{body['model_id']}:sample:{body['sampling_session_seq_id']}"
@@ -306,13 +317,15 @@ class TinkerServer:
             raise ApiError(f"There is no request {name!r} any more.", status=410)
         done, _ = await asyncio.wait({self.futures[name]}, timeout=PATIENCE)
         if not done:
-            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"})
+            return as_json({"type": "try_again", "request_id": name, "queue_state": "active"})
         found = self.futures[name].result()
-        return JSONResponse(found) if isinstance(found, dict) else Response(found.SerializeToString(), media_type=_PROTO)
+        return as_json(found) if isinstance(found, dict) else Response(found.SerializeToString(), media_type=_PROTO)
 
     async def _engine(self, path: str) -> SamplingEngine:
         """The engine of some weights."""
-        stamp = f"{path}@{self._place(path).stat().st_ino}" if path else ""  # a state that is saved again is another folder
+        if path:
+            self._place(path)
+        stamp = f"{path}@{self.saves[path]}"
         async with self._opening:
             if stamp not in self.engines:
                 self.engines[stamp] = await asyncio.to_thread(self._open, path)
@@ -323,11 +336,9 @@ class TinkerServer:
             return self.engines[stamp]
 
     def _open(self, path: str) -> SamplingEngine:
-        load = partial(language_model.load, self.base, device=self.device)
-        if not path:
-            return SamplingEngine(load(), self.max_batch)
-        place = self._place(path)
-        return SamplingEngine(load(lora=Lora(Lora.of(_config(place)).rank, ALPHA), adapter=place), self.max_batch)
+        place = self._place(path) if path else None
+        adapted: dict[str, Any] = {"lora": Lora(Lora.of(_config(place)).rank, ALPHA), "adapter": place} if place else {}
+        return SamplingEngine(language_model.load(self.base, **self.how, **adapted), self.max_batch)
 
     def _model(self, name: str) -> TinkerModel:
         if name not in self.models:
@@ -344,6 +355,17 @@ class TinkerServer:
         if not path.startswith("tinker://") or len(parts) != 3 or ".." in parts or not whole_state(place):
             raise ApiError(f"There is no state {path!r} here.", status=404)
         return place
+
+
+async def _written(stream: TokenStream, writer: Writer) -> tuple[Completion, str]:
+    """A completion up to its stop string, behind which nothing is drawn, and why it ended."""
+    count = 0
+    async with contextlib.aclosing(stream.chunks()) as chunks:
+        async for tokens in chunks:
+            count += writer.take([token.id for token in tokens]) if writer.stops else len(tokens)
+            if writer.stopped:
+                break
+    return stream.completion(count), "STOP" if writer.stopped or stream.finish_reason == "stop" else "LENGTH"
 
 
 async def _told(work: Awaitable[Any]) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +27,9 @@ AT_ONCE = 4096
 """Tokens of a forward pass."""
 _STATE = "training_state.safetensors"
 _DATUM = ("target_tokens", "weights", "advantages", "logprobs")
+_OTHER_TARGETS = "The targets of a datum are not its tokens moved by one place, and their {} are not 0; such can't be had here."
+_MOVING = threading.Lock()
+"""Of who moves the folder of a state: whoever looks for it sees it before or after."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,18 @@ class TinkerDatum:
         moved = (*tokens[1:], targets[-1])
         if targets == moved:
             return cls(tokens[0], targets, numbers)
-        idle = inputs["target_tokens"] != torch.tensor(moved)
-        counts = [numbers[name] for name in ("weights", "advantages") if name in numbers]
-        if not any(bool((each[idle] == 0).all()) for each in counts):
-            raise ApiError(
-                "The targets of a datum are not its tokens moved by one place, and their weights or advantages are not 0; "
-                "such can't be had here."
-            )
-        return cls(tokens[0], moved, numbers, idle)
+        made = cls(tokens[0], moved, numbers, inputs["target_tokens"] != torch.tensor(moved))
+        if not any(made.is_idle_by(name) for name in ("weights", "advantages") if name in numbers):
+            raise ApiError(_OTHER_TARGETS.format("weights or advantages"))
+        return made
+
+    def is_idle_by(self, name: str) -> bool:
+        """Whether these numbers are 0 wherever the client named another target."""
+        return self.idle is None or not self.numbers[name][self.idle].any()
+
+    def on(self, device: torch.device) -> TinkerDatum:
+        """The same for a loss that is computed there: its numbers are 0 where it is idle."""
+        return replace(self, numbers={name: _without(self, values).to(device) for name, values in self.numbers.items()})
 
     def number(self, name: str, loss: str) -> Tensor:
         """[T] of a kind that the loss needs."""
@@ -132,11 +142,11 @@ class TinkerModel:
         self.optimizer = torch.optim.AdamW(self.model.trainable().values())
 
     @classmethod
-    def fresh(cls, base: str, rank: int, seed: int, device: str = "cpu") -> TinkerModel:
-        """A fresh adapter of this rank, drawn from the seed."""
+    def fresh(cls, base: str, rank: int, seed: int, **how: Any) -> TinkerModel:
+        """A fresh adapter of this rank, drawn from the seed. `how` the base is loaded: see `language_model.load`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return cls(base, rank, language_model.load(base, lora=Lora(rank, ALPHA), device=device))
+            return cls(base, rank, language_model.load(base, lora=Lora(rank, ALPHA), **how))
 
     def forward_backward(
         self, data: Sequence[TinkerDatum], loss: str, how: Mapping[str, float], backward: bool = True
@@ -144,27 +154,38 @@ class TinkerModel:
         """Log-probs of each datum's targets [T], and the sum of the losses, whose gradient is added to what is there."""
         if loss not in LOSSES:
             raise ApiError(f"There is no loss {loss!r} here; there are {', '.join(LOSSES)}.")
+        for datum in data if loss == "cross_entropy" else ():
+            datum.number("weights", loss)
+            if not datum.is_idle_by("weights"):
+                raise ApiError(_OTHER_TARGETS.format("weights"))
         found: list[Tensor] = []
         total = 0.0
         for part in _parts(data):
             with torch.set_grad_enabled(backward):
                 groups = Groups([(datum.first,) for datum in part], [[datum.targets] for datum in part])
                 logp = self.model.evaluate(groups).logp
-                own = [row[: len(datum.targets)] for row, datum in zip(logp, part, strict=True)]
-                summed = torch.stack([LOSSES[loss](row, datum, how) for row, datum in zip(own, part, strict=True)]).sum()
+                own = [_without(datum, row[: len(datum.targets)]) for row, datum in zip(logp, part, strict=True)]
+                lost = [LOSSES[loss](row, datum.on(row.device), how) for row, datum in zip(own, part, strict=True)]
+                summed = torch.stack(lost).sum()
             if backward:
                 summed.backward()
-            found += [_told(row.detach().float().cpu(), datum) for row, datum in zip(own, part, strict=True)]
+            found += [row.detach().float().cpu() for row in own]
             total += float(summed.detach())
         return found, total
 
     def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, clip: float) -> float:
-        """One step of AdamW on what has been added up; the gradient's norm."""
+        """One step of AdamW on what has been added up; the gradient's norm. One that is not finite is refused and forgotten."""
         for group in self.optimizer.param_groups:
             group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.model.trainable().values()), clip if clip > 0 else float("inf")))
-        self.optimizer.step()
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad()
+        if not math.isfinite(norm):
+            raise ApiError(
+                f"The gradient's norm is {norm}, so the step was left out and the gradient forgotten; look for numbers of the "
+                "data that are not finite, or too large."
+            )
         return norm
 
     def save(self, folder: Path, optimizer: bool) -> None:
@@ -181,9 +202,10 @@ class TinkerModel:
         save_file(state, beside / _STATE)
         sync_tree(beside)
         shutil.rmtree(before := _before(folder), ignore_errors=True)
-        if folder.is_dir():
-            folder.rename(before)
-        beside.rename(folder)
+        with _MOVING:
+            if folder.is_dir():
+                folder.rename(before)
+            beside.rename(folder)
         shutil.rmtree(before, ignore_errors=True)
 
     def load(self, folder: Path, optimizer: bool) -> None:
@@ -197,23 +219,25 @@ class TinkerModel:
                 p.copy_(state[f"weight.{name}"])
                 p.grad = None
                 if optimizer and f"optimizer.step.{name}" in state:
-                    keys = ("step", "exp_avg", "exp_avg_sq")
-                    self.optimizer.state[p] = {key: state[f"optimizer.{key}.{name}"] for key in keys}
+                    moments = {key: state[f"optimizer.{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[p] = {"step": state[f"optimizer.step.{name}"], **moments}
 
 
 def whole_state(folder: Path) -> bool:
     """Whether there is a state in this folder; one that was to be replaced when the server was killed is put back."""
-    if not folder.is_dir() and _before(folder).is_dir():
-        _before(folder).rename(folder)
-    return folder.is_dir()
+    with _MOVING:
+        if not folder.is_dir() and _before(folder).is_dir():
+            _before(folder).rename(folder)
+        return folder.is_dir()
 
 
 def _before(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.before")
 
 
-def _told(logp: Tensor, datum: TinkerDatum) -> Tensor:
-    return logp if datum.idle is None else logp.masked_fill(datum.idle, 0.0)
+def _without(datum: TinkerDatum, values: Tensor) -> Tensor:
+    """Values [T] of a datum, 0 where it is idle."""
+    return values if datum.idle is None else values.masked_fill(datum.idle.to(values.device), 0)
 
 
 def _parts(data: Sequence[TinkerDatum]) -> list[list[TinkerDatum]]:

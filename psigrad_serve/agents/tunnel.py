@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 
 Reach = Callable[[], socket.socket]
+LONGEST = 75
+"""Bytes of a folder that a socket of the file system can be in: its path has about 104, and its own part 24."""
 
 
 def lead(listening: socket.socket, reach: Reach) -> None:
@@ -21,7 +23,8 @@ def lead(listening: socket.socket, reach: Reach) -> None:
 @contextlib.contextmanager
 def opened(reach: Reach) -> Iterator[str]:
     """A socket in a folder of its own that leads to `reach()`; its path. Only who is shown the path finds it."""
-    with tempfile.TemporaryDirectory(prefix="psigrad-") as folder, socket.socket(socket.AF_UNIX) as listening:
+    place = None if len(os.fsencode(tempfile.gettempdir())) < LONGEST else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="psigrad-", dir=place) as folder, socket.socket(socket.AF_UNIX) as listening:
         path = os.path.join(folder, "policy")
         listening.bind(path)
         os.chmod(path, 0o666)  # in an enclosure everyone is somebody else

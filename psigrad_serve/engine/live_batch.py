@@ -86,7 +86,7 @@ class LiveBatch:
         rows, layout = list(self.rows), self.cache.decode()
         last = on_device([stream.tokens[-1].id for stream in rows], self.model.device)
         hidden = self.model.forward(last[:, None], layout.positions[:, None], layout, None)
-        self._draw(self.model.head(hidden[:, 0], self.cache.exact), rows)
+        self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), rows)
         return rows
 
     def clear(self) -> None:

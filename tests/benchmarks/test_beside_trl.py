@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -107,6 +108,30 @@ def test_an_episode_is_answered_between_turns_and_ends_with_one_that_was_cut(com
     assert found["completion_ids"] == [[1, 9, 7, 7, 3, 9, 7, 5, 9], [2, 9, 7, 4, 4]]
     assert found["env_mask"] == [[1, 1, 0, 0, 1, 1, 0, 1, 1], [1, 1, 0, 1, 1]]
     assert Generator.asked[-1] == [[6, 1, 9, 7, 7, 3, 9, 7]]
+
+
+@pytest.mark.parametrize(("apart", "steps_of_each", "alive_at_once"), [(False, 3, 2), (True, 4, 1)])
+def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, steps_of_each, alive_at_once, compare, monkeypatch):
+    monkeypatch.setattr(compare.time, "sleep", lambda seconds: None)
+    alive, taken = set(), []
+
+    class Side:
+        ready = 1.0
+
+        def step(self):
+            taken.append(len(alive))
+            return {"seconds": len(taken), "tokens": 10, "phases": {}, "peak_mb": 1.0}
+
+    @contextlib.contextmanager
+    def start(programs):
+        alive.update(programs)
+        yield {who: Side() for who in programs}
+        alive.difference_update(programs)
+
+    rounds = list(compare._rounds(SMALL, start, apart))
+    assert taken == [alive_at_once] * 2 * steps_of_each and not alive
+    first = {"ours": 2.0, "trl": 4.0 if apart else 3.0}  # ready after 1 s, and the first step of each
+    assert rounds[0][1] == first and [step["seconds"] for step in rounds[0][0].values()] == ([2, 4] if apart else [3, 4])
 
 
 @pytest.mark.long

@@ -7,6 +7,10 @@ from dataclasses import replace
 import openai
 import pytest
 
+from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.served import Served
+
 HI = [{"role": "user", "content": "Hi there"}]
 
 
@@ -122,3 +126,19 @@ def test_the_recorder_hears_before_the_client_whose_session_it_was_and_may_settl
     assert sessions == ["one", "two", "two", "two"]
     told = served.heard.completions[0]
     assert told[3] == served.sampled(told[2], 11, max_tokens=5).ids and told[5] in ("stop", "length")
+
+
+def test_forms_of_calls_are_known_for_the_last_arguments_alone(small_model, monkeypatch):
+    asked = []
+    monkeypatch.setattr("psigrad_serve.served.call_form_of", lambda tokenizer, **given: asked.append(given["n"]) or CallForm())
+    monkeypatch.setattr("psigrad_serve.served.MOST_FORMS", 3)
+    engine = SamplingEngine(small_model)
+    served, tools = Served(engine), [{"type": "function", "function": {"name": "add"}}]
+    for n in (0, 1, 2, 2, 0, 3, 0, 3):
+        served.conversation(HI, tools, {"n": n})
+    assert asked == [0, 1, 2, 3, 0], "3 takes the place of 0, which came first"
+    assert len(served._forms) == 3
+    for held in (["a"], "a", None):
+        odd = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": held}}}]
+        assert served.conversation(HI, odd, {"n": 0})[1].parameters == {"add": {}}
+    engine.close()

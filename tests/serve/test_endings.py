@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import socket
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from timing import until
@@ -162,6 +164,18 @@ def test_nobody_waits_for_an_engine_that_has_ended(small_model, monkeypatch):
         assert isinstance(stream.error, SystemExit)
     assert len(engine.submit((5, 6), SamplingParams(2), 1).result().ids) == 2
     engine.close()
+
+
+def test_a_tunnel_has_a_place_where_the_folder_for_temporary_files_has_a_long_name(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    for folder, inside in ((long, False), (tempfile.mkdtemp(dir="/tmp"), True)):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with tunnel.opened(lambda: socket.create_connection(("127.0.0.1", 1))) as path:
+            assert path.startswith(str(folder)) is inside and len(path) < 104
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(path)
+    Path(folder).rmdir()
 
 
 def test_a_tunnel_to_nobody_hangs_up_and_its_thread_ends():

@@ -14,6 +14,7 @@ import openai
 import pytest
 from timing import until
 
+from psigrad_serve.api_errors import ApiError
 from psigrad_serve.served import Served
 from psigrad_serve.serving import running
 
@@ -129,3 +130,49 @@ def test_other_threads_of_the_process_may_ask_the_engine_meanwhile(served):
     assert posted(served, json.dumps({**ASK, "max_tokens": 9}).encode())[0] == 200
     asking.join(60)
     assert found[0].ids == served.sampled((5, 6), 1, max_tokens=9).ids
+
+
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}
+TOOLS = {
+    "/v1/chat/completions": {**ASK, "tools": [{"type": "function", "function": ADD}]},
+    "/v1/responses": {"model": "tiny", "input": "Hi", "tools": [{"type": "function", **ADD}]},
+    "/v1/messages": {**ASK, "max_tokens": 200, "tools": [{"name": "add", "input_schema": ADD["parameters"]}]},
+}
+
+
+def called(path: str, answer) -> tuple[list, str]:
+    """(the arguments of the calls, the text) of an answer."""
+    if path == "/v1/messages":
+        said = answer["content"]
+        return [b["input"] for b in said if b["type"] == "tool_use"], "".join(b["text"] for b in said if b["type"] == "text")
+    if path == "/v1/responses":
+        said = answer["output"]
+        texts = [part["text"] for item in said if item["type"] == "message" for part in item["content"]]
+        return [json.loads(item["arguments"]) for item in said if item["type"] == "function_call"], "".join(texts)
+    message = answer["choices"][0]["message"]
+    calls = message.get("tool_calls") or []
+    return [json.loads(call["function"]["arguments"]) for call in calls], message["content"] or ""
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_what_the_model_wrote_is_answered_whatever_it_is(actor, path):
+    """Half of a surrogate pair, which UTF-8 does not have, and numbers that JSON does not have: the latter are no call."""
+    for written, calls in (
+        ('"\\ud83d"', [{"a": "\ud83d"}]),
+        ("1.5", [{"a": 1.5}]),
+        ("NaN", []),
+        ("-Infinity", []),
+        ("1e999", []),
+    ):
+        text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {written}}}}}\n</tool_call>'
+        actor.says(text)
+        status, answer = posted(actor, json.dumps(TOOLS[path]).encode(), path)
+        assert status == 200 and called(path, answer) == (calls, "" if calls else text), written
+
+
+def test_half_of_a_surrogate_pair_in_a_request_is_told_back(served):
+    ask = {"model": "tiny", "prompt": "the \ud83d", "echo": True, "max_tokens": 1}
+    status, answer = posted(served, json.dumps(ask).encode(), "/v1/completions")
+    assert status == 200 and answer["choices"][0]["text"].startswith("the \ud83d")
+    refused = ApiError("There is no \ud83d.").response("/v1/completions", "")
+    assert json.loads(refused.body)["error"]["message"] == "There is no \ud83d." and refused.media_type == "application/json"

@@ -173,6 +173,12 @@ def test_words_that_are_one_token_are_written_by_it():
 
 def test_what_no_api_calls_a_choice_is_refused():
     assert [chosen_tool(choice) for choice in (None, "auto", "required", {"type": "any"})] == [None, None, "", ""]
+    several = ({"type": kind, "disable_parallel_tool_use": False} for kind in ("auto", "any", "none"))
+    assert [chosen_tool(choice) for choice in several] == [None, "", None], "Anthropic's default, written out"
+    one = ({**forced, "disable_parallel_tool_use": True} for forced in ({"type": "any"}, {"type": "tool", "name": "clock"}))
+    assert [chosen_tool(choice) for choice in one] == ["", "clock"], "what is forced is one call"
+    with pytest.raises(ApiError, match=r"disable_parallel_tool_use can't be had with a tool_choice of auto"):
+        chosen_tool({"type": "auto", "disable_parallel_tool_use": True})
     for wrong in ("always", {"type": "function"}, 3, {"type": "tool", "name": 4}):
         with pytest.raises(ApiError, match="tool_choice is"):
             chosen_tool(wrong)
@@ -184,11 +190,14 @@ def test_what_no_api_calls_a_choice_is_refused():
         ({"response_format": {"type": "yaml"}}, "response_format", "text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "no schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "sage"}}}}, "response_format", "sage"),
+        ({"response_format": {"type": "json_schema", "json_schema": None}}, "response_format", "no schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": "trip"}}, "response_format", "no schema"),
         ({"tool_choice": "required"}, "tool_choice", "there is no tools"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice", "there is clock"),
         ({"frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "does not have"),
         ({"logit_bias": {"the": 1}}, "logit_bias.the", "pattern"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "pattern"),
     ],
 )  # fmt: skip
 def test_a_wish_that_can_not_be_had_is_refused(client, bad, param, words):
@@ -202,3 +211,13 @@ def test_another_sampler_refuses_by_name(actor):
         for name, value in (("response_format", SCHEMA), ("presence_penalty", 1), ("logit_bias", {"3": 5})):
             with pytest.raises(openai.BadRequestError, match=f"{name} needs the embedded sampler"):
                 made.chat.completions.create(model="tiny", messages=HI, max_tokens=5, **{name: value})
+        with pytest.raises(openai.BadRequestError, match="top_logprobs needs the embedded sampler"):
+            made.chat.completions.create(model="tiny", messages=HI, max_tokens=5, logprobs=True, top_logprobs=2)
+        with pytest.raises(openai.BadRequestError, match="top_logprobs needs the embedded sampler"):
+            made.responses.create(model="tiny", input="Hi", top_logprobs=2)
+        with pytest.raises(openai.BadRequestError, match="logprobs needs the embedded sampler"):
+            made.completions.create(model="tiny", prompt="the", max_tokens=5, logprobs=2)
+        actor.says("fox")
+        assert made.completions.create(model="tiny", prompt="the", max_tokens=5, logprobs=0).choices[0].logprobs.token_logprobs
+        told = made.completions.create(model="tiny", prompt="the fox", max_tokens=1, logprobs=2, echo=True).choices[0].logprobs
+        assert len(told.top_logprobs[1]) == 2, "of a prompt the model tells them"

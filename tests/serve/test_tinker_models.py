@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_gpu import OnDevice, fake_gpu
+from packed_inputs import oracle
 
+from psigrad.language.models import hf_attention
 from psigrad.language.models.packing import Rows
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.tinker_models import LOSSES, TinkerDatum, TinkerModel, whole_state
@@ -138,3 +142,84 @@ def test_a_state_that_was_to_be_replaced_when_the_server_was_killed_is_there(bas
     model.save(place, optimizer=True)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "base") == ["state"]
     assert not whole_state(tmp_path / "none")
+
+
+class Two:
+    """A model whose log-probs of a datum's two targets are what is trained."""
+
+    def __init__(self):
+        self.logp = torch.nn.Parameter(torch.tensor([[-1.0, -3.0]]))
+
+    def trainable(self):
+        return {"logp": self.logp}
+
+    def evaluate(self, groups):
+        return SimpleNamespace(logp=self.logp)
+
+
+# Of the second target alone, whose ratio is 1: -Σ w log p, -Σ r A, -Σ A log p, and their slopes.
+BY_HAND = {"cross_entropy": (9.0, -3.0), "importance_sampling": (-2.0, -2.0), "ppo": (-2.0, -2.0), "cispo": (6.0, -2.0),
+           "dro": (6.0, -2.0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_loss_has_a_part_where_the_client_named_another_target(loss):
+    """The tokens say 9 behind 5, and the client 0: its advantage there is 0, and log q another than log p."""
+    numbers = {"advantages": [0.0, 2.0], "logprobs": [-2.0, -3.0]} if loss != "cross_entropy" else {"weights": [0.0, 3.0]}
+    inputs = {"target_tokens": torch.tensor([0, 7])} | {name: torch.tensor(values) for name, values in numbers.items()}
+    made = TinkerModel("", 1, Two())
+    (logp,), total = made.forward_backward([TinkerDatum.of((5, 9), inputs)], loss, {})
+    assert (total, made.model.logp.grad.tolist(), logp.tolist()) == (BY_HAND[loss][0], [[0.0, BY_HAND[loss][1]]], [0.0, -3.0])
+    inputs["target_tokens"] = torch.tensor([9, 7])  # control: with the targets of the tokens the distance of dro counts
+    made.forward_backward([TinkerDatum.of((5, 9), inputs)], loss, {})
+    assert made.model.logp.grad[0, 0] == pytest.approx(0.05 if loss == "dro" else 0.0)
+
+
+def test_weights_on_another_target_are_refused_by_the_loss_that_reads_them_alone():
+    numbers = {"weights": [1.0, 3.0], "advantages": [0.0, 2.0], "logprobs": [-2.0, -3.0]}
+    inputs = {"target_tokens": torch.tensor([0, 7])} | {name: torch.tensor(values) for name, values in numbers.items()}
+    made, held = TinkerModel("", 1, Two()), TinkerDatum.of((5, 9), inputs)
+    with pytest.raises(ApiError, match="moved by one place, and their weights are not 0"):
+        made.forward_backward([held], "cross_entropy", {})
+    assert made.model.logp.grad is None
+    made.forward_backward([held], "importance_sampling", {})
+    assert made.model.logp.grad.tolist() == [[0.0, -6.0]], "weight 3 of advantage 2"
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan, 3e38])
+def test_a_gradient_that_is_not_finite_is_told_and_the_adapter_is_as_it_was(wrong):
+    made, how = TinkerModel("", 1, Two()), (0.5, (0.9, 0.95), 1e-12, 0.0, 1.0)
+    with pytest.raises(ApiError, match=r"norm is (inf|nan), so the step was left out"):
+        made.forward_backward([datum((5, 9, 7), weights=[wrong, wrong])], "cross_entropy", {})
+        made.step(*how)
+    assert made.model.logp.tolist() == [[-1.0, -3.0]] and made.model.logp.grad is None and not made.optimizer.state
+    made.forward_backward([datum((5, 9, 7), weights=[3.0, 4.0])], "cross_entropy", {})
+    assert made.step(*how) == 5.0
+    assert made.model.logp.tolist() == [[pytest.approx(-0.5), pytest.approx(-2.5)]], "AdamW's first step is the rate"
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "dro"])
+def test_training_on_a_gpu_goes_on_from_a_state_of_the_cpu(base, tmp_path, monkeypatch, loss):
+    """The GPU is one that computes on the host, and refuses numbers of the host beside its own."""
+    padded, count = torch.tensor([0, 0, *TOKENS[3:]]), len(TOKENS) - 1
+    numbers = {"weights": [0.0, 0.0] + [0.5] * 4, "advantages": [0.0, 0.0, 1.0, -1.0, 2.0, 0.5], "logprobs": [-5.5] * count}
+    inputs = {"target_tokens": padded} | {name: torch.tensor(values) for name, values in numbers.items()}
+
+    def train(model):
+        (logp,), total = model.forward_backward([TinkerDatum.of(TOKENS[:-1], inputs)], loss, {})
+        return [*logp.tolist(), total, model.step(1e-2, (0.9, 0.95), 1e-12, 0.01, 1.0)]
+
+    here = TinkerModel.fresh(base, 4, seed=3)
+    train(here)
+    here.save(tmp_path / "state", optimizer=True)
+    want = [*train(here), *train(here)]
+    monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: oracle)
+    with fake_gpu(monkeypatch):
+        there = TinkerModel.fresh(base, 4, seed=99, device="cuda")
+        there.load(tmp_path / "state", optimizer=True)
+        assert all(isinstance(p, OnDevice) for p in there.model.trainable().values())
+        found = [*train(there), *train(there)]
+        weights = [p.detach().cpu() for p in there.model.trainable().values()]
+    assert found == pytest.approx(want, rel=1e-5, abs=1e-4)
+    for a, b in zip(weights, here.model.trainable().values(), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-5)

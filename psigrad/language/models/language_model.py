@@ -17,7 +17,7 @@ from psigrad.errors import UserError, reason_of
 from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, own_share, with_whole_weights
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
-from psigrad.language.models.fused.caches import ActivationCache
+from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
 from psigrad.language.models.lora import Lora, base_of
@@ -126,13 +126,21 @@ class LanguageModel(Pretrained):
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
         return head if cap is None else Capped(head, float(cap))
 
-    def head(self, hidden: Tensor, exact: bool) -> Tensor:
-        """Logits [B, V] of hidden states [B, E]; `exact` ones have the bits that they have in training, however few they are."""
+    def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
+        """Logits [B, V] of hidden states [B, E]; `exact` ones have the bits that they have in training, however few they are.
+        `packed_weights` may hold the head packed, for many steps of decoding.
+        """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
         if self.decoder is not None and plain:
-            out = hidden.new_empty(len(hidden), len(output.weight))
-            return self.decoder.native.products.linear(hidden, output.weight, out, exact=exact)
+            out, products = hidden.new_empty(len(hidden), len(output.weight)), self.decoder.native.products
+            if packed_weights is None or hidden.dtype != output.weight.dtype:
+                matrix = None
+            else:
+                matrix = packed_weights.head(output.weight, products)
+            if matrix is not None:
+                return products.multiply_packed(hidden, matrix, out)
+            return products.linear(hidden, output.weight, out, exact=exact)
         logits: Tensor = output(hidden)
         return logits
 

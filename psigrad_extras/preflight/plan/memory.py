@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from psigrad.language.models import language_model
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.fused.caches import LIMIT
+from psigrad.language.models.fused.caches import HEAD_LIMIT, LIMIT
 from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
@@ -300,9 +300,9 @@ def passing(
         if kept.fused == 4 or (kept.fused and plain_bfloat16()):
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
-            found.append(
-                MemoryItem("packed weights", whole * layer, "sample", f"those of {whole} layers, as decoding reads them")
-            )
+            head = kept.fused * policy.head
+            says = f"those of {whole} layers and the head, as decoding reads them"
+            found.append(MemoryItem("packed weights", whole * layer + head * (head <= HEAD_LIMIT), "sample", says))
         # log-probs, and in float64 the probabilities and their cumulative sum
         found.append(
             MemoryItem("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
 
+from psigrad.language.models.fused import caches
 from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.products import Products
@@ -101,7 +102,8 @@ def test_what_does_not_fit_is_refused():
 def test_the_sampler_draws_the_same_tokens_through_packed_weights(model, packings):
     ours, theirs = both(model, lambda: drawn(model))
     parts = 3 if model.adapter is not None else 1
-    assert len(packings) == 4 * 2 * parts, "the matrices of each layer that are applied together, and A and B, once"
+    head = int(kernels().products.float32 and type(model.output_head()) is torch.nn.Linear)
+    assert len(packings) == 4 * 2 * parts + head, "the matrices of each layer that are applied together, and A and B, once"
     for a, b in zip(ours, theirs, strict=True):
         assert a.ids == b.ids
         assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=0)
@@ -112,6 +114,7 @@ def test_large_models_are_decoded_without_and_few_sequences_with(model, packings
     few = drawn(model, max_batch=2)
     packings.clear()
     monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
+    monkeypatch.setattr(caches, "HEAD_LIMIT", 100)
     large = drawn(model)
     assert not packings
     assert [c.ids for c in whole] == [c.ids for c in few] == [c.ids for c in large]
@@ -138,6 +141,25 @@ def test_a_changed_weight_is_packed_again(tokenizer, packings):
     x = torch.randn(9, layer.weights.given[6].shape[1])
     apart = [packed[3].multiply(x, torch.empty(9, 64), None, kernels().products) for packed in (before, after)]
     assert torch.equal(2 * apart[0], apart[1]), "the old ones would have given half of it"
+
+
+@torch.no_grad()
+def test_the_head_is_packed_where_it_pays_and_anew_once_it_changes(tokenizer, monkeypatch):
+    products, packed_weights = kernels().products, PackedWeights()
+    monkeypatch.setattr(products, "float32", True)  # whatever the processor
+    model = made(CONFIGS["llama"], tokenizer)
+    weight, hidden = model.network.get_output_embeddings().weight, torch.randn(3, model.network.config.hidden_size)
+    for _ in range(2):
+        wanted = products.of(hidden, weight.t())  # as training multiplies
+        assert [packed_weights.head(weight, products) for _ in range(3)] == [None] * 3
+        matrix = packed_weights.head(weight, products)
+        assert matrix is packed_weights.head(weight, products)
+        assert torch.equal(products.multiply_packed(hidden, matrix, torch.empty_like(wanted)), wanted)
+        assert torch.equal(model.head(hidden, True, packed_weights), wanted)
+        weight.mul_(2)
+    monkeypatch.setattr(caches, "HEAD_LIMIT", weight.nbytes - 1)
+    large = PackedWeights()
+    assert [large.head(weight, products) for _ in range(9)] == [None] * 9
 
 
 @pytest.mark.parametrize("base", ["none", "bias", "residual"])

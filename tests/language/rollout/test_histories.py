@@ -176,3 +176,18 @@ def test_pairs_of_episodes_are_compared_whole_each_turn_in_its_context(model):
     assert sorted(texts) == sorted((*c.prompt_ids, *c.ids) for c in t.contexts)
     own = itertools.chain(*(itertools.compress(text.ids, text.mask) for text in pair.chosen.texts))
     assert sorted(own) == sorted(t.policy_ids)
+
+
+def test_content_in_parts_behind_a_rewritten_past_is_in_the_text():
+    class Parts(Countdown):
+        def step(self, completion):
+            text, *rest = super().step(completion)
+            return ([{"role": "user", "content": [{"type": "text", "text": text}]}], *rest)
+
+    told = "(message['content'] if message['content'] is string else message['content'][0]['text'])"
+    tokenizer = tokenizer_of(FORGETS.replace("message['content']", told))
+    sampler = Reciting(tokenizer, "a<|endoftext|>", "b<|endoftext|>", "c<|endoftext|>")
+    (t,) = played(tokenizer, sampler, Parts)
+    assert len(t.branches) == 2 and "turn 1" in sampler.read[1]
+    lines = t.text.split("\n")
+    assert lines[::2] == ["a", "b", "c"] and "turn 1" in lines[1] and "turn 2" in lines[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -20,7 +21,7 @@ from psigrad.language.data.templates import decode
 from psigrad.language.recipes import conversation
 from psigrad.language.rewards.builtin import NAMES
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
-from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, call_form_of
+from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, call_form_of, schemas
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.online.figures import collection_metrics
 
@@ -188,6 +189,10 @@ BROKEN = [
     ("Hermes", "<tool_call>3</tool_call>", "a call is an object with name and arguments, and this is '3'"),
     ("Hermes", '{"name": "add", "arguments": {"a": 1}', "it is not JSON"),
     ("Hermes", '{"name": {"a": 1}}', "must be text"),
+    ("Hermes", '{"function": {"name": {"a": 1}}}', "must be text"),
+    ("Hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "not JSON (NaN is no number in JSON)"),
+    ("Mistral", '[TOOL_CALLS]add[ARGS]{"a": -Infinity}', "not JSON (-Infinity is no number in JSON)"),
+    ("Llama", '{"name": "add", "parameters": {"a": 1e999}}', "not JSON (1e999 is no number in JSON)"),
     (
         "Qwen3-Coder",
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>",
@@ -228,6 +233,40 @@ def test_a_broken_call_is_answered_with_what_is_wrong(family, text, reason):
     assert len(answer["content"]) < 400
 
 
+@repeat_for("family", ["Hermes", "Llama"])
+@repeat_for("text", ['{"city": {"name": "Paris"}}', '{"answers": [{"name": "Ann"}]}', '[{"a": {"name": "add"}}, 3]',
+                     '{"tools": [{"name": "add", "arguments": {"a": 1}}]}', '{"name": "Ann", "age": 3}'])  # fmt: skip
+def test_json_that_names_no_tool_at_its_top_is_the_answer(family, text):
+    step = ToolBox([add], CallForm(family)).step(text)
+    assert step.done and step.observation == ""
+
+
+def test_a_tool_may_be_async():
+    async def weather(city: str, days: int = 1) -> str:
+        """The weather.
+
+        Args:
+            city: where.
+            days: how long.
+        """
+        await asyncio.sleep(0)
+        if city == "Atlantis":
+            raise LookupError("it sank")
+        return f"{days} of rain in {city}"
+
+    def clock():
+        return asyncio.sleep(0, 12)
+
+    box = ToolBox([weather, clock], CallForm("Hermes"))
+    asked = [("weather", {"city": "Oslo", "days": 2}), ("weather", {"city": "Atlantis"}), ("weather", {"days": 2}), ("clock", {})]
+    turn = "".join(f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in asked)
+    answers = [answer["content"] for answer in box.step(turn).observation]
+    assert answers[:2] == ["2 of rain in Oslo", "error: LookupError: it sank"]
+    assert answers[2].startswith("error: weather: city: ") and answers[3] == "12"
+    (offered,) = schemas([weather])
+    assert offered["function"]["parameters"]["required"] == ["city"]
+
+
 def add(a: int, b: int = 0) -> int:
     """Add.
 
@@ -265,6 +304,9 @@ def test_values_without_quotes_are_what_the_tool_takes():
     turn = f"<tool_call>\n<function=note>\n{inner}</function>\n</tool_call>"
     (answer,) = ToolBox([note], CallForm("Qwen3-Coder")).step(turn).observation
     assert answer["content"] == "('007', 3, 0.5, True, None, [1, 2])"
+    loose = {"note": {"count": True, "share": False}}  # schemas too: of anything, and of nothing
+    (call,) = BY_NAME["Qwen3-Coder"].calls(turn, loose)
+    assert (call.arguments["count"], call.arguments["share"], call.arguments["rows"]) == (3, 0.5, [1, 2])
     # lines of a program: the first and the last break belong to the tags, the others to the text
     turn = turn.replace("\n007\n", "\n\n  if a:\n    b()\n\n").replace("\nnull\n", "\nnot null\n")
     (answer,) = ToolBox([note], CallForm("Qwen3-Coder")).step(turn).observation

@@ -34,8 +34,9 @@ SLAB = 256
 # For each layer, its output [rows, E] and what its backward pass needs [rows, …].
 Layers = list[tuple[Tensor, ...]]
 _ALIGNED = 64  # bytes
-# Of packed matrices.
-LIMIT = 1 << 30  # bytes
+# Of packed matrices, and of the LM head's, in bytes.
+LIMIT, HEAD_LIMIT = 1 << 30, 1 << 29
+_PAYS = 4  # packing the head takes as long as so many products with it, which are three times as fast for few rows
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,7 @@ class PackedWeights:
         self._layers: dict[Hashable, tuple[list[Version], list[PackedFactors]]] = {}
         self._refused: set[Hashable] = set()
         self._table: tuple[Hashable, list[Version], Tensor] | None = None
+        self._head: tuple[Version, int, PackedMatrix | None] = ((0, 0), 0, None)
 
     def of(
         self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Factors]], products: Products
@@ -371,6 +373,19 @@ class PackedWeights:
         self.bytes += more
         self._layers[key] = (versions(weights), [factors.pack(products) for factors in made])
         return self._layers[key][1]
+
+    def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
+        """The LM head, once it was asked for so often that packing it pays; None before, where it takes more than `HEAD_LIMIT`,
+        and where PyTorch multiplies with it.
+        """
+        asked_of, asked, packed = self._head
+        asked = 1 + (asked if asked_of == version_of(weight) else 0)
+        packed = None if asked == 1 else packed
+        own = products.float32 if weight.dtype == torch.float32 else products.can_pack(weight)
+        if asked == _PAYS and own and weight.nbytes <= HEAD_LIMIT:
+            packed = products.pack(weight)
+        self._head = (version_of(weight), asked, packed)
+        return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
         """The addresses of all layers' weights. `make` computes them again when `key` or the versions `now` are not those of last

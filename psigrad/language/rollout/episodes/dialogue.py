@@ -98,7 +98,7 @@ class _Turn:
             hidden = model.forward(on_device(last, model.device)[:, None], step.positions[:, None], step, None)
             drawing = np.flatnonzero(~np.array(reading))
             if len(drawing):
-                logits = model.head(hidden[torch.from_numpy(drawing).to(model.device), 0], cache.exact)
+                logits = model.head(hidden[torch.from_numpy(drawing).to(model.device), 0], cache.exact, cache.packed_weights)
                 self.write(logits, drawing)
                 yield from self._pop_ended()
 

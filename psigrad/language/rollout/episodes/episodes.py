@@ -18,6 +18,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import Reading, decode, prompt_for_reward, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rewards.outcomes import transcript_of
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.rollout.episodes.episode_history import EpisodeHistory, as_messages
 from psigrad.language.rollout.episodes.tools import CallForm
@@ -351,9 +352,7 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         prompt_ids=episode.prompt,
         completion=completion,
         version=version,
-        text=decode(tokenizer, episode.ids)
-        if not episode.branches
-        else "\n".join(m.get("content") or "" for m in episode.messages),
+        text=transcript_of(episode.messages) if episode.branches else decode(tokenizer, episode.ids),
         reason=episode.reason,
         mask=tuple(episode.mask),
         step_rewards=tuple(episode.rewards),

@@ -6,6 +6,7 @@ Reading is linear in the text: from each mark of a call on it is read once, and 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,8 +95,17 @@ class CallFamily:
 
 
 _GAP, _SEPARATOR = re.compile(r"[^\s]"), re.compile(r"[^\s;]")
-_DECODER = json.JSONDecoder()
 _TOO_DEEP = f"the arguments are nested more than {DEEPEST} deep"
+
+
+def finite(number: str) -> float:
+    """A number with a point or an exponent as JSON has it; NaN, Infinity and what is beyond a float are none."""
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number[:SHOWN]} is no number in JSON")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=finite, parse_constant=finite)
 
 
 def _show(text: str, at: int = 0) -> str:
@@ -185,7 +195,8 @@ def _is_answer(item: Any, parameters: Parameters) -> bool:
     """Whether an object is the policy's answer, which happens to be JSON: it names no tool and has no arguments."""
     if not isinstance(item, dict) or {"arguments", "parameters"} & set(item):
         return not isinstance(item, dict)
-    return isinstance(item.get("name"), str) and item["name"] not in parameters
+    named = item.get("name") if {"name", "tool_name", "function"} & set(item) else ""
+    return isinstance(named, str) and named not in parameters
 
 
 def _name_then(header: str, value: Value = _json, footer: str = "") -> Reader:
@@ -229,6 +240,7 @@ def _tags_of(header: str, parameter: str, ends: str, closes: str = "") -> Reader
 def _to_type(text: str, schema: Mapping[str, Any]) -> Any:
     """An argument without quotes: as it stands where the tool takes text, else what it is as JSON, where it is that."""
     text = text.removeprefix("\n").removesuffix("\n")
+    schema = schema if isinstance(schema, Mapping) else {}  # true is a schema too
     kinds = [part.get("type") for part in (schema, *schema.get("anyOf", ())) if isinstance(part, Mapping)]
     flat = {kind for each in kinds for kind in (each if isinstance(each, list) else [each])}
     if "string" in flat and not (text in ("null", "None") and ("null" in flat or schema.get("nullable"))):

@@ -5,6 +5,7 @@ A call is answered in a turn of its own. What the policy got wrong is said in th
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from psigrad.importing import imported_callable
 from psigrad.language.data.chat.turns import Talk, TurnForm
 from psigrad.language.data.dataset_rows import Row, alike
 from psigrad.language.data.templates import decode
+from psigrad.language.rewards.reward_worker import finish
 from psigrad.language.rollout.episodes.environments import Message, Step
 from psigrad.language.rollout.episodes.tool_calls import (
     FAMILIES,
@@ -258,7 +260,8 @@ class ToolBox:
     def _run_tool(self, name: str, arguments: dict[str, Any]) -> str:
         tool = self.tools[name]
         try:
-            return tool.run(arguments) if isinstance(tool, ServerTool) else str(tool(**arguments))
+            made = tool.run(arguments) if isinstance(tool, ServerTool) else tool(**arguments)
+            return str(finish(made) if inspect.isawaitable(made) else made)
         except ServerLost:  # not the policy's fault: the episode is unscored
             raise
         except ValidationError as error:

@@ -27,6 +27,7 @@ class KVCache:
     """Per layer, keys and values [slots, H_kv, capacity, D]; slots 0 … active - 1 are in use and hold `lengths` tokens each."""
 
     exact = False
+    packed_weights: PackedWeights | None = None
 
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is what a slot may come to hold, in tokens."""

@@ -212,7 +212,7 @@ class _Batch:
             hidden = self.model.forward(tokens[:, None], step.positions[:, None], step, keep)
         if self.routes is not None:
             self.routes.write(self.sequences, counts - 1, seen)
-        return self._draw(self.model.head(hidden[:, 0], self.cache.exact), self.sequences)
+        return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
         """Where it is recorded which experts the tokens are sent to."""
