@@ -84,6 +84,9 @@ def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[st
     if not row.get("stands", True) or row.get("action", "vote") != "vote":
         left_out["skipped or undone"] += 1
         return
+    if row.get("check"):
+        left_out["attention checks"] += 1
+        return
     texts = [c if isinstance(c, str) else transcript_of(c.get("text", c)) for c in completions]
     models = [_model_of(c.get("origins")) if isinstance(c, Mapping) else "" for c in completions]
     ranks, answers = row.get("ranks"), row.get("answers") or {}

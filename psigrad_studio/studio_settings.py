@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,4 +66,5 @@ class StudioSettings:
     @property
     def labels(self) -> str:
         """Path or URL of the labels."""
-        return self.database or str(self.runs.parent / "labels.db")
+        # the parent of "." and of ".." is "." to pathlib
+        return self.database or os.path.normpath(self.runs / ".." / "labels.db")

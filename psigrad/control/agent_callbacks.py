@@ -25,7 +25,7 @@ class _Every:
 
     def due(self, agent: Agent) -> bool:
         steps = self._freq * agent.settings.n_envs
-        self._next = self._next or steps
+        self._next = self._next or agent._learns_from + steps
         if agent.num_timesteps < self._next:
             return False
         self._next = agent.num_timesteps + steps

@@ -79,7 +79,7 @@ class Agent:
 
     def _hold(self, trainer: Trainer, tensorboard_log: str | Path | None) -> None:
         self._trainer, self._begun, self.verbose = trainer, False, 0
-        self.tensorboard_log = tensorboard_log
+        self.tensorboard_log, self._learns_from = tensorboard_log, trainer.timesteps
         self._logged: Log = lambda steps, figures: None
         self._rng = generator(trainer.config.run.seed)
 
@@ -111,7 +111,8 @@ class Agent:
         progress_bar: bool = False,
         **foreign: Any,
     ) -> Self:
-        """Take `total_timesteps` more steps (default: the setting). Schedules run over them.
+        """Take `total_timesteps` more steps (default: the setting). Schedules run over them, or with `reset_num_timesteps=False`
+        over those since they last began.
 
         `log_interval` is how often `verbose` prints: after so many lines of figures, for DQN after so many episodes, which is
         Stable-Baselines3's count. With `tensorboard_log` figures go to its folder `tb_log_name`_N, a new one each time or, with
@@ -122,18 +123,17 @@ class Agent:
         """
         trainer, name = self._trainer, str(foreign.pop("tb_log_name", type(self).__name__))
         again = foreign.get("reset_num_timesteps") is False
-        if foreign.get("reset_num_timesteps") is True:  # Stable-Baselines3's default, and as good as left out here
-            del foreign["reset_num_timesteps"]
         policies.refuse(foreign, "learn", ("total_timesteps", "callback", "log_interval", "progress_bar"))
         shown = policies.PrintedLines(log_interval, trainer)
         callbacks = list(callback) if isinstance(callback, Sequence) else [] if callback is None else [callback]
         for call in callbacks:
             policies.check_callback(call)
-        start = trainer.timesteps
+        start = self._learns_from = trainer.timesteps
         steps = trainer.config.total_timesteps if total_timesteps is None else total_timesteps
         if not isinstance(steps, int | float) or not 1 <= steps < float("inf"):
             raise UserError(f"total_timesteps is {steps!r}; expected a whole number of 1 or more.")
         goal = start + int(steps)
+        trainer.start = trainer.start if again else start
         trainer.config = replace(trainer.config, total_timesteps=goal)
         began = time.monotonic()
         logging = _logging_to(self.tensorboard_log, name, again)
@@ -195,19 +195,22 @@ class Agent:
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path, env: Any = None, tensorboard_log: str | Path | None = None, **foreign: Any) -> Self:
+    def load(
+        cls, path: str | Path, env: Any = None, tensorboard_log: str | Path | None = None, algorithm: Any = None, **foreign: Any
+    ) -> Self:
         """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser.
 
         Where no `env` is given and its own has no id, or cannot be made, the policy acts; to be trained or evaluated it needs
-        `set_env`. `foreign` is for Stable-Baselines3's `device` and others that ask for what is done anyway. Raises `UserError`
-        for others, for a folder that holds no policy, and for one of another algorithm.
+        `set_env`. A method with functions that no module holds under their names is not saved: to be trained on, the policy needs
+        it as `algorithm`. `foreign` is for Stable-Baselines3's `device` and others that ask for what is done anyway. Raises
+        `UserError` for others, for a folder that holds no policy, and for one of another algorithm.
         """
-        policies.refuse(foreign, "load", ("path", "env", "tensorboard_log"))
+        policies.refuse(foreign, "load", ("path", "env", "tensorboard_log", "algorithm"))
         path = policies.strip_zip(Path(path))
         agent = cls.__new__(cls)
-        agent._hold(builder.load_policy(Path(path), env), tensorboard_log)
+        agent._hold(builder.load_policy(Path(path), env, algorithm), tensorboard_log)
         saved = builder.name_of(agent.settings.algorithm)
-        if cls.algorithm not in (None, saved):
+        if algorithm is None and cls.algorithm not in (None, saved):
             agent.close()
             raise UserError(f"{path} holds a policy of {saved}, not of {cls.algorithm}; load it by Agent.load.")
         return agent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from psigrad.control.environments.vector import Absent, Environments
 from psigrad.control.methods import presets
 from psigrad.control.methods.dqn import DQNTrainer
 from psigrad.control.methods.on_policy import OnPolicyTrainer
-from psigrad.control.methods.trainer import FlatOptimizer, Trainer
+from psigrad.control.methods.trainer import Actor, FlatOptimizer, Trainer
 from psigrad.control.methods.trpo import TRPOTrainer
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Categorical
@@ -80,12 +81,20 @@ def name_of(algorithm: Any) -> str:
     """The name that tuned settings go by."""
     if isinstance(algorithm, PolicyGradient):
         return algorithm.name
-    return str(algorithm.get("preset", "")) if isinstance(algorithm, Mapping) else str(algorithm)
+    return str(algorithm.get("preset", algorithm.get("name", ""))) if isinstance(algorithm, Mapping) else str(algorithm)
 
 
-def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
-    """The trainer with its environments, fresh weights and optimiser. Raises `UserError` on mistakes of the user."""
-    algorithm = resolve(config)
+def build(config: ControlConfig, envs: Environments | None = None, like: str | None = None) -> Trainer:
+    """The trainer with its environments, fresh weights and optimiser; where the method is not known an `Actor`, if there is a
+    preset with a network `like` its own. Raises `UserError` on mistakes of the user.
+    """
+    unknown = ""
+    try:
+        algorithm = resolve(config)
+    except ValueError as error:
+        if like is None:
+            raise
+        algorithm, unknown = presets.resolve(like), str(error)
     _refuse_unread(config)
     envs = envs or vector.make(config.env, config.n_envs, config.vectorization, config.wrappers, **config.env_kwargs)
     if envs.count != config.n_envs:  # a vector environment was given
@@ -114,6 +123,8 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     normalizer = Normalizer(envs.size, envs.count, config.gamma, config.normalize_observations, config.normalize_rewards)
     collector = Collector(envs, normalizer)
     optimizer = FlatOptimizer(network.flat, config.optimizer, config.adam_epsilon, config.max_grad_norm)
+    if unknown:
+        return Actor(unknown, config, network, optimizer, collector)
     make: Callable[..., Trainer] = TRAINERS[config.algorithm].make if has_own_trainer(config.algorithm) else OnPolicyTrainer
     if algorithm is None:
         network.towers.initialise(config.run.seed)
@@ -155,28 +166,51 @@ def save_policy(folder: Path, trainer: Trainer) -> None:
     envs, normalizer = trainer.collector.envs, trainer.collector.normalizer
     saved = {**_plain(trainer.config), "normalizer": normalizer.state(), "timesteps": trainer.timesteps}
     saved["spaces"] = [to_json(space) for space in envs.spaces]
+    of_states = "a2c" if trainer.network.n_critics else "reinforce_total_return"
+    saved["network_of"] = "q_actor_critic" if trainer.network.of_actions else of_states
     (folder / MODEL_CONFIG).write_text(json.dumps(saved, indent=1) + "\n")
 
 
 def _plain(config: ControlConfig) -> dict[str, Any]:
     named = config.env if isinstance(config.env, str) else getattr(getattr(config.env, "spec", None), "id", None) or ""
-    algorithm = config.algorithm.name if isinstance(config.algorithm, PolicyGradient) else config.algorithm
-    return dict(redaction.clear(to_dict(replace(config, env=named, algorithm=algorithm))))
+    return dict(redaction.clear(to_dict(replace(config, env=named, algorithm=_write(config.algorithm)))))
 
 
-def load_policy(folder: Path, env: Any = None) -> Trainer:
+def _write(method: Any) -> Any:
+    """What JSON can hold of a method and is read as that one: its name, or its parts by theirs. Where neither is, a part of one's
+    own having no name, its name in a form that is read as none.
+    """
+    parts = to_dict(replace(ControlConfig(), algorithm=method))["algorithm"]
+    if parts == method:
+        return method
+    if isinstance(method, PolicyGradient):
+        del parts["part"]
+    for form in (name_of(method), parts):
+        with suppress(ValueError, TypeError):
+            if presets.resolve(json.loads(json.dumps(form))) == presets.resolve(method):
+                return form
+    return {"name": name_of(method)}
+
+
+def load_policy(folder: Path, env: Any = None, algorithm: Any = None) -> Trainer:
     """A trainer with the saved weights, on `env` or the environment it was trained on; where that cannot be made, on its spaces
-    alone. Raises `UserError` where the folder holds no policy.
+    alone. It trains by `algorithm` or the method that is saved; where that cannot be made, it acts alone. Raises `UserError`
+    where the folder holds no policy.
     """
     saved = _read_saved(folder)
     normalizer, timesteps, kept = saved.pop("normalizer"), saved.pop("timesteps"), saved.pop("spaces", None)
+    like = saved.pop("network_of", None)
     config, envs = load(ControlConfig, flags=saved), None
+    if algorithm is not None:
+        config, like = replace(config, algorithm=algorithm), None
     if env is not None:
         config = replace(config, env=env, n_envs=1 if isinstance(env, gym.Env) else config.n_envs)
     else:
         config, envs = _make_own_environments(folder, config, kept)
-    trainer = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)), envs)
+    trainer = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)), envs, like)
     trainer.network.load(folder)
+    if isinstance(trainer, DQNTrainer):
+        trainer.target.copy_(trainer.network.flat.detach())
     trainer.collector.normalizer.restore(normalizer)
     trainer.timesteps = timesteps
     return trainer

@@ -83,7 +83,7 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "rollout_buffer_kwargs": ((None, {}), "a rollout is kept in one way"),
     "monitor_wrapper": ((True, False), "returns and lengths of episodes are always counted"),
     "_init_setup_model": ((True,), "an agent is always ready to learn"),
-    "reset_num_timesteps": ((False,), "steps are always counted on; for a fresh start make a new agent"),
+    "reset_num_timesteps": ((True, False), "steps are always counted on; for a fresh start make a new agent"),
     "callback": ((None,), "return_episode_rewards=True gives every episode"),
     "render": ((False,), "psigrad control --video draws an episode"),
     "save_vecnormalize": ((True, False), "a saved policy holds what was normalised"),

@@ -138,9 +138,10 @@ class Batch:
         return self.reward.sum(1)
 
     def check_finite(self) -> None:
-        """Raises ValueError where a reward, a log-prob or a value of a chosen step is NaN or infinite."""
-        for name in _NUMBERS:
+        """Raises ValueError where a reward, a log-prob or a value of a chosen step, or a row's number, is NaN or infinite."""
+        for name in (*_NUMBERS, "last_value", "metric"):
             x: Tensor | None = getattr(self, name)
+            x = zero_outside(self.present, x)[:, None] if x is not None and x.dim() == 1 else x
             # a sum is one operation, and finite only where every number is
             if x is not None and not math.isfinite(x.sum()) and not bool(torch.isfinite(x).all()):
                 rows = (~torch.isfinite(x)).any(1).nonzero().flatten().tolist()
@@ -150,15 +151,15 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with its tensors on `device`; `inputs` stay where they are."""
-        tensors = (*PER_STEP, *PER_ROW, "parts")
-        moved: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x.to(device) for name in tensors}
-        return replace(self, **moved)
+        return replace(self, **self._of_tensors(lambda x: x.to(device)))
 
     def select(self, rows: Tensor | slice) -> Batch:
         """The batch of these rows (indices or a boolean mask), `inputs` included."""
-        tensors = (*PER_STEP, *PER_ROW, "parts")
-        picked: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[rows] for name in tensors}
-        return replace(self, inputs=_select_inputs(self.inputs, rows), **picked)
+        return replace(self, inputs=_select_inputs(self.inputs, rows), **self._of_tensors(lambda x: x[rows]))
+
+    def _of_tensors(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        names = (*PER_STEP, *PER_ROW, "parts")
+        return {name: change(x) for name in names if (x := getattr(self, name)) is not None}
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ from psigrad.objective.parts.surrogate import (
     adapt,
     clip_fractions,
     differentiates_ratio,
+    divergence_mask,
+    innermost,
     kl_penalty,
     measure_kl,
     score,
@@ -96,7 +98,7 @@ class PolicyGradient:
                 "critic=None.",
             ),
             (
-                self.ratio is ratio.none and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, kl_penalty)),
+                self.ratio is ratio.none and differentiates_ratio(self.surrogate),
                 f"surrogate {_name(self.surrogate)} takes its gradient from the ratio and ratio is none; set ratio=token, or "
                 "surrogate=score.",
             ),
@@ -104,6 +106,12 @@ class PolicyGradient:
                 self.ratio is not ratio.none and self.surrogate is score,
                 f"surrogate score ignores the ratio and ratio is {_name(self.ratio)}; set ratio=none, or surrogate=unclipped "
                 "or clip.",
+            ),
+            (
+                isinstance(innermost(self.surrogate), divergence_mask)
+                and self.ratio in (ratio.none, ratio.sequence, ratio.trajectory),
+                f"surrogate {_name(innermost(self.surrogate))} compares the probabilities of each step and ratio is "
+                f"{_name(self.ratio)}; set ratio=token.",
             ),
             (
                 self.ratio is ratio.trajectory and self.aggregate is not sequence_mean,
@@ -188,11 +196,11 @@ class PolicyGradient:
             advantage = self.psi(shaped)
         advantage = advantage.detach() if batch.whole else zero_outside(batch.mask, advantage.detach())
         keep, counts, marks = self._choose(batch, advantage)
-        adapts = self.kl is not None and isinstance(self.kl.coefficient, ratio.adaptive)
+        beta = None if self.kl is None else self.kl.coefficient
+        adapts = isinstance(beta, ratio.adaptive)
         figures = self._batch_metrics(batch, shaped, keep, counts, state) if metrics or adapts else {}
-        if self.kl is not None and isinstance(self.kl.coefficient, ratio.adaptive):
-            updated = self.kl.coefficient.update(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
-            new_state[ratio.KL_KEY] = updated
+        if isinstance(beta, ratio.adaptive):
+            new_state[ratio.KL_KEY] = beta.update(state[ratio.KL_KEY], figures["objective/kl"], int(batch.present.sum()))
         felt = advantage != 0 if marks is None else (advantage != 0) | (marks != 0)
         felt = felt if counts is None else felt & counts
         needs_gradient = keep if self._always_has_gradient() else keep & felt.any(1)
@@ -251,7 +259,8 @@ class PolicyGradient:
         logp_old = within(batch.logp_old)
         advantage = within(prepared.advantage)
         log_ratio = self.ratio(logp, logp_old, mask)
-        known = {"mask": mask, "marks": prepared.marks}
+        sampled = batch.logp_old if batch.logp_sampler is None else batch.logp_sampler
+        known = {"mask": mask, "marks": prepared.marks, "logp_sampler": sampled}
         given = {name: known[name] for name in sorted(needs_of(self.surrogate) & known.keys())}
         per_step = self._surrogate_now(state)(logp, log_ratio, advantage, **given)
         if prepared.counts is not None:

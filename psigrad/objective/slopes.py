@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psigrad.objective.batch import Prepared, Totals
+from psigrad.objective.batch import Prepared, Totals, zero_outside
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.ratio import MAX_LOG_RATIO
@@ -31,7 +31,7 @@ class Slopes:
     """
 
     scale: Tensor
-    """[N, T] −w·A."""
+    """[N, T] −w·A, and 0 on the steps that a filter leaves out."""
     logp_old: Tensor | None
     """[N, T] where there is a ratio."""
     bounds: tuple[Tensor, Tensor] | None
@@ -77,15 +77,15 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """The closed form for these steps of a method that `has_slopes`; None where some step is not trained on."""
+    """The closed form for these steps of a method that `has_slopes`; None where some row or step is no part of the batch."""
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.whole and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None
     advantage = prepared.advantage
     weights = algorithm.aggregate(batch.mask, totals).to(advantage.dtype)
-    steps = max(totals.tokens, 1)
+    steps, scale = max(totals.tokens, 1), -advantage * weights
     return Slopes(
-        scale=-advantage * weights,
+        scale=scale if prepared.counts is None else zero_outside(prepared.counts, scale),
         logp_old=None if surrogate is score else batch.logp_old,
         bounds=_bounds(surrogate, advantage) if isinstance(surrogate, clip) else None,
         entropy=0.0 if algorithm.entropy is None else -algorithm.entropy.coefficient / steps,

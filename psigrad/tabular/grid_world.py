@@ -163,14 +163,14 @@ class GridWorld:
         legend: list[str] = []
         for reward in sorted(set(self.prizes.values()) - {1.0, -1.0}):
             letters[reward] = chr(ord("a") + len(legend))
-            legend.append(
-                f"{letters[reward]} = {reward:g}" if float(f"{reward:g}") == reward else f"{letters[reward]} = {reward!r}"
-            )
+            legend.append(f"{letters[reward]} = {_shortest(reward)}")
         if len(legend) > 26:
             raise ValueError(f"The grid has {len(legend)} prizes of different worth; a text map can name 26.")
         rows = [["."] * self.columns for _ in range(self.rows)]
         marks = [(c, "#") for c in self.walls] + [(c, letters[r]) for c, r in self.prizes.items()]
-        marks += [] if self.start is None else [(self.start, "S")]
+        if self.start is not None:
+            marks.append((self.start, "S"))
+            legend += [f"S = {_shortest(self.prizes[self.start])}"] if self.start in self.prizes else []
         for (r, c), mark in marks:
             rows[r][c] = mark
         return "\n".join(["".join(row) for row in rows] + legend)
@@ -236,6 +236,10 @@ class GridWorld:
 def _cell(cell: Cell) -> Cell:
     row, column = cell
     return int(row), int(column)
+
+
+def _shortest(number: float) -> str:
+    return repr(number).removesuffix(".0")
 
 
 def _number(name: str, text: str) -> float:

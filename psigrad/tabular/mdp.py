@@ -71,13 +71,9 @@ class MDP:
             "terminal": terminal,
             "start": start,
             "end": end,
-            "rewards_next": per_outcome if self.rewards_next is None else self.rewards_next,
+            "rewards_next": per_outcome if self.rewards_next is None else _as(stacked, self.rewards_next, "rewards_next"),
             "rewards_end": _table(self.rewards_end, n_states, n_actions, "rewards_end"),
         }
-        if values["rewards_next"] is not None and values["rewards_next"].shape != stacked.shape:
-            raise ValueError(
-                f"rewards_next has shape {values['rewards_next'].shape}; expected {stacked.shape}, as the transitions."
-            )
         for name, value in values.items():
             object.__setattr__(self, name, value)
         if gamma_is_one(self.gamma):
@@ -161,6 +157,16 @@ def _stack(given: Any, name: str) -> tuple[Matrix, int]:
     return stacked, stacked.shape[0] // stacked.shape[1]
 
 
+def _as(stacked: Matrix, given: Any, name: str) -> Matrix:
+    """R(s, a, s') in any of the accepted forms as (A·S, S), dense or CSR as the transitions are."""
+    found, _ = _stack(given, name)
+    if found.shape != stacked.shape:
+        raise ValueError(f"{name} R(s, a, s') stack to shape {found.shape}; expected {stacked.shape}, as the transitions.")
+    if sparse.issparse(stacked):
+        return sparse.csr_array(found)
+    return found.toarray() if sparse.issparse(found) else found
+
+
 def _expect(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, Matrix | None]:
     """R(s, a) as (S, A), and R(s, a, s') where that was given."""
     n_states = stacked.shape[1]
@@ -170,14 +176,12 @@ def _expect(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, Ma
         return np.repeat(table[:, None], n_actions, axis=1), None
     if table is not None and table.shape == (n_states, n_actions):
         return table, None
-    if table is not None and table.ndim != 3:
+    if table is not None and table.ndim != 3 and table.shape != stacked.shape:
         raise ValueError(
             f"rewards has shape {table.shape}; expected ({n_states}, {n_actions}) for R(s, a), ({n_states},) for R(s), "
             "or the form of the transitions for R(s, a, s')."
         )
-    per_outcome, _ = _stack(given, "rewards")
-    if per_outcome.shape != stacked.shape:
-        raise ValueError(f"rewards R(s, a, s') stack to shape {per_outcome.shape}; expected {stacked.shape}, as the transitions.")
+    per_outcome = _as(stacked, given, "rewards")
     sums = (per_outcome * stacked).sum(axis=1)
     return np.asarray(sums, dtype=np.float64).reshape(n_actions, n_states).T, per_outcome
 

@@ -96,13 +96,7 @@ def _returns(episode: Episode, current: list[float], gamma: float) -> list[float
 
 
 def td(
-    episodes: Iterable[Episode],
-    n_states: int,
-    gamma: float,
-    *,
-    n: int = 1,
-    alpha: Schedule = 0.1,
-    value: ArrayLike | None = None,
+    episodes: Iterable[Episode], n_states: int, gamma: float, *, n: int = 1, alpha: Schedule = 0.1, value: ArrayLike | None = None
 ) -> Iterator[FloatArray]:
     """n-step TD: V(s_t) ← V(s_t) + α·(G_t^(n) − V(s_t)), as soon as the n-th step is seen. n = 1 is TD(0)."""
     if n < 1:

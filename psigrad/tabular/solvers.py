@@ -16,7 +16,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -117,12 +117,7 @@ def value_iteration(
 
 
 def policy_iteration(
-    mdp: MDP,
-    *,
-    policy: ArrayLike | None = None,
-    value: ArrayLike | None = None,
-    exact: bool = True,
-    epsilon: float = 1e-10,
+    mdp: MDP, *, policy: ArrayLike | None = None, value: ArrayLike | None = None, exact: bool = True, epsilon: float = 1e-10
 ) -> Iterator[Sweep]:
     """Evaluate the policy, improve it greedily, repeat until no action changes. Yields an `evaluate` and an `improve` each round.
 
@@ -272,14 +267,9 @@ def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = N
 
 
 def _sweeps(mdp: MDP, method: Method, value: ArrayLike | None, epsilon: float | None) -> Iterator[Sweep]:
-    match method:
-        case "policy_iteration":
-            return policy_iteration(mdp, value=value)
-        case "value_iteration":
-            return value_iteration(mdp, value=value, epsilon=epsilon)
-        case "modified_policy_iteration":
-            return modified_policy_iteration(mdp, value=value, epsilon=epsilon)
-    raise ValueError(f"method is {method!r}; expected policy_iteration, value_iteration or modified_policy_iteration.")
+    if method not in get_args(Method):
+        raise ValueError(f"method is {method!r}; expected policy_iteration, value_iteration or modified_policy_iteration.")
+    return SOLVERS[method](mdp, value=value, **({} if method == "policy_iteration" else {"epsilon": epsilon}))
 
 
 def _first_policy(mdp: MDP, policy: ArrayLike | None, value: ArrayLike | None) -> IntArray:

@@ -145,21 +145,12 @@ class _Experience:
         self, behaviour: Table, learn: Learn | None = None, bootstrap: Bootstrap | None = None
     ) -> Iterator[tuple[int, Episode]]:
         """(index, episode), one after the other, ε-greedy in `behaviour`."""
-        actor = self.actor
+        actor, limit = self.actor, self.max_steps
+        choose = lambda state: actor(behaviour[state])  # noqa: E731
         for index in range(self.episodes):
             actor.epsilon = at(self.epsilon, index, "epsilon")
             seed = self.seed if index == 0 else None
-            yield (
-                index,
-                play(
-                    self.env,
-                    lambda state: actor(behaviour[state]),
-                    seed=seed,
-                    max_steps=self.max_steps,
-                    learn=learn,
-                    bootstrap=bootstrap,
-                ),
-            )
+            yield index, play(self.env, choose, seed=seed, max_steps=limit, learn=learn, bootstrap=bootstrap)
 
     def learned(self, behaviour: Table, learn: Learn) -> Iterator[Learned]:
         """Each episode with `behaviour` as it is after it."""

@@ -21,6 +21,7 @@ from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.intake import TaskOptions
 from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.questions import MOST
+from psigrad_studio.runs.run_finder import RunFinder
 
 MOST_RUNS = 500
 Count = Annotated[int, Field(ge=0, le=10**6)]
@@ -150,22 +151,23 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
     @routes.get("/runs")
     def runs(request: Request) -> Response:
         must_administer(store.db, store.asking(request))
-        return json_response(_runs(store.settings.runs))
+        return json_response(list(_runs(store.settings.runs)))
 
     @routes.post("/import-run")
     def bring_in_a_run(form: ImportRunForm, request: Request) -> Response:
         person = store.asking(request)
         must_administer(store.db, person)
-        if form.run not in _runs(store.settings.runs):
+        if (folder := _runs(store.settings.runs).get(form.run)) is None:
             raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; take one of the list.")
-        steps = None if form.first is None and form.last is None else range(form.first or 0, (form.last or 10**9) + 1)
+        last = 10**9 if form.last is None else form.last
+        steps = None if form.first is None and form.last is None else range(form.first or 0, last + 1)
         with store.slowly():
             since = store.db.clock()
             added = intake.add_run(
                 store.db,
                 person,
                 form.project,
-                store.settings.runs / form.run,
+                folder,
                 TaskOptions(**form.making.model_dump()),
                 kind=form.kind,
                 steps=steps,
@@ -202,8 +204,8 @@ def rows_of(text: str, name: str) -> Iterator[Any]:
             raise UserError(f"{name}:{number} is not JSON ({error}).") from error
 
 
-def _runs(folder: Path) -> list[str]:
-    """Folders below the runs folder that hold rollouts, by their relative path, the newest first."""
-    found = {file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/{ROLLOUTS}")}
-    newest = sorted(found, key=lambda run: (-(run / ROLLOUTS).stat().st_mtime, str(run)))
-    return [run.relative_to(folder).as_posix() for run in newest[:MOST_RUNS]]
+def _runs(folder: Path) -> dict[str, Path]:
+    """Folders that hold rollouts, where the Runs page looks for runs: by the name that a run has there, the newest first."""
+    found = RunFinder(folder, (ROLLOUTS,)).places().values()
+    newest = sorted(found, key=lambda run: (-(run.path / ROLLOUTS).stat().st_mtime, run.name))
+    return {run.name: run.path for run in newest[:MOST_RUNS]}

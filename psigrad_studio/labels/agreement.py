@@ -16,6 +16,8 @@ from scipy import stats
 
 Level = Literal["nominal", "ordinal", "interval", "ratio"]
 Floats = NDArray[np.float64]
+AT_ONCE = 2**20
+"""Numbers of one table while resamples are drawn."""
 
 
 @dataclass(frozen=True)
@@ -111,55 +113,55 @@ def krippendorff_alpha(ratings: ArrayLike, level: Level = "nominal") -> float:
     ((c − k) / (c + k))² (ratio), or, ordinal, the square of the number of answers from c to k, those at the ends counted half.
     See Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
     """
-    each, values = _coincidences(ratings)
-    return float(_alpha(each.sum(0), values, level)) if values.size else np.nan
+    n, values = _shared(ratings)
+    return float(_alphas(np.ones((1, len(n))), n, values, level)[0]) if len(n) else np.nan
 
 
 def alpha_interval(
     ratings: ArrayLike, level: Level = "nominal", *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
 ) -> Alpha:
     """`krippendorff_alpha` with a percentile bootstrap interval: `draws` resamples of the units."""
-    each, values = _coincidences(ratings)
-    units = len(each)
+    n, values = _shared(ratings)
+    units = len(n)
     if not units:
         return Alpha(np.nan, np.nan, np.nan, 0)
-    random = np.random.default_rng(seed)
-    weights = random.multinomial(units, np.full(units, 1 / units), size=draws).astype(float)
-    again = (weights @ each.reshape(units, -1)).reshape(draws, len(values), len(values))
-    alphas = _alpha(again, values, level)
+    random, chances = np.random.default_rng(seed), np.full(units, 1 / units)
+    block = max(1, AT_ONCE // max(n.shape))
+    sizes = [min(block, draws - start) for start in range(0, draws, block)]
+    found = [_alphas(random.multinomial(units, chances, size=size).astype(float), n, values, level) for size in sizes]
+    alphas = np.concatenate(found)
     alphas = alphas[~np.isnan(alphas)]
     low, high = np.quantile(alphas, [(1 - confidence) / 2, (1 + confidence) / 2]) if alphas.size else (np.nan, np.nan)
-    return Alpha(float(_alpha(each.sum(0), values, level)), float(low), float(high), units)
+    return Alpha(krippendorff_alpha(ratings, level), float(low), float(high), units)
 
 
-def _coincidences(ratings: ArrayLike) -> tuple[Floats, Floats]:
-    """[U, K, K] coincidences of the units that have two answers or more, and the K values."""
+def _shared(ratings: ArrayLike) -> tuple[Floats, Floats]:
+    """`counts` of the units that have two answers or more."""
     n, values = counts(ratings)
-    n = n[n.sum(1) > 1].astype(float)
-    within = n[:, :, None] * n[:, None, :] - n[:, :, None] * np.eye(len(values))
-    return within / np.maximum(n.sum(1) - 1, 1)[:, None, None], values
+    return n[n.sum(1) > 1].astype(float), values
 
 
-def _alpha(o: Floats, values: Floats, level: Level) -> Floats:
-    """Alpha of each coincidence matrix of [..., K, K]."""
-    n_c = o.sum(-1)
-    distance = _distance(values, n_c, level)
-    expected = (n_c[..., :, None] * n_c[..., None, :] * distance).sum((-2, -1))
-    observed = (n_c.sum(-1) - 1) * (o * distance).sum((-2, -1))
-    return np.where(expected > 0, 1 - observed / np.where(expected > 0, expected, 1), np.nan)
+def _alphas(weights: Floats, n: Floats, values: Floats, level: Level) -> Floats:
+    """Alpha where each unit of [U, K] counts stands as often as a row of [D, U] weights says; NaN where all values are equal.
 
-
-def _distance(values: Floats, n_c: Floats, level: Level) -> Floats:
-    c, k = values[:, None], values[None]
+    Within a unit of m answers the sum of δ² over its pairs, / (m − 1), is its part of the observed disagreement. Where δ is a
+    difference of places p, the sum over all pairs of N answers is 2 (N sum p² − (sum p)²), so no table of all pairs is needed.
+    """
+    n_c, m = weights @ n, n.sum(1)
+    total = n_c.sum(-1)
     if level == "nominal":
-        return np.asarray(c != k, float)
-    if level == "interval":
-        return np.asarray((c - k) ** 2)
-    if level == "ratio":
-        total = np.where(c + k == 0, 1, c + k)
-        return np.asarray(((c - k) / total) ** 2)
-    middle = np.cumsum(n_c, -1) - n_c / 2
-    return np.asarray((middle[..., :, None] - middle[..., None, :]) ** 2)
+        within, expected = m**2 - (n**2).sum(-1), total**2 - (n_c**2).sum(-1)
+    elif level == "ratio":
+        sums = values[:, None] + values
+        distance = ((values[:, None] - values) / np.where(sums == 0, 1, sums)) ** 2
+        within, expected = ((n @ distance) * n).sum(-1), ((n_c @ distance) * n_c).sum(-1)
+    else:
+        place = values[None] - values.mean() if level == "interval" else np.cumsum(n_c, -1) - n_c / 2
+        mean = (n_c * place).sum(-1, keepdims=True) / total[:, None]
+        within, expected = 2 * (m * (place**2 @ n.T) - (place @ n.T) ** 2), 2 * total * (n_c * (place - mean) ** 2).sum(-1)
+    observed = (total - 1) * (weights * within / (m - 1)).sum(-1)
+    several = (n_c > 0).sum(-1) > 1
+    return np.where(several, 1 - observed / np.where(several, expected, 1), np.nan)
 
 
 def _table(ratings: ArrayLike) -> Floats:

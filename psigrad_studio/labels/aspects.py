@@ -15,9 +15,9 @@ from psigrad_studio.labels.refusals import Refusal
 
 
 def names(labels: ProjectLabels) -> list[str]:
-    """The aspects from which rows to train on follow, and "weighted" where there are two or more."""
-    found = [question.name for question in labels.questions if question.kind in ASPECTS]
-    return found + [WEIGHTED] * (len(found) > 1)
+    """The aspects from which rows to train on follow, and "weighted" where two or more have a weight."""
+    found = [question for question in labels.questions if question.kind in ASPECTS]
+    return [question.name for question in found] + [WEIGHTED] * (sum(question.weight > 0 for question in found) > 1)
 
 
 def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
@@ -105,7 +105,8 @@ def _weighted(answer: CurrentAnswer, weighed: list[Question], grades: int, pair:
     if not given:
         return None
     mean = sum(w * s for w, s in given) / sum(w for w, _ in given)
-    return _plain(answer, choice=_side(mean), strength=abs(mean)) if pair else _plain(answer, rating=1 + 9 * mean)
+    # rounded, so that equal judgements by other numbers are equal
+    return _plain(answer, choice=_side(mean), strength=abs(mean)) if pair else _plain(answer, rating=round(1 + 9 * mean, 12))
 
 
 def _score(question: Question, said: dict[str, Any], grades: int, pair: bool) -> float:

@@ -199,11 +199,8 @@ def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnsw
         return old
     _must_be_open(project)
     stored = _canonical(project, answer, assignment.display) | _aside(answer.reason, answer.client_ms)
-    if not _hold(session, person, assignment, done=True, lease_until=None):
-        # their seat went to somebody else, but another seat of the task may be free
-        if assignment.vote_id is not None or _free(session, person, project, assignment.task_id) is None:
-            raise _lost(assignment)
-        _hold(session, person, assignment, done=True, lease_until=None)
+    if not _finish(session, person, project, assignment):
+        raise _lost(assignment)
     return _store(session, assignment, key, digest, "vote", stored)
 
 
@@ -222,7 +219,8 @@ def skip(session: Session, person: Person, assignment_id: int, key: str, reason:
 
 @writes
 def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: LabelAnswer, key: str) -> Receipt:
-    """Store an answer to a task that another page showed, with the completions in the order `display` of their places.
+    """Store an answer to a task that another page showed, with the completions in the order `display` of their places. Where the
+    person was shown the task before, the order of that time stays with it, and the choice is of the completion that was seen.
 
     Raises `Conflict` where the person has already answered the task, or somebody else holds it.
     """
@@ -234,15 +232,14 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
     if (old := _repeated(session, person, key, digest)) is not None:
         return old
     row = session.scalar(select(Assignment).where(Assignment.task_id == task_id, Assignment.user_id == person.id))
-    row = row or Assignment(project_id=project.id, task_id=task_id, user_id=person.id)
-    if row.vote_id is not None or _free(session, person, project, task_id) is None:
+    row = row or Assignment(project_id=project.id, task_id=task_id, user_id=person.id, display=list(display))
+    if not _finish(session, person, project, row):
         raise Conflict("These completions were compared before, or somebody else is comparing them now; nothing was stored.")
-    row.display, row.shown_at = list(display), now(session)
+    row.shown_at = now(session)
     session.add(row)
     session.flush()
     # another page asks the main question alone
-    stored = _canonical(project, answer, row.display, whole=False) | _aside(answer.reason, answer.client_ms)
-    _hold(session, person, row, done=True, lease_until=None)
+    stored = _canonical(project, answer, list(display), whole=False) | _aside(answer.reason, answer.client_ms)
     return _store(session, row, key, digest, "vote", stored)
 
 
@@ -314,6 +311,16 @@ def _hold(session: Session, person: Person, assignment: Assignment, *, was_done:
     """Update the seat that the person has at the task. False where they have none."""
     seat = update(Seat).where(Seat.task_id == assignment.task_id, Seat.user_id == person.id, Seat.done.is_(was_done))
     return bool(session.execute(seat.values(**values).returning(Seat.id)).all())
+
+
+def _finish(session: Session, person: Person, project: Project, assignment: Assignment) -> bool:
+    """Mark a seat of an answer as done: the person's own, or, where it went to somebody else, another free one of the task."""
+    done: dict[str, Any] = {"done": True, "lease_until": None}
+    if _hold(session, person, assignment, **done):
+        return True
+    if assignment.vote_id is not None or _free(session, person, project, assignment.task_id) is None:
+        return False
+    return _hold(session, person, assignment, **done)
 
 
 def _lost(assignment: Assignment) -> Conflict:
@@ -389,14 +396,13 @@ def _main(project: Project, answer: LabelAnswer, display: list[int], *, asked: b
     if given != ([wanted] if wanted else []):
         only = f"{wanted} alone" if wanted else "answers to its own questions alone"
         raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks for {only}.")
-    if wanted is None:
+    if wanted != "choice":
         _check_strength(answer, 0, decided=False)
+    if wanted is None:
         return {}
     if wanted == "ranks":
-        _check_strength(answer, 0, decided=False)
         return {"ranks": _places(project, answer.ranks or (), display)}
     if wanted == "rating":
-        _check_strength(answer, 0, decided=False)
         top = int(project.kind.removeprefix("rating-"))
         if not 1 <= (answer.rating or 0) <= top:
             raise Refusal(f"The rating is {answer.rating}; expected 1 to {top}.")

@@ -209,7 +209,7 @@ def _ratings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[in
         key = (asked.prompt, answer.user if votes == "each" else 0)
         groups.setdefault(key, {}).setdefault(asked.completions[0], []).append(answer)
     for (prompt, _), rated in sorted(groups.items()):
-        means = [sum(a.rating or 0 for a in answers) / len(answers) for answers in rated.values()]
+        means = [label_data.mean_rating(answers) for answers in rated.values()]
         yield prompt, list(rated), means, [a for answers in rated.values() for a in answers]
 
 
@@ -232,7 +232,7 @@ def _thumbs(found: Exported, labels: ProjectLabels, answers: list[CurrentAnswer]
         labelled = [(place, rank == min(mean)) for place, rank in enumerate(mean) if rank in (min(mean), max(mean))]
         found.left_out["middle"] += items - len(labelled)
         return labelled
-    rating = sum(a.rating or 0 for a in answers) / len(answers)
+    rating = label_data.mean_rating(answers)
     middle = (1 + int(kind.removeprefix("rating-"))) / 2
     if rating == middle:
         found.left_out["middle"] += 1
@@ -298,6 +298,7 @@ def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels
         "answers": vote.answers and {name: {"kind": kinds[name], **one} for name, one in vote.answers.items()},
         "reason": vote.reason,
         "known": None if asked.gold is None else "ab"[asked.gold],
+        "check": asked.gold is not None and bool(labels.project.checks),
         "display": assignment.display,
         "shown_at": _iso(vote.shown_at),
         "decided_at": _iso(vote.decided_at),

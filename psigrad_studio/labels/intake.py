@@ -18,7 +18,17 @@ from psigrad_studio.labels.completion_groups import PromptGroup
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Refusal
-from psigrad_studio.labels.schema import Assignment, LabelTask, Origin, Project, Seat, StoredCompletion, StoredPrompt, TaskItem
+from psigrad_studio.labels.schema import (
+    Assignment,
+    Audit,
+    LabelTask,
+    Origin,
+    Project,
+    Seat,
+    StoredCompletion,
+    StoredPrompt,
+    TaskItem,
+)
 
 CHUNK = 200
 """Prompts that are stored in one transaction; labelling goes on between two of them."""
@@ -167,11 +177,13 @@ def add_pair(
 
 @writes
 def withdraw(session: Session, person: Person, project_id: int, since: int, until: int) -> dict[str, int]:
-    """Take out the `tasks` that were made from `since` to `until` (milliseconds since 1970, both included), as one import makes
-    them; those that somebody has `begun` stay.
+    """Take out the `tasks` that this person's imports made from `since` to `until` (milliseconds since 1970, both included);
+    those that somebody has `begun` stay.
     """
     people.require(session, person, project_id, "manage")
-    made = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.created_at.between(since, until))
+    mine = select(Audit.at).where(Audit.project_id == project_id, Audit.user_id == person.id, Audit.action == "imported")
+    mine = mine.where(Audit.at.between(since, until))
+    made = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.created_at.in_(mine))
     begun = set(
         session.scalars(made.where(LabelTask.id.in_(select(Assignment.task_id).where(Assignment.project_id == project_id))))
     )

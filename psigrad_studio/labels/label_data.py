@@ -109,18 +109,9 @@ def load(session: Session, project: Project) -> ProjectLabels:
         select(LabelTask.id, LabelTask.prompt_id, LabelTask.gold).where(LabelTask.project_id == project.id).order_by(LabelTask.id)
     )
     tasks = {n: TaskSummary(n, prompt, items[n], gold, seats.get(n, 0)) for n, prompt, gold in rows}
-    columns = (
-        Vote.id,
-        Assignment.task_id,
-        Vote.user_id,
-        Vote.action,
-        Vote.choice,
-        Vote.ranks,
-        Vote.rating,
-        Vote.strength,
-        Vote.answers,
-    )
-    votes = select(*columns, Assignment.display).join(Assignment, Assignment.vote_id == Vote.id)
+    columns = (Vote.id, Assignment.task_id, Vote.user_id, Vote.action)
+    said = (Vote.choice, Vote.ranks, Vote.rating, Vote.strength, Vote.answers)
+    votes = select(*columns, *said, Assignment.display).join(Assignment, Assignment.vote_id == Vote.id)
     found = [CurrentAnswer(*row) for row in session.execute(votes.where(Vote.project_id == project.id).order_by(Vote.id))]
     names = dict(session.execute(select(User.id, User.name).where(User.id.in_({s.user for s in found}))).all())
     votes_, skips = ([s for s in found if s.action == action] for action in ("vote", "skip"))
@@ -171,6 +162,12 @@ def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
         real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         row[name] = float(value) if real else None  # type: ignore[arg-type]
     return row
+
+
+def mean_rating(answers: Iterable[CurrentAnswer]) -> float:
+    """The mean rating of one item, rounded so that equal means of other ratings are equal."""
+    ratings = [answer.rating or 0 for answer in answers]
+    return round(sum(ratings) / len(ratings), 9)
 
 
 def mean_ranks(answers: Iterable[CurrentAnswer], items: int) -> list[float]:

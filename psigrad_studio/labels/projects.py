@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import func, insert, or_, select
+from sqlalchemy import delete, func, insert, or_, select
 from sqlalchemy.orm import Session
 
 from psigrad.errors import nearest
@@ -18,6 +18,8 @@ from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.questions import Question
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
 from psigrad_studio.labels.schema import KINDS, ROLES, Assignment, LabelTask, Membership, Project, Seat, User, Vote
+
+CHANGEABLE = frozenset({"name", "instructions", "overlap", "lease_s", "ties", "both_bad", "strengths", "questions", "checks"})
 
 
 @dataclass(frozen=True)
@@ -129,45 +131,55 @@ def change(session: Session, person: Person, project_id: int, changes: Mapping[s
     words. Existing answers stay as they are.
 
     A higher overlap asks for more answers to every task that has fewer. A lower one is refused, since the answers may exist
-    already.
+    already; so are other strengths once an answer has one. With `checks` 0 tasks with a known answer are answered as others are.
     """
     project = people.require(session, person, project_id, "manage")
     settings = _settings(project)
-    if unknown := set(changes) - {
-        "name",
-        "instructions",
-        "overlap",
-        "lease_s",
-        "ties",
-        "both_bad",
-        "strengths",
-        "questions",
-        "checks",
-    }:
+    if unknown := set(changes) - CHANGEABLE:
         raise Refusal(f"{', '.join(sorted(unknown))} can't be changed once a project is there; make another project.")
     new = replace(settings, **changes)
     own.changed(settings.questions, new.questions)
     if new.overlap < settings.overlap:
         raise Refusal(f"The overlap is {settings.overlap} and can't be lowered to {new.overlap}; it can only be raised.")
+    if settings.strengths not in (0, new.strengths) and _has_strengths(session, project_id):
+        raise Refusal(f"There are answers with a strength out of {settings.strengths}; to ask for others, make another project.")
     if session.scalar(select(Project.id).where(Project.name == new.name, Project.id != project_id)) is not None:
         raise Conflict(f"There is a project {new.name!r}; choose another name.")
     for column, value in _columns(new).items():
         setattr(project, column, value)
-    if new.overlap > settings.overlap:
-        _raise_overlap(session, project_id, new.overlap)
+    if new.checks and not settings.checks:
+        _free_known(session, project_id)
+    if new.overlap > settings.overlap or (settings.checks and not new.checks):
+        _add_seats(session, project_id, new, known_alone=new.overlap == settings.overlap)
     people.note(session, person, project_id, "project changed", **{**changes, "questions": len(new.questions)})
 
 
-def _raise_overlap(session: Session, project_id: int, overlap: int) -> None:
-    seats = select(Seat.task_id, func.count(), func.max(Seat.turn)).where(Seat.project_id == project_id)
-    seats = seats.join(LabelTask, LabelTask.id == Seat.task_id).join(Project, Project.id == Seat.project_id)
-    seats = seats.where(
-        or_(LabelTask.gold.is_(None), func.coalesce(Project.checks, 0) == 0)
-    )  # a check has a seat for whoever meets it
+def _has_strengths(session: Session, project_id: int) -> bool:
+    """Whether a standing answer says how much better, to the main question or to one of the project's own."""
+    said = select(Vote.strength, Vote.answers).join(Assignment, Assignment.vote_id == Vote.id)
+    return any(
+        strength is not None or any("strength" in one for one in (answers or {}).values())
+        for strength, answers in session.execute(said.where(Vote.project_id == project_id))
+    )
+
+
+def _free_known(session: Session, project_id: int) -> None:
+    """Take away the free seats of tasks with a known answer: a check has a seat for whoever meets it."""
+    known = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.gold.is_not(None))
+    free = or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session))
+    session.execute(delete(Seat).where(Seat.task_id.in_(known), Seat.done.is_(False), free))
+
+
+def _add_seats(session: Session, project_id: int, settings: ProjectSettings, *, known_alone: bool) -> None:
+    """Seats up to the overlap, at tasks that aren't checks; with `known_alone` only where the answer is known."""
+    tasks = select(LabelTask.id, func.count(Seat.id), func.coalesce(func.max(Seat.turn), 0))
+    tasks = tasks.outerjoin(Seat, Seat.task_id == LabelTask.id).where(LabelTask.project_id == project_id)
+    if settings.checks or known_alone:
+        tasks = tasks.where(LabelTask.gold.is_not(None) if known_alone else LabelTask.gold.is_(None))
     rows = [
         {"project_id": project_id, "task_id": task, "turn": turn, "done": False}
-        for task, there, turn in session.execute(seats.group_by(Seat.task_id).order_by(Seat.task_id))
-        for _ in range(overlap - there)
+        for task, there, turn in session.execute(tasks.group_by(LabelTask.id).order_by(LabelTask.id))
+        for _ in range(settings.overlap - there)
     ]
     if rows:
         session.execute(insert(Seat), rows)
@@ -251,17 +263,5 @@ def _settings(project: Project) -> ProjectSettings:
 
 
 def _columns(settings: ProjectSettings) -> dict[str, Any]:
-    return {
-        "name": settings.name,
-        "kind": settings.kind,
-        "instructions": settings.instructions,
-        "overlap": settings.overlap,
-        "lease_ms": settings.lease_s * 1000,
-        "ties": settings.ties,
-        "both_bad": settings.both_bad,
-        "strengths": settings.strengths,
-        "seed": settings.seed,
-        "questions": [asdict(question) for question in settings.questions],
-        "overall": settings.overall,
-        "checks": settings.checks,
-    }
+    same = {name: value for name, value in vars(settings).items() if name != "lease_s"}
+    return same | {"lease_ms": settings.lease_s * 1000, "questions": [asdict(question) for question in settings.questions]}

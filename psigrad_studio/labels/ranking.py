@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import sparse, stats
+from scipy import linalg, sparse, stats
 from scipy.optimize import linprog
 from scipy.sparse.csgraph import connected_components
 
@@ -71,8 +71,9 @@ def bradley_terry(
 
     `outcome` is 1 where `first` was better, 0 where `second` was, 0.5 for a tie. Comparisons of one `cluster` (answers to one
     task, pairs out of one ranking) may depend on one another: where one has several, the covariance is the clustered sandwich
-    one, else the inverse of the information. With `prior_sd` strengths and η have a normal prior around 0, so there is always
-    an answer. Raises `Undetermined` where there is none, and `ValueError` on malformed input.
+    one times G / (G - 1) of G clusters, in no direction below the inverse of the information, which it is else. With `prior_sd`
+    strengths and η have a normal prior around 0, so there is always an answer. Raises `Undetermined` where there is none, and
+    `ValueError` on malformed input.
     """
     i, j, y = np.asarray(first, np.int64), np.asarray(second, np.int64), np.asarray(outcome, float)
     _check(i, j, y, n, prior_sd)
@@ -85,8 +86,9 @@ def bradley_terry(
     if cluster is not None and np.unique(np.asarray(cluster)).size < len(i):
         scores, _, _ = _scores(x, i, j, y, n, ties)
         _, of = np.unique(np.asarray(cluster), return_inverse=True)
-        summed = sparse.csr_matrix((np.ones(len(of)), (of, np.arange(len(of)))), shape=(of.max() + 1, len(of))) @ scores
-        inverse = inverse @ (summed.T @ summed).toarray() @ inverse
+        count = of.max() + 1
+        summed = sparse.csr_matrix((np.ones(len(of)), (of, np.arange(len(of)))), shape=(count, len(of))) @ scores
+        inverse = _at_least(inverse, (summed.T @ summed).toarray() * count / max(count - 1, 1))
     center = np.eye(n) - 1 / n
     return Ranking(
         strength=x[:n] - x[:n].mean(),
@@ -188,6 +190,14 @@ def _inverse(hessian: Floats, n: int, precision: float) -> Floats:
     if not precision:
         held[:n, :n] += np.trace(hessian) / n**2
     return np.asarray(np.linalg.inv(held), float)
+
+
+def _at_least(inverse: Floats, spread: Floats) -> Floats:
+    """`inverse` @ `spread` @ `inverse`, in no direction below `inverse`: where clusters are few, or the strengths fit each of
+    them exactly, their scores have next to no spread.
+    """
+    times, axes = linalg.eigh(spread, np.linalg.inv(inverse))
+    return np.asarray(axes * np.maximum(times, 1) @ axes.T, float)
 
 
 def _must_be_determined(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> None:

@@ -212,7 +212,7 @@ def _table(kept: list[tuple[str, str, float, int]], left_out: Counter[str]) -> R
     try:
         found = bradley_terry(first, second, outcome, len(order), cluster=cluster)
     except Undetermined:
-        found = bradley_terry(first, second, outcome, len(order), cluster=None, prior_sd=PRIOR_SD)
+        found = bradley_terry(first, second, outcome, len(order), cluster=cluster, prior_sd=PRIOR_SD)
     return RankingTable(_places(found, order), len(kept), found.tie, found.prior_sd, left_out["same"], left_out["shared"])
 
 
@@ -227,14 +227,14 @@ def _places(found: Ranking, names: list[str]) -> list[RankingLine]:
 
 
 def _names(session: Session, labels: ProjectLabels, by: By) -> dict[int, str]:
-    """The name of each completion; a completion with several sources has none."""
+    """The name of each completion; one with several has none. An origin without a name says nothing."""
     if by == "completion":
         return {n: str(n) for task in labels.tasks.values() for n in task.completions}
     found: dict[int, str] = {}
     for completion, origins in label_data.origins(session, labels.project).items():
-        called = {_called(origin, by) for origin in origins}
-        if len(called) == 1 and (name := called.pop()) is not None:
-            found[completion] = name
+        called = {name for origin in origins if (name := _called(origin, by)) is not None}
+        if len(called) == 1:
+            found[completion] = called.pop()
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,10 @@ def curves(
         mine = have if generation == history.generation else {}
         wanted = [name for name in history.series if _usual(name)] if names is None else names
         grids: dict[bytes, int] = {}
-        found = {n: _curve(history, history.series[n], mine.get(n, 0), axis, grids) for n in wanted if n in history.series}
+        # a step's timings are written after its metrics, so the newest point may have no time yet
+        waits = axis == "time" and len(history.seconds.steps) > 0 and history.state == "running"
+        end = history.seconds.steps[-1] if waits else math.inf
+        found = {n: _curve(history, history.series[n], mine.get(n, 0), axis, grids, end) for n in wanted if n in history.series}
         return {
             "id": run,
             "generation": history.generation,
@@ -45,13 +49,13 @@ def _usual(name: str) -> bool:
     return name in SIGNAL_BY_NAME or (name.startswith("rewards/") and name.endswith("/mean"))
 
 
-def _curve(history: History, series: Series, have: int, axis: str, grids: dict[bytes, int]) -> dict[str, Any]:
-    """One curve from point `have` on. Curves share most of their steps, so these are put into `grids` and referred to by
-    index.
+def _curve(history: History, series: Series, have: int, axis: str, grids: dict[bytes, int], end: float) -> dict[str, Any]:
+    """One curve from point `have` to step `end`. Curves share most of their steps, so these are put into `grids` and referred to
+    by index.
     """
-    count = len(series.steps)
+    count = bisect_right(series.steps, end)
     first = have if 0 <= have <= count else 0
-    steps, values = series.steps[first:], series.values[first:]
+    steps, values = series.steps[first:count], series.values[first:count]
     if len(steps) > MOST_POINTS:
         kept = thinned(values, MOST_POINTS)
         steps, values = array("d", (steps[i] for i in kept)), array("d", (values[i] for i in kept))

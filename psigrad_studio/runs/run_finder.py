@@ -12,7 +12,6 @@ from pathlib import Path
 
 DEPTH, MOST, MOST_FOLDERS = 5, 2000, 20_000
 _SKIPPED = frozenset({"checkpoints", "model", "settings", "data"})
-_MARKS = ("metrics.jsonl", "events.jsonl")
 SCAN_SECONDS = 1.0
 
 
@@ -26,10 +25,12 @@ class RunPlace:
 
 
 class RunFinder:
-    """The run folders below `root`, searched again at most once a second. Links are not followed."""
+    """The run folders below `root`, known by files of which one is there; searched again at most once a second. Links are not
+    followed.
+    """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, marks: tuple[str, ...] = ("metrics.jsonl", "events.jsonl")) -> None:
+        self.root, self.marks = root, marks
         self._lock = threading.Lock()
         self._scanned = -SCAN_SECONDS
         self._places: dict[str, RunPlace] = {}
@@ -59,7 +60,7 @@ class RunFinder:
                 return
             path = Path(folder)
             depth = len(path.relative_to(root).parts)
-            is_run = any(name in files for name in _MARKS)
+            is_run = any(name in files for name in self.marks)
             if is_run:
                 yield _place(root, path)
                 count += 1

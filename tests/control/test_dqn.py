@@ -7,7 +7,7 @@ import pytest
 import torch
 from control_worlds import Chain, Counter
 
-from psigrad.control import builder
+from psigrad.control import DQN, builder
 from psigrad.control.methods.dqn import ReplayBuffer
 from psigrad.objective import q_learning
 
@@ -180,3 +180,17 @@ def test_a_ring_goes_round_for_ever():
         one = np.full((1, 1), i, np.float32)
         ring.add(observation=one, next_observation=one, action=np.array([i]), reward=one[0], terminated=np.array([False]))
     assert len(ring) == 3 and ring.tensors()["action"].tolist() == [6, 7, 5]
+
+
+def test_a_loaded_policy_is_its_own_target_and_learns_once_there_are_enough_transitions(tmp_path):
+    given = {"tuned": False, "n_envs": 1, "batch_size": 8, "learning_starts": 32, "target_update_interval": 10_000}
+    agent = DQN(Chain, **given).learn(64)
+    assert not torch.equal(agent._trainer.target, agent._trainer.network.flat)
+    made = DQN.load(agent.save(tmp_path), env=Chain)._trainer
+    assert torch.equal(made.target, made.network.flat) and torch.equal(made.target, agent._trainer.network.flat)
+    made.restart()
+    for _ in range(8):
+        made.iterate()
+    assert made.timesteps == 64 + 32 and made.updates == 0, "32 transitions, and learning_starts is 32"
+    made.iterate()
+    assert made.updates == 1

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from psigrad.control import DQN, PPO, TRPO, evaluate_policy
+from psigrad.control import DQN, PPO, TRPO, builder, evaluate_policy
 from psigrad.control.environments import vector
 from psigrad.control.environments.vector import Serial
 from psigrad.control.networks import networks
@@ -182,6 +182,23 @@ def test_trpo_and_a_normaliser_take_images_too():
     agent = TRPO(Corner, n_envs=4, n_steps=64, batch_size=64, normalize_observations=True).learn(1024)
     before = agent.get_env().reset(seed=0)[0]
     assert agent.predict(before)[0].shape == (4,)
+
+
+def test_trpos_critic_is_fitted_without_the_convolutions_that_the_policy_sees_through():
+    made = builder.build(builder.settings("trpo", Corner, {"tuned": False, "n_envs": 2, "n_steps": 16, "learning_rate": 1e-2}))
+    made.restart()
+    seen, fit = [], made._fit_critic
+    policy = lambda whole: made.network(whole.observation).policy  # noqa: E731
+
+    def watched(algorithm, whole, minibatches):
+        before = made.network.flat.detach().clone(), policy(whole)
+        seen.append((fit(algorithm, whole, minibatches), before[0], before[1], policy(whole)))
+        return seen[-1][0]
+
+    made._fit_critic = watched
+    made.iterate()
+    ((_, weights, then, now),) = seen
+    assert torch.equal(then, now) and not torch.equal(weights, made.network.flat), "the critic's own layers have moved"
 
 
 def test_a_wrapper_is_put_around_each_copy_and_bad_ones_are_named():

@@ -19,6 +19,7 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import PolicyOutputs, catalog, policy_gradient
 from psigrad.objective.parts.aggregate import sequence_mean, sequence_sum
+from psigrad.objective.parts.surrogate import PENALTY_KEY
 
 
 def method(algorithm, env=Chain, **given):
@@ -344,3 +345,45 @@ def test_rows_without_an_end_are_cut_into_minibatches_of_steps(batch_size, monke
     monkeypatch.setattr(made, "_update", counted)
     made.iterate()
     assert sizes == ([8] * 8 if batch_size else [32] * 2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("top_entropy", "filters steps by the entropies"),
+        ("gdpo", "reads several reward functions"),
+        ("distill", "learns from a teacher alone"),
+        (catalog.GRPO, r"has a KL to a reference policy \(set kl to null\)"),
+        ({"preset": "grpo", "correction": "truncated_importance"}, "corrects for a sampler"),
+        ({"preset": "grpo", "psi": {"part": "whitened", "psi": "decoupled_group_mean"}}, "several reward functions"),
+    ],
+)
+def test_a_method_that_needs_what_control_has_not_is_refused_before_it_plays(algorithm, said):
+    with pytest.raises(UserError, match=f"{said}.*, which control has not; choose another method"):
+        method(algorithm, n_steps=0)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in catalog.METHODS if name not in ("top_entropy", "gdpo", "distill")])
+def test_every_other_preset_of_a_language_model_trains(algorithm):
+    made = method(algorithm, Counter, n_steps=0, n_envs=6, n_epochs=1 + (algorithm == "ppo_penalty"))
+    made.iterate()
+    assert made.timesteps > 0
+
+
+def test_a_surrogate_of_whole_sequences_gets_them():
+    part = {"part": "off_policy_mask", "surrogate": "clip"}
+    with pytest.raises(UserError, match="whose surrogate reads single steps"):
+        method({"preset": "ppo", "surrogate": part}, n_steps=16, batch_size=8)
+    made = method({"preset": "ppo", "surrogate": part}, n_steps=16, n_epochs=2)
+    _, seen, _, _, prepared = prepared_of(made)
+    assert made._parts(prepared, seen).prepared.batch.mask.shape == seen.shape and seen.shape[1] > 1
+
+
+def test_an_update_that_was_left_out_says_nothing_of_the_penalty(monkeypatch):
+    made = method("ppo_penalty", n_steps=8, n_epochs=2, learning_rate=1e-7)
+    monkeypatch.setattr(made.optimizer, "step", lambda gradient, rate: float("nan"))
+    made.iterate()
+    assert made.state[PENALTY_KEY] == 1.0
+    monkeypatch.undo()
+    made.iterate()
+    assert made.state[PENALTY_KEY] == 0.5, "a policy that hardly moved"

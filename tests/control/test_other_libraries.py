@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from control_worlds import Chain, Locks
 
 import psigrad.control
@@ -21,9 +23,14 @@ from psigrad.control import (
     StopTrainingOnRewardThreshold,
     evaluate_policy,
 )
+from psigrad.control.methods import presets
 from psigrad.errors import UserError
+from psigrad.objective import catalog
+from psigrad.objective.parts.advantage import needs
+from psigrad.objective.parts.surrogate import clip
 
 SMALL = {"tuned": False, "n_envs": 2, "n_steps": 16, "n_epochs": 2}
+ONCE = {**SMALL, "n_epochs": 1}
 
 
 @pytest.mark.parametrize("world", [Chain, Locks], ids=["Discrete", "Dict"])
@@ -69,6 +76,78 @@ def test_a_policy_of_before_spaces_were_saved_asks_for_its_environment(tmp_path)
     assert PPO.load(tmp_path, env=Chain).get_env() is not None
 
 
+METHODS = {
+    "another name": (replace(presets.PPO, name="mine"), None),
+    "another clip": (replace(presets.PPO, surrogate=clip(0.05, 0.1)), None),
+    "a preset": (presets.A2C, "a2c"),
+    "of a language model": (replace(catalog.DR_GRPO, name="mine", keep=(catalog.has_signal,)), None),
+    "parts": ({"preset": "ppo", "surrogate": {"high": 0.28}}, {"preset": "ppo", "surrogate": {"high": 0.28}}),
+    "parts as objects": ({"preset": "ppo", "surrogate": clip(0.1)}, None),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_policy_is_loaded_with_the_method_that_trained_it(name, tmp_path):
+    method, written = METHODS[name]
+    whole = {"n_steps": 0} if name == "of a language model" else {}
+    agent = Agent(Chain, algorithm=method, **{**ONCE, **whole})
+    again = Agent.load(agent.save(tmp_path), env=Chain)
+    assert again._trainer.algorithm == agent._trainer.algorithm
+    assert written is None or json.loads((tmp_path / "config.json").read_text())["algorithm"] == written
+    assert again.learn(32).num_timesteps >= 32
+
+
+class Whole:
+    """A psi that nobody finds by a name: its class alone makes another one."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, batch):
+        return self.scale * catalog.DR_GRPO.psi(batch)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A psi whose number no JSON holds."""
+
+    scale: torch.Tensor
+
+    def __call__(self, batch):
+        return self.scale * batch.reward
+
+
+OWN = {"lambda": lambda batch: batch.reward, "object": Whole(3.0), "tensor": Scaled(torch.tensor([2.0]))}
+
+
+@pytest.mark.parametrize("psi", OWN.values(), ids=OWN)
+def test_a_policy_of_a_method_that_cannot_be_saved_acts_and_takes_the_method_from_load(psi, tmp_path):
+    method = replace(presets.REINFORCE_TOTAL_RETURN, psi=psi, name="mine")
+    agent = Agent(Chain, algorithm=method, **{**ONCE, "n_steps": 0}).learn(16)
+    once = Agent.load(agent.save(tmp_path / "once"), env=Chain)
+    twice = Agent.load(once.save(tmp_path / "twice"), env=Chain)
+    for loaded in (once, twice):
+        seen = [loaded.predict(state, deterministic=True)[0] for state in range(4)]
+        assert seen == [agent.predict(state, deterministic=True)[0] for state in range(4)]
+        assert evaluate_policy(loaded, n_eval_episodes=3) == evaluate_policy(agent, n_eval_episodes=3)
+        with pytest.raises(UserError, match=r"can act, and its method is not in its folder.*give the method to load: algorithm="):
+            loaded.learn(16)
+    with pytest.raises(UserError, match="a policy of mine, not of ppo"):
+        PPO.load(tmp_path / "once", env=Chain)
+    trained = Agent.load(tmp_path / "twice", env=Chain, algorithm=method)
+    assert trained._trainer.algorithm == method and trained.learn(16).num_timesteps > agent.num_timesteps
+    with pytest.raises(UserError, match="a different network"):
+        Agent.load(tmp_path / "once", env=Chain, algorithm="a2c", tensorboard_log=None)
+
+
+def test_policies_with_critics_act_too_where_their_method_is_unknown(tmp_path):
+    for base in (presets.A2C, presets.Q_ACTOR_CRITIC):
+        psi = needs(base.psi.needs)(lambda batch, psi=base.psi: psi(batch))
+        agent = Agent(Chain, algorithm=replace(base, psi=psi, name="mine"), **ONCE)
+        loaded = Agent.load(agent.save(tmp_path / base.name), env=Chain)
+        assert loaded.predict(0, deterministic=True) == agent.predict(0, deterministic=True)
+
+
 def test_a_file_of_stable_baselines3_is_told_apart(tmp_path):
     (tmp_path / "theirs.zip").write_bytes(b"PK")
     with pytest.raises(UserError, match="a folder"):
@@ -98,6 +177,14 @@ def test_callbacks_have_stable_baselines3s_arguments_and_count_steps_of_each_cop
     assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [f"dqn_{n}_steps" for n in (16, 32, 48, 64)]
     said = capsys.readouterr().out
     assert "64 steps: return" in said and "ends training" in said
+
+
+def test_a_callback_counts_from_where_it_was_first_given(tmp_path):
+    agent = PPO("CartPole-v1", **SMALL).learn(64)
+    for one in (agent, PPO.load(agent.save(tmp_path / "saved"))):
+        every = EvalCallback(eval_freq=32, n_eval_episodes=1)
+        one.learn(128, callback=every)
+        assert [steps for steps, _ in every.evaluations] == [64 + 64, 64 + 128], "eval_freq · n_envs = 64"
 
 
 def test_only_a_better_evaluation_is_kept_and_any_may_end_training(tmp_path):

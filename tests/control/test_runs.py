@@ -179,6 +179,26 @@ def test_an_agent_learns_predicts_saves_and_loads(tmp_path):
         agent.predict((observation, {}))
 
 
+def test_schedules_run_over_the_steps_of_each_learn(tmp_path):
+    """Rollouts of 32 steps: after the first of two half of the rate is left, after the second none."""
+    agent = PPO("CartPole-v1", tuned=False, n_envs=2, n_steps=16, learning_rate=1e-3, lr_scheduler_type="linear")
+
+    def rates(agent, **more):
+        found = []
+        agent.learn(64, lambda a, figures: found.append(figures["train/learning_rate"]), **more)
+        return pytest.approx(found, abs=1e-12)
+
+    assert rates(agent) == [5e-4, 0.0] == rates(agent)
+    assert rates(PPO.load(agent.save(tmp_path))) == [5e-4, 0.0]
+    # 96 and 128 of the 128 steps since the last schedule began
+    assert rates(agent, reset_num_timesteps=False) == [2.5e-4, 0.0]
+    dqn = DQN("CartPole-v1", tuned=False, n_envs=1, batch_size=8, learning_starts=8, train_freq=8).learn(64)
+    assert dqn._trainer.epsilon == pytest.approx(0.05)
+    epsilons = []
+    dqn.learn(800, lambda a, figures: epsilons.append(a._trainer.epsilon))
+    assert epsilons[0] == pytest.approx(1 - 0.95 * 0.1) and epsilons[-1] == pytest.approx(0.05)
+
+
 def test_a_callback_ends_training_keeps_the_best_and_saves(tmp_path):
     agent = DQN(
         "CartPole-v1", tuned=False, n_envs=1, batch_size=8, learning_starts=0, train_freq=8, net_arch=(8,), log_interval=1

@@ -22,7 +22,16 @@ from psigrad.objective.parts.advantage import gae, group_mean, leave_one_out, mo
 from psigrad.objective.parts.aggregate import fixed_length, has_signal, not_truncated, sequence_mean, token_mean, top_k
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.ratio import KL, adaptive, none, sequence, token, truncated_importance
-from psigrad.objective.parts.surrogate import clip, dual_clip, score
+from psigrad.objective.parts.surrogate import (
+    clip,
+    covariance_penalty,
+    divergence_mask,
+    dual_clip,
+    kl_penalty,
+    off_policy_mask,
+    score,
+    with_imitation,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,6 +158,11 @@ def test_a_wrong_specification_is_refused_with_what_to_do(spec: object, sentence
         ({"critic": value_loss()}, "never reads its values"),
         ({"ratio": none}, "takes its gradient from the ratio"),
         ({"surrogate": score}, "ignores the ratio"),
+        ({"ratio": none, "surrogate": covariance_penalty()}, "takes its gradient from the ratio"),
+        ({"ratio": none, "surrogate": off_policy_mask(kl_penalty())}, "takes its gradient from the ratio"),
+        ({"ratio": none, "surrogate": with_imitation(off_policy_mask())}, "takes its gradient from the ratio"),
+        ({"ratio": sequence, "surrogate": divergence_mask()}, "of each step and ratio is sequence; set ratio=token"),
+        ({"ratio": none, "surrogate": off_policy_mask(divergence_mask())}, "of each step and ratio is none; set ratio=token"),
         ({"ratio": presets.RLOO.ratio, "aggregate": token_mean}, "set aggregate=sequence_mean"),
     ],
 )

@@ -124,6 +124,15 @@ def test_a_number_that_is_not_finite_is_refused_by_name(field, bad):
         resolve("ppo").prepare(batch([1.0, 0.0, 2.0], **rows), resolve("ppo").initial_state())
 
 
+@pytest.mark.parametrize("field", ["last_value", "metric"])
+def test_a_rows_number_that_is_not_finite_is_refused_by_name_unless_the_row_is_padding(field):
+    mask = torch.tensor([[True], [True], [False]])
+    given = {field: torch.tensor([1.0, math.nan, 0.0])}
+    with pytest.raises(ValueError, match=rf"The {field} of rows \[1\] is NaN or infinite"):
+        Batch(mask, torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3), **given).check_finite()
+    Batch(mask, torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3), **{field: given[field][[0, 2, 1]]}).check_finite()
+
+
 @pytest.mark.parametrize("estimator", ["k3", "k3+"])
 def test_k3_stays_finite_where_the_reference_is_far_above_the_policy(estimator):
     d = torch.tensor([-120.0, -19.0, 0.0, 3.0], requires_grad=True)

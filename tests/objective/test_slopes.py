@@ -10,7 +10,7 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.control.methods import presets as control_catalog
 from psigrad.objective import Batch, PolicyOutputs
-from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
+from psigrad.objective.parts.aggregate import clip_covariance, fixed_length, sequence_mean, token_mean
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import clip, dual_clip
@@ -24,6 +24,7 @@ METHODS = {
     "ppo with a clipped critic": replace(resolve("ppo"), kl=None, critic=value_loss(0.5, clip=0.1)),
     "clip higher": replace(resolve("ppo"), kl=None, surrogate=clip(0.1, 0.4), aggregate=sequence_mean),
     "clip at everything": replace(resolve("ppo"), kl=None, surrogate=clip(1.0, 0.0), aggregate=fixed_length(3)),
+    "steps left out": replace(resolve("clip_cov"), keep=(clip_covariance(0.4, -9.0, 9.0),)),
     "unclipped": replace(resolve({"preset": "grpo", "surrogate": "unclipped", "kl": None}), aggregate=token_mean),
 }
 
@@ -92,3 +93,13 @@ def test_what_is_not_known_is_left_to_autograd():
     mask[2, 5:] = False
     prepared, _ = made(ppo, mask=mask)
     assert slopes(ppo, prepared, ppo.totals(prepared)) is None
+
+
+def test_a_step_that_a_filter_leaves_out_has_no_slope():
+    """Two steps of return 3, of which the first counts: −A/2 = −1.5, and 0."""
+    batch = Batch(torch.ones(1, 2, dtype=torch.bool), torch.tensor([[3.0, 0.0]]), torch.zeros(1, 2), torch.zeros(1))
+    first = replace(control_catalog.REINFORCE_TOTAL_RETURN, keep=(lambda batch: torch.tensor([[True, False]]),))
+    prepared = first.prepare(batch, {})
+    assert slopes(first, prepared, first.totals(prepared)).logp(batch.logp_old).tolist() == [[-1.5, 0.0]]
+    alone = prepared.steps().select(torch.tensor([1]))
+    assert slopes(first, alone, first.totals(prepared)).logp(torch.zeros(1, 1)).tolist() == [[0.0]]

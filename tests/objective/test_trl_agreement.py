@@ -43,7 +43,7 @@ class Tensors:
         self.logp = normal(1.0) - 2
         self.old = self.logp + normal(0.25)
         self.ref = self.logp + normal(0.4)
-        self.sampler = self.old + normal(0.6)
+        self.sampler: torch.Tensor | None = self.old + normal(0.6)
         self.entropy = normal(1.0).exp()
         self.scores = torch.randn(N, generator=g)
         self.group = torch.arange(N) // GROUP_SIZE
@@ -96,7 +96,7 @@ def inputs(x: Tensors, advantage: torch.Tensor, **more: torch.Tensor) -> dict[st
     return {
         "prompt_ids": ids, "prompt_mask": torch.ones_like(ids), "completion_ids": ids, "completion_mask": x.mask.long(),
         "advantages": advantage, "old_per_token_logps": x.old, "ref_per_token_logps": x.ref,
-        "num_items_in_batch": x.mask.sum(), **more,
+        "num_items_in_batch": x.mask.sum(), **({} if x.sampler is None else {"sampling_per_token_logps": x.sampler}), **more,
     }  # fmt: skip
 
 
@@ -153,6 +153,18 @@ def test_loss_and_gradient_equal_those_of_trl(name: str) -> None:
     advantage = trl_advantages(x, std=name != "dr_grpo")
     torch.testing.assert_close(ours(method, x)[2].advantage.sum(1) / x.mask.sum(1), advantage, rtol=1e-5, atol=1e-6)
     compare(method, x, GRPOTrainer._compute_loss(trainer, None, inputs(x, advantage)), leaf)
+
+
+def test_without_the_samplers_log_probs_the_off_policy_mask_takes_those_before_the_update() -> None:
+    method, settings = CASES["off-policy sequences masked"]
+    x, both = Tensors(), []
+    for sampler in (x.sampler, None):
+        x.sampler = sampler
+        leaf = x.logp.clone().requires_grad_()
+        given = inputs(x, trl_advantages(x, std=True))
+        compare(method, x, GRPOTrainer._compute_loss(stand_in(x, leaf, **settings), None, given), leaf)
+        both.append(leaf.grad)
+    assert not torch.equal(*both)
 
 
 @pytest.mark.parametrize("name", ["grpo", "trl's default"])

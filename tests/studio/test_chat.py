@@ -385,6 +385,15 @@ def test_what_cannot_be_compared_is_told_and_not_stored(studio):
     assert notes[0] == "" and notes[1].startswith("These completions were compared before")
 
 
+def test_a_pair_is_compared_again_once_its_choice_is_taken_back(studio, monkeypatch):
+    for left in (0, 1):  # the sides turned the second time
+        monkeypatch.setattr(comparisons.secrets, "randbelow", lambda most, left=left: left)
+        events = asked(studio, TALKING, SILENT, temperature=0.0, max_tokens=7)
+        told = studio.post("/api/chat/choose", {"duel": events[0]["duel"], "choice": "left"}).json
+        assert told["note"] == "" and told["vote"]
+        assert studio.post("/api/chat/undo", {"duel": events[0]["duel"]}).json == {"undone": True}
+
+
 def test_a_choice_waits_for_both_answers(studio, leisurely):
     with listening(studio, question(studio, TALKING, SILENT, max_tokens=200, temperature=0.0)) as stream:
         begun = next_event(stream)

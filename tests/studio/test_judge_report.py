@@ -138,6 +138,26 @@ def test_split_votes_are_left_out_and_people_are_compared_with_each_other():
         report(Played(model="j"), rows[:2])
 
 
+def test_attention_checks_are_no_votes(tmp_path):
+    from psigrad_studio.labels import assignments, database, intake, people, projects
+    from psigrad_studio.labels.assignments import LabelAnswer
+    from psigrad_studio.labels.intake import TaskOptions
+    from psigrad_studio.labels.projects import ProjectSettings
+
+    db = database.connect(tmp_path / "labels.db")
+    me = people.local(db)
+    for name, checks in (("planted", 50), ("ordinary", 0)):
+        project = projects.create(db, me, ProjectSettings(name, checks=checks))
+        intake.add_rows(db, me, project, [{"prompt": "p", "chosen": "a", "rejected": "b"}], TaskOptions(gold=True))
+        shown = assignments.next_task(db, me, project)
+        assignments.vote(db, me, shown.assignment, LabelAnswer(choice="left"), f"a key of {name}")
+    left_out = Counter()
+    assert read_votes(votes_of(str(tmp_path / "labels.db"), "planted"), left_out) == []
+    assert left_out == {"attention checks": 1}
+    (unit,) = read_votes(votes_of(str(tmp_path / "labels.db"), "ordinary"), left_out)
+    assert len(unit.votes) == 1 and left_out == {"attention checks": 1}
+
+
 def test_the_desks_database_and_the_command(tmp_path, capsys):
     from psigrad_studio.labels import database, intake, people, projects
     from psigrad_studio.labels.projects import ProjectSettings

@@ -11,6 +11,7 @@ from hostile import routes
 from live_desk import PASSWORD, Guest, bring, entered, guest, invite, key, project, stranger, told
 from live_studio import live_studio
 
+from psigrad_studio.label_api.project_routes import _runs
 from psigrad_studio.studio_settings import StudioSettings
 
 UNLIMITED = {"requests_per_second": 1e9, "burst": 10**9, "strangers_per_second": 1e9, "strangers_burst": 10**9}
@@ -328,6 +329,27 @@ def test_runs_are_named_by_the_list_and_by_nothing_else(studio):
         assert studio.post("/api/label/import-run", {"project": made, "run": name}).status == 422
     added = told(studio.post("/api/label/import-run", {"project": made, "run": "grpo-secret-run", "first": 2, "last": 2}))
     assert added["tasks"] == 4
+    assert told(studio.post("/api/label/import-run", {"project": made, "run": "grpo-secret-run", "last": 0}))["known"] == 0
+    assert told(studio.post("/api/label/import-run", {"project": made, "run": "grpo-secret-run", "last": 1}))["tasks"] == 4
+
+
+def test_runs_to_import_are_found_where_the_runs_page_finds_them(tmp_path):
+    root = tmp_path.resolve() / "runs"
+    for place in (root, root / "a" / "b" / "c" / "d" / "e", root / "a" / "b" / "c" / "d" / "f" / "too deep"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "rollouts.jsonl").touch()
+    assert _runs(root) == {"runs": root, "a/b/c/d/e": root / "a/b/c/d/e"}
+    with live_studio(**UNLIMITED, runs=root) as running:
+        (root / "rollouts.jsonl").write_text("".join(
+            json.dumps({"step": 1, "kind": "train", "row": 0, "k": k, "prompt": "p", "completion": f"{k}"}) + "\n" for k in (0, 1)
+        ))  # fmt: skip
+        assert sorted(told(running.ask("GET", "/api/label/runs"))) == ["a/b/c/d/e", "runs"]
+        made = project(running, 0)
+        assert told(running.post("/api/label/import-run", {"project": made, "run": "runs"}))["tasks"] == 1
+        ann = guest(running, made)
+        told(ann.vote(ann.next(made), choice="left"))
+        row = json.loads(running.ask("GET", f"/api/label/export?project={made}").body.splitlines()[0])
+        assert row["lineage"]["chosen"][0]["run"] == "runs"
 
 
 def test_a_pair_comes_with_its_lineage_through_to_the_export(studio):
@@ -400,6 +422,8 @@ def test_a_proxys_name_is_allowed_only_when_it_is_given(tmp_path):
 def test_where_labels_are_kept():
     assert StudioSettings(runs=Path("/data/runs")).labels == "/data/labels.db"
     assert StudioSettings(runs=Path("runs")).labels == "labels.db"
+    beside = {".": "../labels.db", "..": "../../labels.db", "../runs": "../labels.db", "a/../runs": "labels.db"}
+    assert {runs: StudioSettings(runs=Path(runs)).labels for runs in beside} == beside
     assert StudioSettings(database="postgresql://x/y").labels == "postgresql://x/y"
 
 

@@ -512,6 +512,37 @@ def test_questions_are_written_in_the_form_and_each_is_exported(opened, studio, 
     )
 
 
+def test_grades_that_the_form_does_not_offer_stay_and_weights_of_0_are_not_weighed(opened, studio):
+    asked = [{"name": name, "kind": "scale", "weight": 0} for name in ("clear", "true")]
+    number = project(studio, 1, strengths=7, questions=asked)
+    owner = opened(f"/label#project={number}&part=settings")
+    expect(owner.get_by_label("How much better")).to_have_value("7")
+    owner.get_by_label("Instructions").fill("Look twice.")
+    owner.get_by_role("button", name="Save").click()
+
+    def settings() -> dict:
+        return next(each for each in told(studio.ask("GET", "/api/label/projects")) if each["id"] == number)
+
+    until(lambda: settings()["instructions"] == "Look twice.")
+    assert settings()["strengths"] == 7
+    owner.get_by_role("link", name="Results").click()
+    expect(owner.get_by_role("group", name="Table: Question").get_by_role("rowheader")).to_have_text(["overall", "clear", "true"])
+    options = owner.get_by_label("Question to export").locator("option")
+    expect(options).to_have_text(["overall", "clear", "true", "each by itself, named in the column criterion"])
+
+
+def test_a_rate_that_guessing_may_give_is_named_as_that(opened, studio):
+    """Six of eight known answers are right: 0.75, from 0.41 to 0.93."""
+    number = project(studio, 0, checks=50)
+    bring(studio, number, [{"prompt": f"p{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(8)], gold=True)
+    ann, wrong = guest(studio, number, name="Ann of eight"), {"p0", "p1"}
+    while (task := ann.next(number)) is not None:
+        at = next(n for n, text in enumerate(task["completions"]) if text.startswith("good"))
+        told(ann.vote(task, choice=("left", "right")[at if task["prompt"] not in wrong else 1 - at]))
+    owner = opened(f"/label#project={number}&part=results")
+    expect(owner.get_by_role("row", name="Ann of eight")).to_contain_text("75 % of 8 (41 % to 93 %): could be guessing")
+
+
 def test_a_file_that_was_brought_in_is_taken_out_again(opened, studio, tmp_path):
     number = project(studio, 1)
     owner = opened(f"/label#project={number}&part=material")

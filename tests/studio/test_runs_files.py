@@ -19,7 +19,7 @@ from run_folders import TOKENS, append, figures, make_run, rollout, words
 from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.runs import run_finder
 from psigrad_studio.runs.advantage_notes import explained
-from psigrad_studio.runs.curves import thinned
+from psigrad_studio.runs.curves import curves, thinned
 from psigrad_studio.runs.files import Tail, opened
 from psigrad_studio.runs.history import MOST_KEYS, History
 from psigrad_studio.runs.rollout_index import RolloutIndex, RolloutQuery
@@ -164,6 +164,25 @@ def test_folders_without_number_are_not_all_looked_through(tmp_path, monkeypatch
         (tmp_path / str(number) / "metrics.jsonl").touch()
     finder = RunFinder(tmp_path)
     assert [place.name for place in finder.places().values()] == ["0", "1"] and finder.more, "with the folder of runs itself"
+
+
+def test_a_point_has_no_time_until_its_timings_are_written(tmp_path):
+    """Half a second for each step. A step's metrics are written before its timings; what was answered is not asked for again."""
+    run, cache = make_run(tmp_path / "run", 2, state="running"), RunCache(tmp_path)
+    (ident,) = cache.finder.places()
+
+    def ask(have, axis="time"):
+        curve = curves(cache, ident, 0, {"reward": have}, ["reward"], axis)["curves"]["reward"]
+        return curve["first"], curve["count"], curve["x"], curve["values"]
+
+    append(run / "metrics.jsonl", figures(3))
+    assert ask(0) == (0, 2, [0.5, 1.0], pytest.approx([0.21, 0.22])) and ask(0, "step")[1] == 3
+    append(run / "timings.jsonl", {"step": 3, "step_time": 0.5})
+    assert ask(2) == (2, 3, [1.5], pytest.approx([0.23]))
+    append(run / "metrics.jsonl", figures(4))
+    assert ask(3)[1:3] == (3, [])
+    append(run / "events.jsonl", {"time": time.time(), "kind": "finished", "step": 4})
+    assert ask(3)[1:3] == (4, [1.5]), "no timings will come"
 
 
 def test_rows_that_are_no_numbers_raise_the_alert(tmp_path):

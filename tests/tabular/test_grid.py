@@ -100,6 +100,14 @@ def test_a_map_reads_back_as_it_was_written(grid):
     assert GridWorld.from_text(grid.to_text(), slip=grid.slip) == grid
 
 
+def test_a_map_shows_a_start_that_holds_a_prize():
+    """Only where episodes do not end there: it is paid whenever the start is entered again."""
+    grid = GridWorld(1, 3, {(0, 0): 1.0, (0, 2): 0.5}, ends=False, start=(0, 0))
+    assert grid.to_text() == "S.a\na = 0.5\nS = 1"
+    for again in (grid, replace(grid, prizes={(0, 0): -1234567.5}), replace(grid, prizes={(0, 1): 2e20})):
+        assert GridWorld.from_text(again.to_text(), ends=False) == again
+
+
 @given(grids())
 def test_states_and_cells_are_one_to_one_and_rows_are_probabilities(grid):
     assert [grid.state(grid.cell(s)) for s in range(grid.rows * grid.columns)] == list(range(grid.rows * grid.columns))

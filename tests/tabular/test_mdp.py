@@ -47,6 +47,26 @@ def test_rewards_of_an_outcome_and_of_a_state_become_expected_rewards():
     assert (MDP(transitions, np.arange(6.0), 0.9).rewards == np.arange(6.0)[:, None]).all()
 
 
+def test_rewards_of_an_outcome_may_have_another_form_than_the_transitions():
+    """Three states in a row: to the right pays 1, then 2; from the last to the first 4."""
+    transitions, paid = np.roll(np.eye(3), 1, axis=1)[None], np.zeros((1, 3, 3))
+    paid[0, 0, 1], paid[0, 1, 2], paid[0, 2, 0] = 1.0, 2.0, 4.0
+    forms = [lambda x: x, lambda x: x[0], lambda x: [sparse.csr_array(x[0])], lambda x: sparse.coo_array(x[0])]
+    for of_transitions in forms:
+        for of_rewards in forms:
+            given = of_transitions(transitions), of_rewards(paid)
+            later = MDP(given[0], np.zeros((3, 1)), 0.9, rewards_next=given[1])
+            for mdp in (MDP(*given, 0.9), later):
+                (episode,) = tabular.rollouts(mdp, [0, 0, 0], 1, seed=0, max_steps=5)
+                first = int(episode.states[0])
+                assert episode.rewards.tolist() == [(1.0, 2.0, 4.0)[(first + t) % 3] for t in range(5)]
+                assert tabular.sample_paths(mdp, [0, 0, 0], 2, seed=0, max_steps=3).rewards.sum(1).tolist() == [7.0, 7.0]
+            assert MDP(*given, 0.9).rewards[:, 0].tolist() == [1.0, 2.0, 4.0]
+    for wrong in ({"rewards": paid[:, :2, :2]}, {"rewards": np.zeros((3, 1)), "rewards_next": paid[:, :2, :2]}):
+        with pytest.raises(ValueError, match=r"R\(s, a, s'\) stack to shape \(2, 2\); expected \(3, 3\), as the transitions"):
+            MDP(transitions, gamma=0.9, **wrong)
+
+
 def test_a_terminal_state_is_worth_nothing_whatever_its_row_says():
     mdp = MDP(P, R, 0.9, terminal=np.array([False, True]))
     assert mdp.transitions[[1, 3]].sum() == 0 and (mdp.rewards[1] == 0).all()

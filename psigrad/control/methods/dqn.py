@@ -145,7 +145,7 @@ class DQNTrainer(Trainer):
         losses: list[Tensor] = []
         rate = self.learning_rate
         self._follow(collected)
-        if self.timesteps > settings.learning_starts:
+        if self.replay.added > settings.learning_starts:
             steps = collected if settings.gradient_steps < 0 else settings.gradient_steps
             losses = self._learn(steps, rate, rng, metrics)
         self.iterations += 1

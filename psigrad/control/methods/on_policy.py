@@ -149,7 +149,7 @@ class OnPolicyTrainer(Trainer):
     def _learn(self, rollout: Rollout, metrics: bool) -> dict[str, float]:
         seen, algorithm = as_tensors(rollout, self.algorithm.needs_critic), self._schedule()
         minibatches = max(1, round(seen.steps / self.config.batch_size)) if self.config.batch_size else 1
-        once = self._once(minibatches)
+        once, before = self._once(minibatches), self.moves
         # steps that make up rows of unlike lengths have slopes one by one only
         closed = self._differentiable and (seen.full or self._per_step or not once)
         forward, now = self._pass(seen.observation, seen.action, closed, metrics)
@@ -162,7 +162,7 @@ class OnPolicyTrainer(Trainer):
             terms = self._update(algorithm, whole, totals, (forward, now), metrics, known)
         else:
             terms = self._passes(algorithm, whole, totals, minibatches, metrics)
-        if algorithm.adapts:
+        if algorithm.adapts and self.moves > before:  # an update that was left out says nothing of the penalty
             self.state = algorithm.adapt(whole.prepared, self._log_probs(whole))
         return {**prepared.metrics, **terms, "learning_rate": self.learning_rate} if metrics else {}
 
@@ -222,9 +222,8 @@ class OnPolicyTrainer(Trainer):
         )
         prepared = algorithm.prepare(batch, self.state, metrics=metrics)
         self.state = prepared.state
-        if (
-            action_value is not None and value is not None
-        ):  # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
+        if action_value is not None and value is not None:
+            # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
             lam = 1.0 if self.config.gae_lambda is None else self.config.gae_lambda
             ahead = discounted_sum(td_errors(batch, self.config.gamma), batch.mask, self.config.gamma * lam)
             prepared = replace(prepared, returns=ahead + value)
@@ -280,9 +279,8 @@ class OnPolicyTrainer(Trainer):
     ) -> dict[str, float]:
         """One optimiser step on these steps, counted by `totals`; where its `known` slopes are given, by them."""
         forward, now = passed
-        mean = None
-        if now.learned is not None:
-            mean = now.learned.squeeze(0) if len(now.learned) == 1 else now.learned.mean(0)
+        critics = now.learned
+        mean = None if critics is None else critics.squeeze(0) if len(critics) == 1 else critics.mean(0)
         wide = _column if part.seen is None else part.seen.wide
         evaluation = PolicyOutputs(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
         terms: dict[str, Tensor] = {}
@@ -331,6 +329,15 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
     """Refuse settings that cannot work. Raises `UserError`."""
     name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
     minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
+    for asks, what in (
+        (not algorithm.needs_reward, "learns from a teacher alone"),
+        (algorithm.needs_reference, "has a KL to a reference policy (set kl to null)"),
+        (algorithm.needs_old_entropy, "filters steps by the entropies before the update"),
+        (algorithm.correction is not None, "corrects for a sampler apart from the trainer"),
+        ("parts" in reads, "reads several reward functions"),
+    ):
+        if asks:
+            raise UserError(f"{name} {what}, which control has not; choose another method, such as grpo or ppo.")
     if config.n_steps and not reads & {"value", "action_value"}:
         raise UserError(
             f"{name} sums rewards to the end of the episode and n_steps is {config.n_steps}, which would cut episodes; set "
@@ -339,7 +346,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
     if minibatches and (algorithm.aggregate is not token_mean or not _per_step(algorithm)):
         raise UserError(
             f"batch_size is {config.batch_size} and {name} weighs whole episodes; set batch_size=0 (the whole rollout), or "
-            "choose a method whose aggregate is token_mean and whose ratio is none or token."
+            "choose a method whose aggregate is token_mean, whose ratio is none or token and whose surrogate reads single steps."
         )
     if config.n_epochs * (1 + minibatches) > 1 and algorithm.ratio is ratio.none:
         raise UserError(f"{name} has no ratio, so it may see a rollout once; set n_epochs=1 and batch_size=0, or choose ppo.")
@@ -355,7 +362,7 @@ def _per_step(algorithm: PolicyGradient) -> bool:
     """Whether a step's share of the loss is the same on its own as within its episode."""
     aggregate = algorithm.aggregate
     fits = aggregate in (token_mean, sequence_sum) or isinstance(aggregate, fixed_length)
-    return fits and algorithm.ratio in (ratio.none, ratio.token)
+    return fits and algorithm.ratio in (ratio.none, ratio.token) and "mask" not in needs_of(algorithm.surrogate)
 
 
 def _column(x: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class Trainer(ABC):
 
     def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: FlatOptimizer, collector: Collector) -> None:
         self.config, self.network, self.optimizer, self.collector = config, network, optimizer, collector
-        self.timesteps = self.iterations = self.lines = self._in_line = 0
+        self.timesteps = self.start = self.iterations = self.lines = self._in_line = 0
         self.state: dict[str, float] = {}
         self.begun = self._moment()
 
@@ -169,8 +169,8 @@ class Trainer(ABC):
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done."""
-        return min(1.0, self.timesteps / self.config.total_timesteps)
+        """Share of the steps behind `start`, where the schedules began, that is done."""
+        return min(1.0, (self.timesteps - self.start) / (self.config.total_timesteps - self.start))
 
     @property
     def learning_rate(self) -> float:
@@ -290,6 +290,23 @@ class Trainer(ABC):
         except UserError:  # other states than those of its seed may not allow an action that was allowed
             return False
         return np.array_equal(self.collector.observation, observation)
+
+
+class Actor(Trainer):
+    """A policy whose method is not known: it acts, and to train it is refused in a sentence."""
+
+    most_steps = math.inf
+
+    def __init__(self, reason: str, *given: Any) -> None:
+        super().__init__(*given)
+        self.reason = reason
+
+    def iterate(self, metrics: bool = True) -> dict[str, float]:
+        """Raises `UserError`."""
+        raise UserError(
+            f"This policy can act, and its method is not in its folder: {self.reason.rstrip('.')}. To train it on, give the "
+            "method to load: algorithm=…"
+        )
 
 
 def generator(seed: int) -> np.random.Generator:

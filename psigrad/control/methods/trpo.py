@@ -91,6 +91,8 @@ class TRPOTrainer(OnPolicyTrainer):
                 # each critic of an ensemble against the same returns
                 losses = [algorithm.critic(v, value_old[part], returns[part]).mean() for v in recorded.output.values]
                 loss = algorithm.critic.coefficient * torch.stack(losses).mean()
-                self.optimizer.step(recorded.backward(loss), self.learning_rate)
+                gradient = recorded.backward(loss)
+                gradient[self.network.towers.front_slice] = 0.0  # the policy sees through the same convolutions
+                self.optimizer.step(gradient, self.learning_rate)
                 error += float(loss.detach()) / minibatches
         return error

@@ -68,17 +68,14 @@ class ActorCritic:
         else:
             self.towers = StackedMLP(observation, hidden, outputs, activation, distribution.extra)
 
+    @torch.no_grad()
     def initialise(self, seed: int, log_std: float = 0.0) -> None:
         """Fresh orthogonal weights: a policy that is nearly the same everywhere (gain 0.01), values of gain 1."""
+        self.towers.initialise(seed, [1.0] if self.shared else [0.01, *[1.0] * self.n_critics])
         if self.shared:
-            self.towers.initialise(seed, [1.0])
-            with torch.no_grad():
-                weight, _ = self.towers.layers(self.towers.flat)[-1]
-                weight[0, :, : self.distribution.outputs] *= 0.01
-        else:
-            self.towers.initialise(seed, [0.01, *[1.0] * self.n_critics])
-        with torch.no_grad():
-            self.towers.rest(self.towers.flat).fill_(log_std)
+            weight, _ = self.towers.layers(self.towers.flat)[-1]
+            weight[0, :, : self.distribution.outputs] *= 0.01
+        self.towers.rest(self.towers.flat).fill_(log_std)
 
     @property
     def flat(self) -> torch.nn.Parameter:

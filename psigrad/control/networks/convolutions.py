@@ -102,7 +102,7 @@ class ConvolvedMLP(StackedMLP):
 
     def kernels(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Weights [out, in, k, k] and biases [out] of each convolution, as views of a flat vector."""
-        found, at = [], len(flat) - self.extra - self.front
+        found, at = [], self.front_slice.start
         for shape in self._kernels:
             count = math.prod(shape)
             found.append((flat[at : at + count].view(shape), flat[at + count : at + count + shape[0]]))
@@ -165,6 +165,5 @@ class _ConvolvedRecording(Recording):
         out = self._backward(grad_KMO, inputs)
         slope = torch.cat(inputs)
         (through,) = torch.autograd.grad(self._features[: len(slope)], self._leaf, slope)
-        front = slice(len(out) - self.towers.extra - self.towers.front, len(out) - self.towers.extra)
-        out[front] = through[front]
+        out[self.towers.front_slice] = through[self.towers.front_slice]
         return out

@@ -49,7 +49,7 @@ class StackedMLP(nn.Module):
         self.sizes = [inputs, *hidden, max(outputs)]
         self.shapes = [(self.towers, a, b) for a, b in itertools.pairwise(self.sizes)]
         count = sum(math.prod(shape) + shape[0] * shape[2] for shape in self.shapes)
-        self.extra, self.front = extra, front
+        self.extra, self.front, self.front_slice = extra, front, slice(count, count + front)
         self.flat = nn.Parameter(torch.zeros(count + front + extra))
         self._viewed: tuple[int, Layers] | None = None
         self._gradient: tuple[Tensor, Layers] | None = None

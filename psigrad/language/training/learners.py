@@ -155,10 +155,8 @@ def copy_weights(model: Any) -> Any:
     }
     memo: dict[int, Any] = {}
     for module in modules.values():
-        for p in module.parameters():
-            memo[id(p)] = nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=False)
-        for x in module.buffers():
-            memo[id(x)] = x.detach().to("cpu", copy=True)
+        memo |= {id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=False) for p in module.parameters()}
+        memo |= {id(x): x.detach().to("cpu", copy=True) for x in module.buffers()}
     twin = copy.copy(model)
     for name, module in modules.items():
         object.__setattr__(twin, name, copy.deepcopy(module, memo))
@@ -297,15 +295,9 @@ def _best(state: State) -> int:
 
 def _sums_of(learners: Learners) -> dict[str, str]:
     """The sum of every weight that learns, to tell whether two processes begin alike."""
-    return {
-        "weights": " ".join(
-            str(float(p.detach().double().sum()))
-            for learner in learners
-            if isinstance(learner, Learner)
-            for name, p in learner.optimizer.parameters.items()
-            if learner.optimizer.held[name] is p
-        )
-    }
+    optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
+    whole = (p for optimizer in optimizers for name, p in optimizer.parameters.items() if optimizer.held[name] is p)
+    return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}
 
 
 def with_changes(run: R, changes: Mapping[str, Any]) -> R:
@@ -341,12 +333,9 @@ def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
     """The run with another number in its algorithm, or in its preference loss."""
     name = f"{head}.{rest}"
     if head == "loss":
-        tasks = {
-            own: replace(task, loss=_replace_in(task.loss, rest.split("."), value, name))
-            for own in ("task", "held_out")
-            if (task := getattr(run, own)) is not None
-        }
-        return replace(run, **tasks)
+        tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}
+        changed = {own: replace(t, loss=_replace_in(t.loss, rest.split("."), value, name)) for own, t in tasks.items()}
+        return replace(run, **changed)
     algorithm = _replace_in(run.algorithm, rest.split("."), value, name)
     if getattr(algorithm, "needs_reference", False) and run.reference is None:
         raise UserError(f"{name} is changed to {value!r} and the run has no reference; begin with a coefficient above 0.")

@@ -135,7 +135,7 @@ class decoupled_group_mean:
 
     eps: float = 1e-4
     """Added to the standard deviations; TRL's value."""
-    needs: ClassVar[frozenset[str]] = GROUP
+    needs: ClassVar[frozenset[str]] = GROUP | {"parts"}
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages: one number for all steps of a row."""

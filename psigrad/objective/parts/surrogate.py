@@ -1,8 +1,8 @@
 """The surrogate slot: (logp, log_ratio, advantage) -> loss per step, all [N,T]; no mean, no metrics.
 
 Losses are minimised, so each is minus what is to grow. One with "mask" in its `needs` reads whole sequences and gets the mask
-[N,T] as well. One with "marks" chooses steps once, among those of the whole collected batch (its method `marks`: True or a weight
-above 0), and gets them.
+[N,T] as well, one with "logp_sampler" the sampler's log-probs, or log π_old where they are not known. One with "marks" chooses
+steps once, among those of the whole collected batch (its method `marks`: True or a weight above 0), and gets them.
 """
 
 from __future__ import annotations
@@ -141,21 +141,25 @@ class truncated_weight(SilentSurrogate):
         return -weight * advantage * logp
 
 
+def innermost(surrogate: Surrogate) -> Surrogate:
+    """The surrogate within those that stand around another."""
+    inner: Surrogate | None = getattr(surrogate, "surrogate", None)
+    return surrogate if inner is None else innermost(inner)
+
+
 def silent_without_advantage(surrogate: Surrogate) -> bool:
     """Whether a step of advantage 0 surely has zero gradient; a user's own surrogate may do anything, so False."""
-    inner = getattr(surrogate, "surrogate", surrogate)  # of a mask around another
-    return inner in (score, unclipped) or isinstance(inner, SilentSurrogate)
+    return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 
 def differentiates_ratio(surrogate: Surrogate) -> bool:
-    """Whether the gradient flows through the ratio alone, so that without a ratio there is none."""
-    inner = getattr(surrogate, "surrogate", surrogate)
-    return inner is unclipped or isinstance(inner, RatioSurrogate)
+    """Whether what the policy learns by flows through the ratio alone, so that without a ratio nothing is learnt."""
+    return innermost(surrogate) is unclipped or isinstance(innermost(surrogate), RatioSurrogate | kl_penalty)
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
     """Which steps [N,T] lost their gradient (or were truncated), under TRL's metric names."""
-    surrogate = getattr(surrogate, "surrogate", surrogate)  # the one within
+    surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
         low = (ratio < 1 - surrogate.low) & (advantage < 0)
@@ -257,9 +261,10 @@ class geometric_clip(RatioSurrogate):
 class off_policy_mask:
     """Another surrogate, without the sequences of negative advantage that have become much less likely.
 
-    Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_old(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
+    Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
 
-    The policy has left such a sequence already; going on teaches it noise.
+    The policy has left such a sequence already; going on teaches it noise. Where the sampler's log-probs are not known, π_old
+    stands for π_sampler. The fall is that of the steps, whatever the ratio.
 
     Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
     """
@@ -272,22 +277,23 @@ class off_policy_mask:
     def __post_init__(self) -> None:
         if self.delta <= 0:
             raise ValueError(f"off_policy_mask has delta={self.delta}; expected more than 0 nats per step.")
+        _check_inner(self, SEQUENCES)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The mask."""
-        return SEQUENCES
+        """The mask, and what the sampler said."""
+        return SEQUENCES | {"logp_sampler"}
 
-    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
         """[N, T] loss of each step."""
         given: dict[str, Any] = {"mask": mask} if "mask" in getattr(self.surrogate, "needs", ()) else {}
-        fall_N = -zero_outside(mask, log_ratio.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        fall_N = zero_outside(mask, logp_sampler - logp.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         left = (advantage < 0) & (fall_N > self.delta)
         return zero_outside(~left, self.surrogate(logp, log_ratio, advantage, **given))
 
 
 @dataclass(frozen=True)
-class covariance_penalty(SilentSurrogate):
+class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty on moving the few steps that cost most entropy.
 
     Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps with the greatest
@@ -349,11 +355,7 @@ class with_imitation:
             raise ValueError(
                 f"with_imitation has coefficient={self.coefficient}; expected more than 0; else use the surrogate alone."
             )
-        if "marks" in getattr(self.surrogate, "needs", ()):
-            raise ValueError(
-                f"with_imitation got {type(self.surrogate).__name__}, which chooses steps itself; expected another one, "
-                "such as clip."
-            )
+        _check_inner(self, SEQUENCES | {"logp_sampler"})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -369,6 +371,16 @@ class with_imitation:
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor, **given: Tensor) -> Tensor:
         """[N, T] loss of each step."""
         return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp
+
+
+def _check_inner(outer: off_policy_mask | with_imitation, known: frozenset[str]) -> None:
+    """Refuse around another what needs more than is `known`, or has a state. Raises `ValueError`."""
+    inner = outer.surrogate
+    if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
+        raise ValueError(
+            f"{type(outer).__name__} got {type(inner).__name__}, which chooses steps itself or follows a target; expected "
+            "another one, such as clip."
+        )
 
 
 PENALTY_KEY = "penalty_coefficient"

@@ -72,7 +72,7 @@ export function projectForm(project, done) {
   const strengths = el(
     "select",
     {},
-    ...[0, 2, 3, 4, 5].map((n) => el("option", { value: n, selected: n === old.strengths }, n ? `${n} grades: ${Array.from({ length: n }, (_, i) => GRADES(i + 1, n)).join(", ")}` : "not asked")),
+    ...[...new Set([0, 2, 3, 4, 5, old.strengths])].sort().map((n) => el("option", { value: n, selected: n === old.strengths }, n ? `${n} grades: ${Array.from({ length: n }, (_, i) => GRADES(i + 1, n)).join(", ")}` : "not asked")),
   );
   const checks = number(old.checks, 0, 50);
   const own = questions(old.questions, () => kind.value);

@@ -21,7 +21,7 @@ const WHY = {
 /** What can be looked at by itself: [name, label]. The first is shown first. */
 function aspects(project, train = false) {
   const own = project.questions.filter(({ kind }) => kind === "better" || kind === "scale" || (kind === "choice" && !train)).map(({ name }) => [name, name]);
-  const weighed = own.length > 1 && project.questions.filter(({ kind }) => kind === "better" || kind === "scale").length > 1;
+  const weighed = project.questions.filter(({ kind, weight }) => (kind === "better" || kind === "scale") && weight > 0).length > 1;
   return [...(project.overall ? [["", own.length ? "overall" : ""]] : []), ...own, ...(weighed ? [["weighted", "weighted"]] : [])];
 }
 
@@ -182,7 +182,7 @@ function people({ progress, agreement }) {
   const rate = (found) => {
     if (!found) return el("td", { class: "n" }, "–");
     const guessing = found.n >= 8 && found.low <= 0.5;
-    return el("td", { class: `n${guessing ? " failure" : ""}` }, `${share(found.value)} of ${found.n} (${share(found.low)} to ${share(found.high)})${guessing ? ": no better than guessing" : ""}`);
+    return el("td", { class: `n${guessing ? " failure" : ""}` }, `${share(found.value)} of ${found.n} (${share(found.low)} to ${share(found.high)})${guessing ? ": could be guessing" : ""}`);
   };
   const rows = names.map((name) =>
     el(
@@ -207,7 +207,7 @@ function exports_(project) {
     el("option", { value: "each" }, "every answer by itself"),
   );
   const trains = aspects(project, true);
-  if (trains.length > 2 && !project.overall || trains.length > 1 && project.overall) trains.push(["each", "each by itself, named in the column criterion"]);
+  if (trains.length > 1) trains.push(["each", "each by itself, named in the column criterion"]);
   const on = picker("Question to export", trains, () => draw());
   const has = (project.kind.startsWith("rating") && project.overall) || project.strengths > 0 || project.questions.some(({ kind }) => kind === "scale");
   const margin = el("input", { type: "checkbox", onchange: () => draw() });

@@ -39,7 +39,7 @@ def tokenizer():
 
 def with_critic(tokenizer, tmp_path, **settings):
     """A PPO run whose critic is a model of its own."""
-    run = make(tokenizer, "ppo", **settings)
+    run = make(tokenizer, settings.pop("algorithm", "ppo"), **settings)
     run.model.value_head = None
     run = replace(run, optimizer=Optimizer(run.model.trainable(), run.config.optim))
     folder = tmp_path / "critic"
@@ -200,6 +200,18 @@ def test_the_penalty_follows_how_far_the_policy_moved(tokenizer):
 
     assert coefficient(1e-7) == pytest.approx(1.0 / 8), "halved on each of three steps that moved it hardly"
     assert coefficient(3e-2) > 1.0
+
+
+def test_the_penalty_waits_for_the_first_step_that_moves_the_policy(tokenizer, tmp_path, monkeypatch):
+    """Two steps of warm-up leave β at 1, a third that hardly moves the policy halves it, one without a finite gradient not."""
+    still = Optim(learning_rate=1e-7)
+    run = with_critic(tokenizer, tmp_path, algorithm="ppo_penalty", optim=still, num_iterations=2, critic_warmup_steps=2)
+    state = stepped(run, 2)
+    assert state.algorithm[PENALTY_KEY] == 1.0
+    state, _ = training.step(run, state)
+    assert state.algorithm[PENALTY_KEY] == 0.5
+    monkeypatch.setattr(training, "step_together", lambda pairs, losses: None)
+    assert training.step(run, state)[0].algorithm[PENALTY_KEY] == 0.5
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collect import collect, group_scored, metric_of, pick_prompts
 from psigrad.language.training.online.online_run import Online, minibatches, rows_of, to_batch
 from psigrad.objective.catalog import METHODS as PRESETS
+from psigrad.objective.parts.advantage import group_mean
+from psigrad.objective.parts.surrogate import clip, off_policy_mask
 from psigrad.runs.journal import Clock
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
@@ -190,6 +192,25 @@ def test_a_sampler_that_is_not_the_policy_stops_the_run(tokenizer):
     strange = replace(run, sampler=EmbeddedSampler(prepare(other, tokenizer)))
     with pytest.raises(UserError, match="At step 1 sampler and trainer disagree by"):
         after(strange)
+
+
+def test_a_single_pass_masks_what_the_policy_has_left_since_it_was_sampled(tokenizer, monkeypatch):
+    """0.4 nats a token are within the mask's 0.5, 0.6 are not: then completions below their group's mean teach nothing."""
+
+    def fell(nats: float, surrogate, *keep) -> torch.Tensor:
+        def stale(*given):
+            batch = to_batch(*given)
+            return replace(batch, logp_sampler=batch.logp_old + nats)
+
+        monkeypatch.setattr(training, "to_batch", stale)
+        return after(make(tokenizer, replace(resolve("grpo"), kl=None, surrogate=surrogate, keep=keep)))
+
+    def above(batch):
+        return batch.mask & (group_mean()(batch) >= 0)
+
+    assert torch.equal(fell(0.4, off_policy_mask()), fell(0.0, clip()))
+    left = fell(0.6, off_policy_mask())
+    assert far(left, fell(0.6, clip(), above)) < 1e-6 and far(left, fell(0.6, clip())) > 1e-4
 
 
 @pytest.mark.parametrize(("iterations", "minibatches"), [(3, 1), (1, 2), (2, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -164,6 +165,29 @@ def test_the_interval_of_alpha_covers_its_value_95_times_in_100():
     found = [agreement.alpha_interval(sample(150), draws=400, seed=n) for n in range(300)]
     inside = sum(each.low <= true <= each.high for each in found)
     assert 0.90 <= inside / 300 <= 0.985
+
+
+@pytest.mark.parametrize("level", ["nominal", "ordinal", "interval"])
+def test_the_interval_of_alpha_is_that_of_resampled_units(level, monkeypatch):
+    table = np.array([[1, 2, 3, 3, 5, 2], [1, 2, 5, 3, 1, N], [2, 2, 3, N, 5, N]], float)
+    found = agreement.alpha_interval(table, level, draws=40, seed=3)
+    times = np.random.default_rng(3).multinomial(5, np.full(5, 0.2), size=40)
+    again = [slow_alpha(np.repeat(table[:, :5], each, axis=1), level) for each in times]
+    assert (found.low, found.high) == pytest.approx(tuple(np.nanquantile(again, [0.025, 0.975])), abs=1e-10)
+    monkeypatch.setattr(agreement, "AT_ONCE", 1)
+    assert agreement.alpha_interval(table, level, draws=40, seed=3) == found, "one resample at a time"
+
+
+@pytest.mark.parametrize("level", ["nominal", "ordinal", "interval"])
+def test_the_interval_of_many_values_needs_no_table_of_all_pairs_of_them(level):
+    """30 units of two answers with 60 values: 2000 tables of 60 × 60 would be 58 MB each time."""
+    ratings = np.random.default_rng(0).permutation(60).reshape(2, 30) / 7
+    tracemalloc.start()
+    try:
+        found = agreement.alpha_interval(ratings, level)
+        assert found.units == 30 and tracemalloc.get_traced_memory()[1] < 25e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_share_of_one_side_by_hand_and_by_simulation():

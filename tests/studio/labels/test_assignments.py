@@ -8,10 +8,10 @@ import pytest
 from scipy.stats import binomtest
 from sqlalchemy import func, select
 
-from psigrad_studio.labels import assignments, checks, database, intake, people, projects
+from psigrad_studio.labels import assignments, checks, database, export, intake, people, projects
 from psigrad_studio.labels.assignments import LabelAnswer
 from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal
-from psigrad_studio.labels.schema import Assignment, Seat, StoredCompletion, TaskItem, Vote
+from psigrad_studio.labels.schema import Assignment, LabelTask, Seat, StoredCompletion, TaskItem, Vote
 
 
 @pytest.fixture(autouse=True)
@@ -537,3 +537,36 @@ def test_making_tasks_is_the_same_whoever_is_asked_again(desks, db):
     again = made.pairs(5)
     assert (first.tasks, again.tasks, again.known) == (5, 0, 5)
     assert isinstance(first, intake.Added)
+
+
+@pytest.mark.parametrize("seconds", [0, 601])
+def test_another_page_stores_a_pair_again_that_was_taken_back(pair, db, clock, seconds):
+    """Within the lease and after it, with the sides as they were and turned: the choice is of what was seen on that side."""
+    pair.pairs(1)
+    with db.session(write=False) as session:
+        task = session.scalars(select(LabelTask.id)).one()
+
+    def record(display):
+        return assignments.record(db, pair.ann, task, display, LabelAnswer(choice="left"), next(pair.keys))
+
+    chosen = []
+    for display in ([0, 1], [1, 0], [0, 1]):
+        receipt = record(display)
+        chosen.append(export.dump(db, pair.owner, pair.project)[-1]["choice"])
+        with pytest.raises(Conflict, match="compared before"):
+            record(display)
+        assignments.undo(db, pair.ann, pair.project, next(pair.keys), only=receipt.vote)
+        clock.advance(seconds)
+    assert chosen == ["a", "b", "a"]
+
+
+def test_another_page_takes_the_persons_own_seat_before_any_other(desks, db, clock):
+    made = desks(overlap=2)
+    made.pairs(1)
+    bob, ann = made.person("Bob"), made.person("Ann")
+    made.next(bob)
+    made.next(ann)
+    clock.advance(601)  # both seats are free again, and Bob's comes first
+    with db.session(write=False) as session:
+        task = session.scalars(select(LabelTask.id)).one()
+    assert assignments.record(db, ann, task, [0, 1], LabelAnswer(choice="left"), next(made.keys)).action == "vote"

@@ -215,6 +215,77 @@ def test_a_page_that_asks_the_main_question_alone_may_still_store_it(desks, db):
     assert [row["choice"] for row in export.dump(db, made.owner, made.project)] == ["a"]
 
 
+def test_equal_weighted_judgements_are_equal(desks, db):
+    """3 and 10 of two scales to 10 are (2/9 + 9/9) / 2 = 11/18, as 4 and 9 are: 6.5 on a scale from 1 to 10."""
+    asked = (Question("first", "scale", top=10), Question("second", "scale", top=10))
+    made = desks(kind="rating-5", overall=False, overlap=2, questions=asked)
+    made.add([{"prompt": "q", "completion": "x"}])
+    for name, (first, second) in (("Ann", (3, 10)), ("Bob", (4, 9))):
+        person = made.person(name)
+        made.vote(person, made.next(person), answers={"first": {"value": [first]}, "second": {"value": [second]}})
+    assert results.agreement(db, made.owner, made.project, "weighted").percent == 1.0
+
+
+def test_equal_means_of_weighted_judgements_are_a_tie(desks, db):
+    """1, 2 and 6 sum to 9 as 1, 3 and 5 do."""
+    made = desks(kind="rating-5", overall=False, overlap=3, questions=(Question("true", "scale", top=6),))
+    made.add([{"prompt": "q", "completions": ["x", "y"]}])
+    for name, rated in (("Ann", {"x": 1, "y": 1}), ("Bob", {"x": 2, "y": 3}), ("Cy", {"x": 6, "y": 5})):
+        person = made.person(name)
+        while (shown := made.next(person)) is not None:
+            made.vote(person, shown, answers={"true": {"value": [rated[shown.completions[0]]]}})
+    found = export.preference(db, made.owner, made.project, aspect="weighted")
+    assert found.rows == [] and found.left_out == {"tie": 1}
+
+
+def test_aspects_that_weigh_nothing_are_not_weighed(desks, db):
+    made = desks(questions=(Question("kind", weight=0), Question("true", "scale", weight=0)))
+    made.pairs(1)
+    shown = made.next(made.owner)
+    made.vote(made.owner, shown, "left", answers={"kind": {"value": "left"}, "true": {"value": [4, 2]}})
+    assert list(results.by_aspect(db, made.owner, made.project)) == ["", "kind", "true"]
+    each = export.preference(db, made.owner, made.project, aspect="each").rows
+    assert [(row["criterion"], row["chosen"]) for row in each] == [("kind", shown.completions[0]), ("true", shown.completions[0])]
+    with pytest.raises(Refusal, match="nothing to weigh"):
+        results.agreement(db, made.owner, made.project, "weighted")
+
+
+def test_strengths_stay_once_an_answer_has_one(desks, db):
+    """On "kind" good is better by 2 of 5, on "true" bad by (4 − 1) of 4: (2/5 − 3/4) / 2 is 0.175 for bad. Out of one grade the
+    same answers would be (2 − 3/4) / 2 = 0.625 for good.
+    """
+    made = desks(strengths=5, overall=False, questions=(Question("kind"), Question("true", "scale")))
+    made.pairs(1)
+
+    def change(strengths):
+        projects.change(db, made.owner, made.project, {"strengths": strengths})
+
+    change(3)
+    change(5)
+    shown = made.next(made.owner)
+    at = shown.completions.index("good 0")
+    kind, true = {"value": ("left", "right")[at], "strength": 2}, {"value": [(1, 4)[n != at] for n in range(2)]}
+    made.vote(made.owner, shown, answers={"kind": kind, "true": true})
+    for other in (0, 3):
+        with pytest.raises(Refusal, match="answers with a strength out of 5"):
+            change(other)
+    projects.change(db, made.owner, made.project, {"strengths": 5, "instructions": "Look twice."})
+    (row,) = export.preference(db, made.owner, made.project, margin=True, aspect="weighted").rows
+    assert (row["chosen"], row["margin"]) == ("bad 0", pytest.approx(0.175))
+    made.undo(made.owner)
+    change(0)
+
+
+def test_a_strength_of_the_main_question_stays_too(desks, db):
+    made = desks(strengths=3)
+    made.pairs(2)
+    made.vote(made.owner, made.next(made.owner), "left")
+    projects.change(db, made.owner, made.project, {"strengths": 2})
+    made.vote(made.owner, made.next(made.owner), "left", strength=1)
+    with pytest.raises(Refusal, match="out of 2"):
+        projects.change(db, made.owner, made.project, {"strengths": 3})
+
+
 # ---- attention checks
 
 
@@ -257,6 +328,7 @@ def test_the_rate_of_each_labeller_is_shown_and_checks_are_never_exported(desks,
     made_rows = export.preference(db, made.owner, made.project, "each")
     assert made_rows.left_out == {"check": 12} and all(row["prompt"].startswith("question") for row in made_rows.rows)
     dumped = [row for row in export.dump(db, made.owner, made.project) if row["known"]]
+    assert [row["check"] for row in dumped] == [True] * len(dumped)
     assert len(dumped) == found.gold[""].n and {row["rater"] for row in dumped} == {"Ann", "Blind"}
     assert checks.faults(db) == []
 
@@ -279,6 +351,38 @@ def test_a_project_of_checks_alone_gives_them_all_to_everybody(desks):
     assert [len(work(made, made.person(name), "good")) for name in ("Ann", "Bob")] == [4, 4]
 
 
+def test_without_checks_known_answers_are_ordinary_tasks_and_with_them_none(desks, db):
+    """Three checks and three pairs. Ann meets one check; then checks are turned off, on, and off again."""
+    made = planted(desks, checks=50, pairs=3, known=3, overlap=2)
+    ann, bob = made.person("Ann"), made.person("Bob")
+
+    def change(**settings):
+        projects.change(db, made.owner, made.project, settings)
+        found = projects.progress(db, made.owner, made.project)
+        return found.wanted, found.answered
+
+    assert change(instructions="Look twice.") == (3 * 2, 0), "a check is wanted of nobody"
+    while not (shown := made.next(ann)).prompt.startswith("q") or shown.prompt.startswith("question"):
+        made.vote(ann, shown, "tie")
+    made.vote(ann, shown, "tie")
+    others = projects.progress(db, made.owner, made.project).answered - 1
+    assert change(checks=0) == (3 * 2 + 3 * 2, 1 + others)
+    assert export.preference(db, made.owner, made.project).left_out["unanswered"] == 2 + (3 - others)
+    assert change(checks=10) == (3 * 2 + 1, 1 + others), "of the checks the one seat that is taken stays"
+    assert export.preference(db, made.owner, made.project).left_out["check"] == 3
+    assert change(checks=0, overlap=3) == (6 * 3, 1 + others)
+    met = sum(work(made, ann, "good")), sum(work(made, bob, "good"))
+    assert met == (2, 3) and checks.faults(db) == []
+
+
+def test_a_check_that_somebody_is_at_stays_theirs(desks, db):
+    made = planted(desks, checks=0, pairs=0, known=1)
+    shown = made.next(made.owner)
+    projects.change(db, made.owner, made.project, {"checks": 10})
+    made.vote(made.owner, shown, "tie")
+    assert [row["check"] for row in export.dump(db, made.owner, made.project)] == [True]
+
+
 def test_what_was_brought_in_can_be_taken_out_again(desks, db, clock):
     from psigrad_studio.labels import intake
 
@@ -287,13 +391,16 @@ def test_what_was_brought_in_can_be_taken_out_again(desks, db, clock):
     clock.advance(1)
     since = clock()
     made.add([{"prompt": f"wrong {n}", "completions": ["x", "y"]} for n in range(3)], priority=1)
+    clock.advance(0.001)
+    other = made.person("Adm", "admin")
+    intake.add_rows(db, other, made.project, [{"prompt": "another's", "completions": ["x", "y"]}])
     until = clock()
     clock.advance(1)
     made.add([{"prompt": "right", "completions": ["x", "y"]}])
     assert made.next(made.owner).prompt.startswith("wrong")
     assert intake.withdraw(db, made.owner, made.project, since, until) == {"tasks": 2, "begun": 1}
-    assert projects.progress(db, made.owner, made.project).tasks == 4, "what came in later stays"
+    assert projects.progress(db, made.owner, made.project).tasks == 5, "what came in later stays, and what another brought in"
     made.add([{"prompt": "wrong 1", "completions": ["x", "y"]}])
-    assert projects.progress(db, made.owner, made.project).tasks == 5, "it can be brought in again"
+    assert projects.progress(db, made.owner, made.project).tasks == 6, "it can be brought in again"
     with pytest.raises(Refusal):
         intake.withdraw(db, made.person("Ann"), made.project, 0, until)

@@ -133,6 +133,27 @@ def test_answers_that_hang_together_need_the_clustered_interval():
     assert covered["independent"] / 450 < 0.75
 
 
+def test_the_clustered_variance_by_hand():
+    """One task is won by all four, another lost by all four: d is 0, the information on it 8/4 = 2, and each task's score ±4/2.
+    (2² + 2²) / 2² = 2, times 2 / (2 − 1) of two clusters, is a variance of 4.
+    """
+    found = bradley_terry([0] * 8, [1] * 8, [1] * 4 + [0] * 4, 2, cluster=[1] * 4 + [2] * 4)
+    assert found.difference(0, 1) == pytest.approx((0, -2 * 1.959964, 2 * 1.959964), abs=1e-5)
+
+
+@pytest.mark.parametrize("prior_sd", [None, 1e4])
+def test_few_tasks_leave_no_interval_narrower_than_that_of_independent_answers(prior_sd):
+    """One task, won twice and lost once: d is ln 2 with the variance 1/2 + 1/1, although the scores of the task sum to 0."""
+    found = bradley_terry([0] * 3, [1] * 3, [1, 1, 0], 2, cluster=[5] * 3, prior_sd=prior_sd)
+    d, low, high = found.difference(0, 1)
+    assert (d, (high - low) / 2) == pytest.approx((np.log(2), 1.959964 * np.sqrt(1.5)), abs=1e-5)
+    assert found.ranks() == [(1, 2), (1, 2)]
+    # three pairs, each a task of its own that the strengths fit nearly exactly: 6 to 4, 6 to 4 and 7 to 3
+    i, j, task = (np.repeat(x, 10) for x in ([0, 1, 0], [1, 2, 2], [0, 1, 2]))
+    y = [1] * 6 + [0] * 4 + [1] * 6 + [0] * 4 + [1] * 7 + [0] * 3
+    assert bradley_terry(i, j, y, 3, cluster=task, prior_sd=prior_sd).ranks() == [(1, 3)] * 3
+
+
 def test_ranks_are_what_the_differences_leave_open():
     random = np.random.default_rng(4)
     i, j, y = drawn(random, np.array([3.0, 0.05, 0.0, -3.0]), -1.0, 600)

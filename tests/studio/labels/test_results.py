@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from psigrad_studio.labels import agreement, intake, results
+from psigrad_studio.labels.ranking import bradley_terry
 from psigrad_studio.labels.refusals import Conflict, Refusal
 
 
@@ -153,6 +154,39 @@ def test_texts_that_several_samplers_made_and_pairs_of_one_are_left_out_and_coun
     label_all(made, made.owner, lambda shown: {"choice": "left"})
     table = results.ranking(db, made.owner, made.project)
     assert (table.comparisons, table.shared, table.same) == (1, 1, 1)
+
+
+def test_answers_to_one_task_depend_on_one_another_with_the_prior_too(desks, db):
+    """Three people answer alike. "last" never wins, so there is a prior; "one" and "two" win half of their tasks each, and three
+    equal answers tell as much as one.
+    """
+    made = desks(overlap=3)
+    best = {n: ("one", "two")[n % 2] for n in range(20)} | {20: "one", 21: "two"}
+    pairs = {n: ["one", "two"] for n in range(20)} | {20: ["one", "last"], 21: ["two", "last"]}
+    made.add([{"prompt": f"q{n}", "completions": [f"{s} {n}" for s in of], "samplers": of} for n, of in pairs.items()])
+    for name in ("Ann", "Bob", "Cy"):
+        label_all(made, made.person(name), lambda shown: choose(shown, best[int(shown.completions[0].split()[1])]))
+    table = results.ranking(db, made.owner, made.project)
+    assert table.prior_sd == results.PRIOR_SD and table.comparisons == 66
+    i, j, won = zip(
+        *(((0, 1, n % 2 == 0) if n < 20 else (n - 20, 2, True)) for n in sorted(pairs) for _ in range(3)), strict=True
+    )
+    alone = bradley_terry(i, j, won, 3, prior_sd=results.PRIOR_SD)
+    apart = bradley_terry(i, j, won, 3, prior_sd=results.PRIOR_SD, cluster=np.repeat(sorted(pairs), 3))
+    low, high = apart.interval()
+    by_name = {place.name: place for place in table.places}
+    assert (by_name["one"].low, by_name["one"].high) == pytest.approx((low[0], high[0]))
+    narrow, wide = (found.difference(0, 1)[2] for found in (alone, apart))
+    assert wide / narrow == pytest.approx(np.sqrt(3), rel=0.05)
+
+
+def test_an_origin_without_a_name_is_no_second_maker(desks, db):
+    made = desks()
+    made.add([{"prompt": "q", "completions": ["x", "y"], "samplers": ["one", "two"]}])
+    label_all(made, made.owner, lambda shown: choose(shown, "x"))
+    made.add([{"prompt": "q", "completion": text, "reward": 0.5} for text in "xy"])  # scored, and brought in again
+    table = results.ranking(db, made.owner, made.project)
+    assert ([place.name for place in table.places], table.comparisons, table.shared) == (["one", "two"], 1, 0)
 
 
 @pytest.mark.parametrize("kind", ["ranking", "rating-10"])

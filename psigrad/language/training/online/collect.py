@@ -139,14 +139,8 @@ def collect(
         scored = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
         useful = [g for g in scored if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
-        entries += Counter(
-            {
-                ISSUED: len(wanted),
-                TRAINED: len(useful),
-                UNSCORED: len(wanted) - len(scored),
-                NO_SIGNAL: len(scored) - len(useful),
-            }
-        )
+        dropped = {UNSCORED: len(wanted) - len(scored), NO_SIGNAL: len(scored) - len(useful)}
+        entries += Counter({ISSUED: len(wanted), TRAINED: len(useful), **dropped})
         if len(groups) == config.prompts_per_step:
             break
     return Collected(trajectories, groups, cursor, dict(entries))
@@ -357,9 +351,7 @@ def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
 
 def enter(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
     """The ledger with one step's prompts added to each entry; entries of 0 are left out."""
-    total = Counter(ledger)
-    total.update(entries)
-    return {name: count for name, count in total.items() if count}
+    return dict(Counter(ledger) + Counter(entries))
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:

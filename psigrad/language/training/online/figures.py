@@ -230,14 +230,10 @@ class TokenFigures:
         `entropy` exact, in nats; `advantages` where they differ between tokens.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
-        batch, advantage = self.prepared.batch, self.prepared.advantage
+        batch = self.prepared.batch
         chosen = batch.mask[: self.count].cpu().numpy()
-        columns = {
-            "trained_logprobs": self.logp,
-            "ref_logprobs": batch.logp_ref,
-            "entropy": self.entropy,
-            "advantages": advantage,
-        }
+        columns = {"trained_logprobs": self.logp, "ref_logprobs": batch.logp_ref, "entropy": self.entropy}
+        columns["advantages"] = self.prepared.advantage
         tables = {name: x[: self.count].detach().double().cpu().numpy() for name, x in columns.items() if x is not None}
         for n, mask in enumerate(chosen):
             length = int(mask.nonzero()[0].max(initial=-1)) + 1

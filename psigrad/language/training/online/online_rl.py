@@ -159,7 +159,7 @@ def learn(
     if warms_up:  # no gradient of the policy was taken
         figures.pop("grad_norm", None)
     after = prepared.state
-    if algorithm.adapts and tally.steps:
+    if algorithm.adapts and tally.norms and not warms_up:  # else the policy has not moved, which says nothing of its penalty
         now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         after = algorithm.adapt(prepared, now)
     return Outcome(figures, after, advantage, seen.gather(run.world).rows())
