@@ -13,7 +13,7 @@ from psigrad.cli import flags
 from psigrad.config import LmEvalConfig, OnlineConfig
 from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
-from psigrad.errors import UserError
+from psigrad.errors import UserError, check_output
 from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 
@@ -293,6 +293,7 @@ def from_trl(arguments: list[str]) -> int:
     notes = [line for title, lines in kinds.items() if lines for line in ("#", f"# {title}:", *(f"#   {line}" for line in lines))]
     output = "".join(given["--output"][:1])
     if output:
+        check_output(output)
         Path(output).write_text(made.yaml())
         print(f"# psigrad {made.method} --config {output}")
     else:

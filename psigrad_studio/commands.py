@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from psigrad.cli import flags
-from psigrad.errors import UserError
+from psigrad.errors import UserError, check_output
 
 _JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
 
@@ -34,6 +34,7 @@ def judge_report(arguments: list[str]) -> int:
     from psigrad_extras.judges.group_ranking import GroupRanking
     from psigrad_studio import judge_report as command
 
+    check_output(given["output"])
     criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}
     where = {name: given[name] for name in ("model", "base_url", "api_key_variable", "cache")}
     judge = GroupRanking(criteria=criteria, **where)

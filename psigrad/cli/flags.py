@@ -23,6 +23,8 @@ T = TypeVar("T")
 _NUMBERS = {int: "N", float: "X"}
 # What an override looks like: a dotted name of a setting, and a value.
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
+# A number below 0, -1e-3 too, which argparse before Python 3.14 takes for a flag.
+_NEGATIVE = re.compile(r"-\.?\d")
 
 
 HELP = {"-h", "--help", "--help-all"}
@@ -47,6 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(allow_abbrev=False, **given)
+        self._negative_number_matcher = _NEGATIVE
         if self.add_help:
             self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
 
@@ -113,7 +116,7 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
     for text in arguments:
         if text in found:
             current = found[text]
-        elif text.startswith("-") or _OVERRIDE.match(text):
+        elif _OVERRIDE.match(text) or (text.startswith("-") and not _NEGATIVE.match(text)):
             rest.append(text)
             current = rest
         else:

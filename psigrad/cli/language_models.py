@@ -13,7 +13,7 @@ from psigrad import extras, redaction
 from psigrad.cli import flags
 from psigrad.config import EvalConfig, SampleConfig
 from psigrad.config.methods import declaration, list_declarations
-from psigrad.errors import UserError
+from psigrad.errors import UserError, check_output
 
 
 def train(name: str) -> Callable[[list[str]], int]:
@@ -61,6 +61,7 @@ def score(arguments: list[str]) -> int:
     given = flags.plain("score", rest, {"model": "", **defaults}, _SCORE)
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
+    check_output(given["output"])
     rewards, dataset = listed["--reward"], given.pop("dataset")
     how = {"weights": [flags.number("--reward-weights", text, float) for text in listed["--reward-weights"]],
            "timeout": given["reward_timeout"], "split": given["split"], "columns": given["columns"]}  # fmt: skip
@@ -92,7 +93,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
 def _score_by_model(arguments: list[str]) -> int:
     defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "output": "", "device": "auto"}
     given = flags.plain("score", arguments, defaults)
-    output = given.pop("output")
+    check_output(output := given.pop("output"))
     from psigrad.language.recipes import reward
 
     scored = reward.score_rows(given.pop("model"), given.pop("dataset"), **given)

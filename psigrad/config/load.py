@@ -256,13 +256,9 @@ def _plain(value: Any, field: str = "") -> Any:
     if field == "callbacks":
         return [_plain(v) if isinstance(v, str | Mapping) else _name(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        name = type(value).__module__
-        plain = to_dict(value)
-        return (
-            plain
-            if re.match(r"psigrad\.(config\b|\w+\.settings$)", name)
-            else {"part": f"{name}:{type(value).__qualname__}", **plain}
-        )
+        name, plain = type(value).__module__, to_dict(value)
+        ours = re.match(r"psigrad\.(config\b|\w+\.settings$)", name)
+        return plain if ours else {"part": f"{name}:{type(value).__qualname__}", **plain}
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -43,6 +43,13 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's own stays as it is
 
 
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted names."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value} if prefix else {}
+    return {k: v for name, inner in value.items() for k, v in flatten(inner, f"{prefix}.{name}" if prefix else str(name)).items()}
+
+
 def flat_names(cls: type[Any]) -> Iterator[tuple[str, str]]:
     """(leaf, dotted name) of every setting: ("learning_rate", "optim.learning_rate")."""
     return ((name.rpartition(".")[2], name) for name in settings_of(cls))
@@ -54,9 +61,18 @@ def field_types(cls: type[Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads 1e-5 as a number, as every user means it; YAML 1.1 takes it for a string."""
+    """YAML as every user means it: 1e-5 is a number and a date is text, other than in YAML 1.1, and no key stands twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # before merges (<<) are put in, whose keys may be given anew
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
+        for i, key in enumerate(keys):
+            if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
+        return node
 
 
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
@@ -72,7 +88,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(), _Loader)
     except OSError as error:
         raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
         hint = " Indent with spaces, not with tabs." if "'\\t'" in said else ""
         raise UserError(f"The settings file {str(path)!r} is not YAML: {said}.{hint}") from error

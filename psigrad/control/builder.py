@@ -16,6 +16,7 @@ from psigrad import redaction
 from psigrad.config import Run
 from psigrad.config.fields import unread_by
 from psigrad.config.load import load, to_dict
+from psigrad.config.nested import flatten
 from psigrad.control import hyperparameters, policies
 from psigrad.control.environments import vector
 from psigrad.control.environments.collector import Collector, Normalizer
@@ -32,7 +33,6 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, nearest
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.parts.advantage import needs_of
-from psigrad.records.read import flatten
 
 MODEL_CONFIG = "config.json"
 

@@ -25,6 +25,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from psigrad.config.fields import FREE, LENGTH, RECORDED, defaults_of, find_marked
+from psigrad.config.nested import flatten
 from psigrad.errors import UserError, nearest
 from psigrad.importing import home_of, loaded_by, opened_by
 from psigrad.records.rows import FORMAT
@@ -73,13 +74,14 @@ def check_settings(
     have counts as having its default. Raises `UserError` naming the settings that must not differ.
     """
     old, new, default = (
-        name_preset_once(dict(_leaves(one))) for one in (before, now, {} if settings is None else defaults_of(settings))
+        name_preset_once({name: value for name, value in flatten(one).items() if value != {}})
+        for one in (before, now, {} if settings is None else defaults_of(settings))
     )
     free, recorded, length = ([] if settings is None else find_marked(settings, mark) for mark in (FREE, RECORDED, LENGTH))
     old = {name: default[name] for name in new.keys() & default.keys()} | old
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in (*free, "format")]
     changes = [Change(name, old.get(name), new.get(name), name in length) for name in names]
-    allowed = _read_allowed(now, new)
+    allowed = _read_allowed(now, {**old, **new})
     refused = [c for c in changes if c.name not in recorded and not {c.name, c.name.rpartition(".")[2]} & allowed]
     longer = [c for c in refused if c.is_length]
     if now.get("run", {}).get("extend"):
@@ -110,16 +112,8 @@ def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]
 
 
 def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name, where an algorithm as it was named, "grpo", and one with a part changed are both `algorithm`."""
-    return {"algorithm" if name == "algorithm.preset" else name: value for name, value in settings.items()}
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, value
+    """Settings by dotted name, where a method as it was named and one with a part changed are both `algorithm` (`loss`)."""
+    return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
 
 def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
@@ -176,14 +170,13 @@ def _file_hash(file: Path) -> str:
     return _hash_as_it_is(file.absolute(), found.st_size, found.st_mtime_ns, found.st_ino)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _hash_as_it_is(file: Path, *stat: int) -> str:
-    """A run asks for the sum of its data several times, which takes seconds for a million rows."""
+    """A run asks for the sums of its data and models several times, which takes seconds for a million rows."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-@functools.lru_cache(maxsize=8)
 def _folder_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):

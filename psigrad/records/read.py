@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.records.pins import check_format, name_preset_once
 from psigrad.records.row_lines import read_lines, read_steps, rollout_files
@@ -109,13 +110,6 @@ def kind_of(config: Mapping[str, Any]) -> str:
     if recipe in ("sft", "reward", "control"):
         return str(recipe)
     return "preference" if "cache_reference" in config else "online"
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted names."""
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: value} if prefix else {}
-    return {k: v for name, inner in value.items() for k, v in flatten(inner, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
 def show_number(value: Any) -> str:

@@ -53,8 +53,9 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
     return Headline(stem.removeprefix("eval/"), float(value), row.get(f"{stem}/low"), row.get(f"{stem}/high"))
 
 
-def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[float, bool] | None:
-    """The figure by which evaluations are compared, and whether more of it is better: `greater`, or unless its name ends in loss.
+def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[str, float, bool] | None:
+    """The name and the value of the figure by which evaluations are compared, and whether more of it is better: `greater`, or
+    unless its name ends in loss.
 
     It is that of `name`, with or without "eval/" or "eval_" before it, else the headline. None where the row has none.
     """
@@ -62,7 +63,7 @@ def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None
     if not stem:
         stem = found.name if (found := headline(row)) else ""
     value = next((row[key] for key in (f"eval/{stem}", f"eval/{stem}/mean") if key in row), None)
-    return None if value is None else (number(value), not stem.endswith("loss") if greater is None else greater)
+    return None if value is None else (stem, number(value), not stem.endswith("loss") if greater is None else greater)
 
 
 def metric_of(key: str) -> str:

@@ -101,7 +101,7 @@ class RunFolder:
             for place in path.iterdir():  # what is written besides: rows kept aside, parts, pages, files that are renamed
                 if place.name.startswith(".") or place.suffix in _WRITTEN:
                     _must_be_own(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
-            lock = _lock(path)
+            lock = lock_folder(path)
         try:
             folder = cls(path, lock)
             with _errors_of(path):
@@ -335,8 +335,11 @@ def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> No
         raise RunFolderError(f"{place} is no {kind}; remove it, or choose another output_dir.")
 
 
-def _lock(path: Path) -> BinaryIO:
-    """The lock of the folder. The kernel lets go of it when its holder dies, so a lock is never stale."""
+def lock_folder(path: Path) -> BinaryIO:
+    """The lock of the folder. The kernel lets go of it when its holder dies, so a lock is never stale.
+
+    Raises `RunFolderError` where another process holds it.
+    """
     stream = (path / ".lock").open("a+b")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

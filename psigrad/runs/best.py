@@ -16,11 +16,11 @@ class Best(Callback):
     """Remembers the best evaluation after a step, asks for a checkpoint of it, and ends the run by `early_stopping_patience`.
 
     transformers' rules: an evaluation is better if its figure is, by however little, and counts against the patience unless it
-    is better by more than `early_stopping_threshold`.
+    is better by more than `early_stopping_threshold`. The figure is the same for all: one that is missing or NaN is no better.
     """
 
     def __init__(self, settings: Evaluation) -> None:
-        self.settings = settings
+        self.settings, self.figure = settings, ""
         self.step, self.value, self.waited = 0, math.nan, 0
 
     @staticmethod
@@ -29,20 +29,20 @@ class Best(Callback):
         return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and for how many evaluations there was none better."""
-        return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited}
+        """The best so far, of which figure, and for how many evaluations there was none better."""
+        return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited, "figure": self.figure}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self.step, self.waited = held["step"], held["waited"]
+        self.step, self.waited, self.figure = held["step"], held["waited"], held.get("figure", "")
         self.value = math.nan if held["value"] is None else held["value"]
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Compare. The model before its first step is no candidate."""
+        value, greater = self._figure(metrics, state.step)
         if state.step == 0:
             return
-        value, greater = self._figure(metrics)
-        gain = (value - self.value) * (1 if greater else -1) if self.step else math.inf
+        gain = (value - self.value) * (1 if greater else -1) if self.step or math.isnan(value) else math.inf
         self.waited = 0 if gain > self.settings.early_stopping_threshold else self.waited + 1
         if gain > 0:
             self.step, self.value = state.step, value
@@ -50,11 +50,13 @@ class Best(Callback):
         if self.settings.early_stopping_patience and self.waited >= self.settings.early_stopping_patience:
             control.should_training_stop = True
 
-    def _figure(self, metrics: Mapping[str, Any]) -> tuple[float, bool]:
-        """The figure that decides, and whether more of it is better."""
-        name = self.settings.metric_for_best_model
-        if (found := deciding(metrics, name, self.settings.greater_is_better)) is None:
-            known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
-            near = nearest(name.removeprefix("eval_"), known) or f", which has {', '.join(known)}."
+    def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
+        """The figure that decides, that of the first evaluation that has one, and whether more of it is better."""
+        name = self.figure or self.settings.metric_for_best_model
+        found = deciding(metrics, name, self.settings.greater_is_better)
+        known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
+        if found is None and step and not self.figure and (name or not known):
+            near = nearest(name.removeprefix("eval_"), known) or f", which has {', '.join(known) or 'none'}."
             raise UserError(f"metric_for_best_model is {name!r} and no figure of this run's evaluation{near}")
-        return found
+        self.figure, value, greater = found or (self.figure, math.nan, True)
+        return value, greater

@@ -225,11 +225,12 @@ class Callbacks:
             return state
         metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
         metrics |= {name.replace("eval/", "eval_", 1): value for name, value in metrics.items()}
-        if (found := headline(metrics)) is not None:
+        name = (self.args.metric_for_best_model or HEADLINE).removeprefix("eval_")
+        decides, found = deciding(metrics, *self.args.decides), headline(metrics)
+        if found is not None and name != HEADLINE:
             metrics[f"eval_{HEADLINE}"] = found.value
-        if (decides := deciding(metrics, *self.args.decides)) is not None:
-            name = self.args.metric_for_best_model or HEADLINE
-            metrics[f"eval_{name.removeprefix('eval_')}"], self.args.greater_is_better = decides
+        if decides is not None:
+            _, metrics[f"eval_{name}"], self.args.greater_is_better = decides
         state = self._tell("on_evaluate", state, metrics=metrics)
         self._keep_best(metrics, state.step)
         return state
@@ -277,8 +278,9 @@ class Callbacks:
     def _keep_best(self, row: Mapping[str, Any], step: int) -> None:
         best = self.visible_state.best_metric
         if (found := deciding(row, *self.args.decides)) is not None:
-            value, self.args.greater_is_better = found
-            if best is None or (value > best if self.args.greater_is_better else value < best):
+            name, value, self.args.greater_is_better = found
+            self.args.decides = name, self.args.decides[1]  # the same figure in every evaluation
+            if value == value and (best is None or (value > best if self.args.greater_is_better else value < best)):
                 self.visible_state.best_metric, self.visible_state.best_global_step = value, step
 
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:

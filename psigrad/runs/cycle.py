@@ -70,23 +70,19 @@ class _Saves(Generic[S]):
     """When a run is saved, and what is saved where it fails."""
 
     def __init__(
-        self,
-        state: S,
-        save: Callable[[S], None],
-        settings: Run,
-        journal: Journal,
-        updates: Callable[[], int],
-        less_memory: str,
+        self, state: S, save: Callable[[S], None], settings: Run, journal: Journal, updates: Callable[[], int], less_memory: str
     ) -> None:
         self.save, self.settings, self.journal, self.updates, self.less_memory = save, settings, journal, updates, less_memory
         self.good, self.moved, self.saved, self.saved_at = state, updates(), state.step, time.monotonic()
 
     def due(self, state: S) -> bool:
-        """Whether the settings want a checkpoint now."""
+        """Whether the settings want a checkpoint now. A step without a finite gradient changed nothing and must push no older one
+        out.
+        """
         minutes = _now(state, "save_minutes", self.settings.save_minutes)
         every = _now(state, "save_steps", self.settings.save_steps)
         spent = self.journal.world.broadcast(time.monotonic() - self.saved_at) if minutes else 0.0
-        return bool(minutes and spent >= 60 * minutes) or bool(every and state.turns % every == 0)
+        return not state.nonfinite and bool((minutes and spent >= 60 * minutes) or (every and state.turns % every == 0))
 
     def keep(self, state: S) -> S:
         """Save the state, and tell the callbacks."""
@@ -95,13 +91,12 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
     def after(self, state: S, last: bool) -> S:
-        """Save behind a step where that is due, or the disk gets full."""
-        if state.nonfinite:  # a step without a finite gradient changed nothing and must push no older checkpoint out
-            return state
-        self.good = state
-        if last or self.journal.callbacks.control.should_save:
+        """Save behind a step where that is due, by a callback's wish too, or the disk gets full."""
+        if not state.nonfinite:
+            self.good = state
+        if self.journal.callbacks.control.should_save or (last and self.good.step > self.saved):
             return self.keep(state)
-        if reason := self.journal.disk_low():
+        if not state.nonfinite and (reason := self.journal.disk_low()):
             self.keep(state)
             raise UserError(f"{reason} The run is saved at step {state.step}: make room, and the same command goes on.")
         return state

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,8 +25,7 @@ from lm_eval.tasks import TaskManager
 
 from psigrad import redaction, seeds
 from psigrad.config import LmEvalConfig, Model, Run, Sampling
-from psigrad.errors import UserError, nearest, reason_of
-from psigrad.intervals import Interval, mean_interval, over_seeds
+from psigrad.errors import UserError, check_output, nearest, reason_of
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.loading.load_model import load_model, settle_chat
@@ -37,6 +36,7 @@ from psigrad.language.rollout.types import SamplingParams
 from psigrad.records.checkpoint import MANIFEST
 from psigrad.runs import machine
 from psigrad_extras.connect.likelihood import EVERYDAY, likelihoods
+from psigrad_extras.connect.task_metrics import TaskMetric, metrics_of
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.writer import Writer
 
@@ -209,19 +209,6 @@ def _cut(text: str, until: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class TaskMetric:
-    """One metric of one task: of the model, of the baseline, and their difference, with 95 % intervals over documents."""
-
-    task: str
-    metric: str
-    documents: int
-    model: Interval
-    baseline: Interval | None = None
-    difference: Interval | None = None
-    """Model less baseline on the same documents."""
-
-
-@dataclass(frozen=True)
 class LmEvalResult:
     """What `run` found; `raw` is what lm-eval gives, of each model by its name."""
 
@@ -232,19 +219,19 @@ class LmEvalResult:
 def run(config: LmEvalConfig) -> LmEvalResult:
     """Evaluate the model, and the baseline if there is one, on the same documents.
 
-    Raises `UserError` for unknown tasks, and for data that cannot be had.
+    Raises `UserError` for unknown tasks, for data that cannot be had, and for an output that cannot be written.
     """
     if not config.model or not config.tasks:
         missing = "model (--model)" if not config.model else "task (--tasks), such as everyday"
         raise UserError(f"No {missing} was given; type for example `psigrad lm-eval --model runs/grpo/model --tasks everyday`.")
+    check_output(config.output)
     manager = _manager(config)
     tasks = [_task(name, manager) for name in config.tasks]
     names = [config.model, *([config.baseline] if config.baseline else [])]
     raw = {name: _evaluated(config, name, tasks, manager) for name in names}
-    result = LmEvalResult(tuple(_metrics(*(raw[name] for name in names))), raw)
+    result = LmEvalResult(tuple(metrics_of(*(raw[name] for name in names))), raw)
     if config.output:
         content = {"settings": redaction.clear(asdict(config)), "metrics": [asdict(one) for one in result.metrics], "raw": raw}
-        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         Path(config.output).write_text(json.dumps(content, default=str, ensure_ascii=False) + "\n")
     return result
 
@@ -302,24 +289,3 @@ def _evaluated(config: LmEvalConfig, name: str, tasks: Sequence[Any], manager: T
     except (OSError, ConnectionError) as error:
         raise UserError(f"The data of {', '.join(config.tasks)} cannot be had: {reason_of(error)}.") from error
     return {key: found[key] for key in ("results", "samples", "versions", "n-samples")}
-
-
-def _metrics(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> Iterator[TaskMetric]:
-    """Each metric that every document has a number for."""
-    for task, samples in own["samples"].items():
-        theirs = None if other is None else other["samples"][task]
-        for metric in samples[0]["metrics"]:
-            values = [sample.get(metric) for sample in samples]
-            if not all(isinstance(value, int | float) for value in values):
-                continue
-            if theirs is None:
-                yield TaskMetric(task, metric, len(values), _interval(values))
-                continue
-            before = [sample[metric] for sample in theirs]
-            difference = over_seeds(a - b for a, b in zip(values, before, strict=True))
-            yield TaskMetric(task, metric, len(values), _interval(values), _interval(before), difference)
-
-
-def _interval(values: Sequence[float]) -> Interval:
-    found = [float(value) for value in values]
-    return Interval(sum(found) / len(found), *mean_interval(found))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad import redaction
+from psigrad.config.nested import flatten
 from psigrad.errors import UserError, nearest
-from psigrad.records.read import flatten
 from psigrad.runs.journal import Tracker
 
 # The columns of a table of completions, and how many rows of a step it has.

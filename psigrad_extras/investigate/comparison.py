@@ -20,8 +20,10 @@ from typing import Any
 
 from psigrad import redaction
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
+from psigrad.config.fields import FREE, RECORDED, defaults_of, find_marked
 from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
+from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
@@ -51,7 +53,7 @@ def run(comparison: Comparison) -> Path:
     """Run what has not been run yet, and draw `compare.html`; the path of the page.
 
     A method of the preference family trains on `pairs`, with as many completions per step as the online methods sample. Raises
-    `UserError` on mistakes of the user, and where a run failed.
+    `UserError` on mistakes of the user, where the folder holds results of other settings, and where a run failed.
     """
     check(comparison)
     folder = Path(comparison.config.run.output_dir or "runs/compare")
@@ -59,6 +61,8 @@ def run(comparison: Comparison) -> Path:
     if "kto" in comparison.methods:  # it learns from each answer by itself
         write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
     jobs = list_jobs(comparison)
+    for method, seed in jobs:
+        _check_same(comparison, folder, method, seed)
     with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
         for method, seed in jobs:
             advance(0, f"{method} seed {seed}")
@@ -129,15 +133,43 @@ def _record(folder: Path, method: str, seed: int) -> Path:
     return folder / "settings" / f"{method}-{seed}.result.json"
 
 
+def _is_done(result: Path) -> bool:
+    return result.exists() and "process_seconds" in (parse_row(result.read_bytes()) or {})
+
+
+def _task(comparison: Comparison, folder: Path, method: str, seed: int) -> dict[str, Any]:
+    """What the process of one job is told."""
+    settings = to_dict(settings_of(comparison, folder, method, seed))
+    judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
+    pairs = "" if declaration(method).online else comparison.pairs
+    return {"method": method, "seed": seed, "settings": settings, "judged": judged, "pairs": pairs}
+
+
+def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
+    """Refuse a result of other settings, which would be told as one of these. Those that a run may change freely may differ."""
+    job = folder / "settings" / f"{method}-{seed}.json"
+    told = parse_row(job.read_bytes()) if job.exists() else None
+    if told is None or not _is_done(_record(folder, method, seed)):
+        return
+    task = json.loads(json.dumps(redaction.clear(_task(comparison, folder, method, seed))))
+    usual = flatten(defaults_of(OnlineConfig))  # for what an older psigrad did not write down
+    before, now = ({**usual, **flatten(one["judged"]), "pairs": one["pairs"]} for one in ({"pairs": task["pairs"], **told}, task))
+    # which method was named first is of no account
+    free = {"algorithm", "algorithm.preset", *find_marked(OnlineConfig, FREE), *find_marked(OnlineConfig, RECORDED)}
+    if other := [name for name in sorted({*before, *now} - free) if before.get(name, "usual") != now.get(name, "usual")]:
+        what = "; ".join(f"{name} was {before.get(name, 'usual')!r} and is {now.get(name, 'usual')!r}" for name in other[:5])
+        raise UserError(
+            f"{folder} holds results of {method}, seed {seed}, with other settings ({what}); name another folder with "
+            "--output-dir, or set them back."
+        )
+
+
 def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
     """Run one job in a process of its own, unless its result is there."""
     result = _record(folder, method, seed)
-    if result.exists() and "process_seconds" in (parse_row(result.read_bytes()) or {}):
+    if _is_done(result):
         return
-    job = folder / "settings" / f"{method}-{seed}.json"
-    settings = to_dict(settings_of(comparison, folder, method, seed))
-    judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
-    task = {"method": method, "seed": seed, "settings": settings, "judged": judged}
+    job, task = folder / "settings" / f"{method}-{seed}.json", _task(comparison, folder, method, seed)
     job.write_text(json.dumps(redaction.clear(task)))  # for people: the process is told all of it, secrets too
     started = time.perf_counter()
     process = subprocess.Popen(

@@ -6,6 +6,7 @@ it was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from psigrad.config.nested import read_value
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.records.rows import headline, number
+from psigrad.records.run_folder import lock_folder
 from psigrad.runs import session
 from psigrad.runs.progress import bar
 
@@ -91,7 +93,8 @@ class Search:
 def run(sweep: Search, train: Train | None = None) -> Path:
     """Run the trials that have not been run yet; the path of the page. The best trial is in `sweep.json` too.
 
-    Raises `UserError` where optuna is not there, where nothing is searched, and where the first trial fails.
+    Raises `UserError` where optuna is not there, where nothing is searched, where the folder holds another sweep or one that
+    runs, and where the first trial fails.
     """
     try:
         import optuna
@@ -100,8 +103,13 @@ def run(sweep: Search, train: Train | None = None) -> Path:
     if not sweep.spaces or not sweep.seeds or sweep.trials < 1:
         raise UserError("sweep searches nothing; for example: psigrad sweep sft --search learning_rate:1e-6..1e-4:log …")
     sweep = replace(sweep, seeds=tuple(dict.fromkeys(sweep.seeds)))  # a run that counts twice would narrow the intervals
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     sweep.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(lock_folder(sweep.folder)):  # a second process would take the trials of the first for left ones
+        return _run(optuna, sweep, train or _train)
+
+
+def _run(optuna: Any, sweep: Search, train: Train) -> Path:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     direction = sweep.direction or ("minimize" if _stem(sweep.metric).endswith("loss") else "maximize")
     place = f"sqlite:///{sweep.folder / 'sweep.db'}"
     study = optuna.create_study(storage=place, study_name="sweep", direction=direction, load_if_exists=True)
@@ -116,7 +124,7 @@ def run(sweep: Search, train: Train | None = None) -> Path:
             # by its number, so that a sweep that was stopped asks as one that was not
             kind = optuna.samplers.TPESampler if sweep.sampler == "tpe" else optuna.samplers.RandomSampler
             study.sampler = kind(seed=1000 * min(sweep.seeds) + done)
-            advance(1, _try(study, study.ask(), sweep, train or _train, first=done == 0))
+            advance(1, _try(study, study.ask(), sweep, train, first=done == 0))
             done += 1
     from psigrad_extras.investigate import trials as page
 
@@ -145,14 +153,15 @@ def _failed(study: Any) -> int:
 
 
 def _check_same(study: Any, sweep: Search) -> None:
-    """Another command, another metric or other seeds would make trials that cannot be compared."""
+    """Another command, another metric, other seeds or the other direction would make trials that cannot be compared."""
     asked = {
         "command": redaction.clear(list(sweep.command)), "search": [repr(space) for space in sweep.spaces],
-        "seeds": list(sweep.seeds), "metric": sweep.metric,
+        "seeds": list(sweep.seeds), "metric": sweep.metric, "direction": sweep.direction,
     }  # fmt: skip
     for name, value in asked.items():
         if redaction.clear(study.user_attrs.get(name, value)) != value:  # one of an older psigrad holds all of it
-            raise UserError(f"{sweep.folder} holds a sweep with another {name}: {study.user_attrs[name]}; name another folder.")
+            held = study.user_attrs[name] or "none was given"
+            raise UserError(f"{sweep.folder} holds a sweep with another {name}: {held}; name another folder.")
         study.set_user_attr(name, value)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.records import run_folder
-from psigrad.records.read import flatten, kind_of
+from psigrad.records.read import kind_of
 from psigrad_studio.runs.alert_kinds import by_kind, solved
 from psigrad_studio.runs.files import opened
 from psigrad_studio.runs.history import History

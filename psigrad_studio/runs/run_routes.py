@@ -14,8 +14,8 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
+from psigrad.config.nested import flatten
 from psigrad.errors import UserError
-from psigrad.records.read import flatten
 from psigrad.records.warnings import BY_NAME, RULES, SIGNALS
 from psigrad_studio.json_api import RequestForm, json_response
 from psigrad_studio.label_api.store import LabelStore

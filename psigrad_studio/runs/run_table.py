@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psigrad.records.read import flatten
+from psigrad.config.nested import flatten
 from psigrad.records.warnings import SIGNALS
 from psigrad_studio.runs.run_cache import RunCache
 from psigrad_studio.runs.tokens import config_of

@@ -191,6 +191,20 @@ MISTAKES = {
     "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
     "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
     "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),
+    "a name twice in YAML": (["sft", "--config", "{tmp}/twice.yaml"], "twice.yaml' is not YAML: 'optim' stands twice at line 4"),
+    "YAML that is no UTF-8": (["sft", "--config", "{tmp}/latin.yaml"], "latin.yaml' is not YAML: 'utf-8' codec can't decode"),
+    "an output that is a folder": (
+        ["eval", "--model", "none", "--dataset", "none.jsonl", "--reward", "exact", "--output", "{tmp}"],
+        "cannot be written: Is a directory; name another file as --output",
+    ),
+    "an output that is in a file": (
+        ["sample", "--model", "none", "--dataset", "none.jsonl", "--output", "{tmp}/bad.yaml/rows.jsonl"],
+        "bad.yaml/rows.jsonl cannot be written: (File exists|Not a directory)",
+    ),
+    "scores that nobody can write": (
+        ["score", "--model", "none", "--dataset", "none.jsonl", "--output", "{tmp}"],
+        "cannot be written: Is a directory",
+    ),
     "a list as YAML": (["sft", "--config", "{tmp}/list.yaml"], "holds a list; expected name: value pairs"),
     "unknown key": (["sft", "--config", "{tmp}/key.yaml"], "key.yaml: there is no setting 'learning_rat'.*'learning_rate'"),
     "a value for a section": (["sft", "optim=3"], "optim is 3; expected name: value pairs"),
@@ -228,6 +242,8 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(mistake, job, tmp_path, cap
     (tmp_path / "bad.yaml").write_text("optim: {learning_rate: [\n")
     (tmp_path / "tab.yaml").write_text("model: m\n\tx: 1\n")
     (tmp_path / "number.yaml").write_text("data: {dataset: 3}\n")
+    (tmp_path / "twice.yaml").write_text("optim:\n  learning_rate: 1.0e-3\nrun: {max_steps: 5}\noptim:\n  weight_decay: 0.1\n")
+    (tmp_path / "latin.yaml").write_bytes("data: {dataset: café}\n".encode("latin-1"))
     (tmp_path / "unanswered.jsonl").write_text('{"prompt": "a", "completion": "b", "answer": null}\n' * 2)
     (tmp_path / "list.yaml").write_text("- optim\n")
     (tmp_path / "key.yaml").write_text("optim: {learning_rat: 1}\n")
@@ -319,6 +335,25 @@ def test_text_that_looks_like_something_else_stays_text():
     config = load(OnlineConfig, overrides=["run.output_dir=2024", "data.dataset=3", "model.path=1e5", "evaluation.metric="])
     assert (config.run.output_dir, config.data.dataset, config.model.path, config.evaluation.metric) == ("2024", "3", "1e5", "")
     assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5"]).optim.learning_rate == 1e-5
+
+
+def test_a_date_in_a_file_is_text_and_what_is_merged_may_be_given_anew(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "model: {path: m}\nrun: {output_dir: 2024-13-45}\ndata: {dataset: 2024-01-05}\n"
+        "optim: &usual\n  <<: {learning_rate: 1e-3, weight_decay: 0.1}\n  learning_rate: 1e-4\n"
+    )
+    config = load(SFTConfig, file)
+    assert (config.run.output_dir, config.data.dataset) == ("2024-13-45", "2024-01-05")
+    assert (config.optim.learning_rate, config.optim.weight_decay) == (1e-4, 0.1)
+
+
+def test_a_weight_below_zero_is_no_flag():
+    for text, value in (("-0.5", -0.5), ("-1e-3", -0.001), ("-.5", -0.5), ("-2", -2.0)):
+        config = flags.parse(OnlineConfig, "grpo", ["--reward", "a", "b", "--reward-weights", "1", text])
+        assert config.reward_weights == (1.0, value)
+        found = flags.parse_lists(["a", "--w", "1", text, "--x", text, "-y"], "--w")
+        assert found == (["a"], {"--w": ["1", text]}, ["--x", text, "-y"])
 
 
 def test_a_path_is_as_good_as_its_name(tmp_path):

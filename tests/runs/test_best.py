@@ -16,7 +16,8 @@ from tiny_jobs import forked, online_config, reward_config, sft_config
 
 from psigrad.config import Evaluation
 from psigrad.errors import UserError
-from psigrad.language.recipes import online, reward, sft
+from psigrad.language.recipes import finish, online, reward, sft
+from psigrad.processes.parallel.world import ALONE
 from psigrad.records.read import load
 from psigrad.records.report import card
 from psigrad.runs import callbacks
@@ -24,12 +25,15 @@ from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Control
 
 
-def told(values: list[float], name: str = "loss", **settings) -> tuple[Best, list[int], int]:
-    """The callback after evaluations of steps 1, 2, …; those that it wanted saved; the step that it ended the run at."""
+def told(values: list[float | dict | None], name: str = "loss", **settings) -> tuple[Best, list[int], int]:
+    """The callback after evaluations of steps 1, 2, …; those that it wanted saved; the step that it ended the run at. A value of
+    None is an evaluation that lacks the figure.
+    """
     best, saved, ended = Best(Evaluation(eval_steps=1, load_best_model_at_end=True, **settings)), [], 0
     for step, value in enumerate(values, start=1):
         control = Control()
-        best.on_evaluate(None, SimpleNamespace(step=step), control, {f"eval/{name}": value})
+        row = value if isinstance(value, dict) else {"eval/prompts": 4} | ({} if value is None else {f"eval/{name}": value})
+        best.on_evaluate(None, SimpleNamespace(step=step), control, row)
         saved += [step] if control.should_save else []
         ended = ended or (step if control.should_training_stop else 0)
     return best, saved, ended
@@ -46,6 +50,55 @@ def test_the_best_and_the_patience_by_hand():
     assert told([1.0, 1.0, 1.0])[1] == [1], "an equal evaluation is no better"
     with pytest.raises(UserError, match=r"metric_for_best_model is 'exakt'.*exact"):
         told([0.1], name="exact", metric_for_best_model="exakt")
+
+
+@pytest.mark.parametrize("metric", ["", "loss"])
+def test_an_evaluation_without_a_finite_figure_is_no_better_and_ends_no_run(metric):
+    nan = float("nan")
+    best, saved, ended = told([nan, 3.0, None, 2.0, "NaN", None], early_stopping_patience=2, metric_for_best_model=metric)
+    assert (best.step, best.value, saved, ended) == (4, 2.0, [2, 4], 6)
+    assert told([nan, 3.0, 2.0, 1.0], early_stopping_patience=3, metric_for_best_model=metric)[2] == 0
+    unknown = told([nan, None], metric_for_best_model=metric)[0]
+    assert unknown.step == 0 and unknown.state_dict()["value"] is None
+
+
+def test_what_no_evaluation_has_had_is_refused():
+    before = {"eval/exact/mean": 0.5}
+    best = Best(Evaluation(metric_for_best_model="exact"))
+    best.on_evaluate(None, SimpleNamespace(step=0), Control(), before)
+    best.on_evaluate(None, SimpleNamespace(step=1), Control(), {"eval/unscored": 4})  # a judge that is down
+    for metric in ("exact", ""):
+        with pytest.raises(UserError, match=f"metric_for_best_model is '{metric}'.*which has none"):
+            told([{}], metric_for_best_model=metric)
+
+
+def test_evaluations_are_compared_by_one_figure_also_where_one_lacks_it():
+    """An accuracy of 0.2, a judge that is down beside a loss of 0.1, an accuracy of 0.3."""
+    rows = [{"eval/exact/mean": 0.2, "eval/loss": 1.0}, {"eval/loss": 0.1}, {"eval/exact/mean": 0.3, "eval/loss": 0.9}]
+    best, saved, _ = told(rows)
+    assert (best.step, best.value, saved) == (3, 0.3, [1, 3])
+    again = Best(best.settings)
+    again.load_state_dict(json.loads(json.dumps(best.state_dict())))
+    again.on_evaluate(None, SimpleNamespace(step=4), Control(), {"eval/loss": 0.0})
+    assert (again.step, again.value, again.waited) == (3, 0.3, 1), "over a stop too"
+
+
+def test_a_best_that_is_not_there_is_told(tmp_path):
+    said = []
+    journal = SimpleNamespace(
+        world=ALONE,
+        folder=SimpleNamespace(checkpoints=tmp_path),
+        tell=lambda kind, text, **fields: said.append((kind, text, fields)),
+        callbacks=SimpleNamespace(callbacks=[told([3.0, 2.0])[0]]),
+    )
+    assert finish._best_of(None, journal, "last", None) == "last"
+    journal.callbacks.callbacks = [told([float("nan")])[0]]
+    assert finish._best_of(None, journal, "last", None) == "last"
+    gone = "The last weights are kept: the checkpoint of step 2, whose evaluation was the best, is gone."
+    assert said == [
+        ("kept_last", gone, {"best": 2}),
+        ("kept_last", "The last weights are kept: no evaluation had a figure.", {"best": 0}),
+    ]
 
 
 def test_the_model_before_its_first_step_is_no_candidate():

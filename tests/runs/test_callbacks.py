@@ -203,6 +203,31 @@ def test_transformers_early_stopping_works_on_the_headline_and_its_patience_is_k
     assert held["ended"] and held["callbacks"] == {"EarlyStoppingCallback": {"early_stopping_patience_counter": 2}}
 
 
+def evaluated(job, tmp_path, rows, **settings):
+    """The headlines that a callback is told of, and the best evaluation as it is shown at the end."""
+    told = []
+
+    class Reader(psigrad.Callback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            told.append(metrics.get("eval_headline"))
+
+    config = sft_config(job, tmp_path / "run")
+    config = replace(config, evaluation=replace(config.evaluation, **settings))
+    hooks = callbacks.Callbacks([Reader()], config)
+    for step, row in enumerate(rows, start=1):
+        hooks.see({"step": step, **row})
+        hooks.after_evaluation(callbacks.RunState(step=step))
+    return told, (hooks.visible_state.best_global_step, hooks.visible_state.best_metric)
+
+
+def test_callbacks_are_told_of_one_figure_and_NaN_is_never_the_best(job, tmp_path):
+    rows = [{"eval/exact/mean": 0.2, "eval/loss": 1.0}, {"eval/loss": 0.1}, {"eval/exact/mean": 0.1, "eval/loss": 0.9}]
+    assert evaluated(job, tmp_path, rows) == ([0.2, None, 0.1], (1, 0.2))
+    assert evaluated(job, tmp_path, rows, metric_for_best_model="loss") == ([0.2, 0.1, 0.1], (2, 0.1))
+    losses = [{"eval/loss": value} for value in ("NaN", 3.0, 2.0)]
+    assert evaluated(job, tmp_path, losses, metric_for_best_model="loss")[1] == (3, 2.0)
+
+
 @pytest.mark.parametrize(("name", "greater", "threshold"), [("loss", True, 0.0), ("exact", None, 10.0)])
 def test_transformers_early_stopping_follows_the_metric_that_is_named(name, greater, threshold, job, tmp_path):
     """More of a loss is wanted, which falls; an accuracy does not rise by ten. The headline is the accuracy."""

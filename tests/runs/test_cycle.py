@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_jobs import online_config
+from tiny_jobs import online_config, sft_config
 from tiny_rewards import fails_later
 
-from psigrad.config import Run
+from psigrad.config import Evaluation, Run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.rewards import RewardError
@@ -24,6 +24,7 @@ from psigrad.language.training.update import NonFiniteError
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint
 from psigrad.runs import cycle as module
+from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.cycle import cycle
 from psigrad.runs.progress import bar
@@ -83,6 +84,41 @@ def test_what_was_good_is_saved_before_an_error_that_leaves_the_weights_alone(er
             "x", State(evaluated=True), 10, step, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet(), lambda: 0
         )
     assert found == [4], "the steps behind it had no finite gradient"
+
+
+def nonfinite_at(*steps):
+    """A step whose gradient is finite but at these."""
+    return lambda state: (replace(state, step=state.step + 1, nonfinite=int(state.step + 1 in steps)), "")
+
+
+def test_the_last_step_is_saved_also_without_a_finite_gradient_where_there_is_something_new():
+    """Its weights are those of the step before. Where those are saved, another checkpoint would only push an older one out."""
+    assert saves(Run(progress=False, save_minutes=0.0), 4, nonfinite_at(4)) == [4]
+    assert saves(Run(progress=False, save_minutes=0.0, save_steps=3), 4, nonfinite_at(4)) == [3]
+    assert saves(Run(progress=False, save_minutes=0.0, save_steps=2), 4, nonfinite_at(2)) == [4]
+    assert saves(Run(progress=False, save_minutes=0.0), 2, nonfinite_at(1, 2)) == [], "nothing was learned"
+
+
+def test_the_best_evaluation_is_saved_also_behind_a_step_without_a_finite_gradient(job, tmp_path):
+    evaluation = Evaluation(eval_steps=1, load_best_model_at_end=True)
+    config = replace(sft_config(job, tmp_path), evaluation=evaluation)
+    losses, found, best = iter([3.0, 2.0, 2.5, 2.6]), [], Best(evaluation)
+    journal = Quiet()
+    journal.callbacks = hooks = Callbacks([best], config)
+    settings = Run(progress=False, save_minutes=0.0)
+    cycle(
+        "x",
+        State(evaluated=True),
+        4,
+        nonfinite_at(2),
+        lambda s: hooks.see({"step": s.step, "eval/loss": next(losses)}),
+        lambda s: found.append(s.step),
+        settings,
+        1,
+        journal,
+        lambda: 0,
+    )
+    assert best.step == 2 and found == [1, 2, 4]
 
 
 def test_an_error_after_a_weight_has_moved_saves_nothing():

@@ -14,7 +14,7 @@ import torch
 from tiny_jobs import online_config, preference_config, sft_config
 
 from psigrad import importing
-from psigrad.config import OnlineConfig
+from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.load import load, to_dict
 from psigrad.control import builder
 from psigrad.control import run as control_run
@@ -212,10 +212,23 @@ def test_another_base_model_is_refused_by_name(made, copied, tmp_path):
     interrupted(tmp_path / "run")
     weights = copied / "base" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x00\x3f")
-    pins._folder_hash.cache_clear()  # one process would not look again
     with pytest.raises(UserError, match="was trained with another model"):
         run(config(copied, tmp_path / "run"))
     run(config(copied, tmp_path / "run", allow=("model",)))
+
+
+def test_a_folder_is_looked_at_again_and_by_its_place(tmp_path, monkeypatch):
+    """In a notebook the model of a run may be trained on, or a relative name mean another folder."""
+    for name in ("a", "b"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "weights").write_text(name)
+    monkeypatch.chdir(tmp_path / "a")
+    first = pins.identify_model("model")
+    assert first == pins.identify_model("model") == pins.identify_model(str(tmp_path / "a" / "model"))
+    monkeypatch.chdir(tmp_path / "b")
+    assert pins.identify_model("model") not in (first, None)
+    (tmp_path / "a" / "model" / "weights").write_text("a, trained on")
+    assert pins.identify_model(str(tmp_path / "a" / "model")) != first
 
 
 def test_another_reference_is_refused_by_name(copied, tmp_path):
@@ -224,7 +237,6 @@ def test_another_reference_is_refused_by_name(copied, tmp_path):
     preference.run(config)
     interrupted(tmp_path / "run")
     (copied / "reference" / "note.txt").write_text("another")
-    pins._folder_hash.cache_clear()
     with pytest.raises(UserError, match="was trained with another reference"):
         preference.run(config)
 
@@ -276,6 +288,24 @@ def test_a_changed_part_of_an_algorithm_is_told_and_not_that_it_has_no_name_now(
     for other in ("ppo", {"preset": "ppo", "kl": {"coefficient": 0.1}}):
         with pytest.raises(UserError, match=r"\(algorithm was 'grpo' and is 'ppo'"):
             pins.check_settings(tmp_path, before, before | {"algorithm": other})
+
+
+@pytest.mark.parametrize(
+    ("settings", "plain", "changed", "names"),
+    [
+        (OnlineConfig, {"algorithm": "grpo"}, {"beta": 0.1}, "algorithm.kl.coefficient"),
+        (PreferenceConfig, {"loss": "dpo"}, {"beta": 0.2}, "loss.beta"),
+        (SFTConfig, {}, {"lr_scheduler_kwargs": {"num_cycles": 2}}, "optim.lr_scheduler_kwargs.num_cycles"),
+    ],
+)
+def test_what_is_advised_is_taken_also_where_a_setting_came_or_went(settings, plain, changed, names, tmp_path):
+    one, other = (to_dict(load(settings, flags={**plain, **more})) for more in ({}, changed))
+    for before, now in ((one, other), (other, one)):
+        with pytest.raises(UserError, match=f"{names} was .*--allow .*{names} goes on") as refused:
+            pins.check_settings(tmp_path, before, now, settings)
+        advised = str(refused.value).partition("--allow ")[2].partition(" goes on")[0].split()
+        now = now | {"run": now["run"] | {"allow": advised}}
+        assert [change.name for change in pins.check_settings(tmp_path, before, now, settings)] == advised
 
 
 def test_a_smaller_micro_batch_mends_a_run_that_was_out_of_memory(job, tmp_path):

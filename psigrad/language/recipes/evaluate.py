@@ -13,7 +13,7 @@ from psigrad import __version__, extras, redaction, seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
-from psigrad.errors import UserError
+from psigrad.errors import UserError, check_output
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_dataset
@@ -85,9 +85,8 @@ def run(config: EvalConfig) -> Report:
     rewards = bool(config.reward or config.reward_model or config.environment or config.asks)
     if not (config.evaluation.metric or rewards):
         raise UserError(
-            "There is nothing to score the completions with; name a built-in or module:function with --reward "
-            "(reward), or a reward model with "
-            "--reward-model."
+            "There is nothing to score the completions with; name a built-in or module:function with --reward (reward), or a "
+            "reward model with --reward-model."
         )
     if config.likelihood and (config.server or config.best_of > 1 or config.evaluation.num_generations_eval > 1):
         raise UserError(
@@ -135,6 +134,7 @@ def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
 
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
+    check_output(config.output)
     for text in idle(config).values():
         redaction.say(text)
     machine.prepare_torch(config.run)

@@ -77,10 +77,7 @@ def train_on_rows(
 
 @contextlib.contextmanager
 def sampler_of(
-    config: SFTConfig | OnlineConfig | PreferenceConfig,
-    model: LanguageModel,
-    journal: Journal | None = None,
-    longest: int = 0,
+    config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal | None = None, longest: int = 0
 ) -> Iterator[Sampler]:
     """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy, unless it
     is vLLM's. `longest` bounds prompt and completion together, where that is known.
@@ -159,6 +156,8 @@ def _best_of(
     step, value = journal.world.broadcast((best.step, best.value) if best else (0, 0.0))
     place = journal.folder.checkpoints / f"step-{step:08d}"
     if not step or not place.is_dir():
+        why = f"the checkpoint of step {step}, whose evaluation was the best, is gone" if step else "no evaluation had a figure"
+        journal.tell("kept_last", f"The last weights are kept: {why}.", best=step)
         return model
     journal.tell("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
     if model.adapter is not None and model.root is None:  # it alone has learnt, and the layers of a network given are wrapped

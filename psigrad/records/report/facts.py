@@ -10,7 +10,8 @@ from typing import Any
 
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.fields import defaults_of
-from psigrad.records.read import RunData, clip, flatten, kind_of
+from psigrad.config.nested import flatten
+from psigrad.records.read import RunData, clip, kind_of
 from psigrad.records.rows import number
 
 _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig}

@@ -212,6 +212,13 @@ def test_the_yaml_and_the_command_give_the_same_settings(more, here, capsys):
     assert flags.parse(OnlineConfig, "grpo", words, {"algorithm": "grpo"}) == load(OnlineConfig, "run.yaml")
 
 
+def test_the_file_may_be_in_a_folder_to_be_made_and_must_be_one_that_can_be_written(here, capsys):
+    Path("mine.py").write_text(SCRIPT)
+    assert cli.main(["from-trl", "mine.py", "--output", "new/run.yaml"]) == 0 and Path("new/run.yaml").exists()
+    assert cli.main(["from-trl", "mine.py", "--output", "new"]) == 2
+    assert "new cannot be written: Is a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_defaults_of_every_trainer_become_settings_that_load(name, here):
     Path("mine.py").write_text(f"args = {name}(output_dir='runs/x')")

@@ -84,6 +84,44 @@ def test_a_second_call_runs_nothing_again(compared, monkeypatch, capsys):
     ]
 
 
+def settled(job, folder):
+    """A comparison all of whose results are there, as its processes leave them."""
+    comparison = Comparison(("rloo", "dpo"), config(job, folder), (0,), str(job / "pairs.jsonl"))
+    (folder / "settings").mkdir()
+    for method, seed in compare.list_jobs(comparison):
+        found = {"method": method, "seed": seed, "curve": [], "process_seconds": 1.0, **dict.fromkeys(compare.FIGURES, 1.0)}
+        (folder / "settings" / f"{method}-{seed}.json").write_text(json.dumps(compare._task(comparison, folder, method, seed)))
+        compare._record(folder, method, seed).write_text(json.dumps(found))
+    return comparison
+
+
+def test_results_of_other_settings_are_refused(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare.subprocess, "Popen", lambda *a, **k: pytest.fail("it ran"))
+    comparison = settled(job, tmp_path)
+    written = compare.run(comparison)
+    asked = comparison.config
+    for name, other in {
+        r"model\.path was '.*base' and is 'B'": replace(asked, model=Model(path="B")),
+        r"run\.max_steps was 2 and is 3": replace(asked, run=replace(asked.run, max_steps=3)),
+        r"algorithm\.kl was 'usual' and is None": replace(asked, algorithm={"preset": "rloo", "kl": None}),
+        r"evaluation\.metric was 'exact' and is 'numeric'": replace(
+            asked, evaluation=replace(asked.evaluation, metric="numeric")
+        ),
+    }.items():
+        with pytest.raises(UserError, match=f"holds results of rloo, seed 0, with other settings .*{name}"):
+            compare.run(replace(comparison, config=other))
+    with pytest.raises(UserError, match=r"holds results of dpo, seed 0, .*pairs was '.*pairs.jsonl' and is 'other.jsonl'"):
+        compare.run(replace(comparison, pairs="other.jsonl"))
+    assert json.loads((tmp_path / "compare.json").read_text())["runs"][0]["truth"] == 1.0
+    same = replace(asked, algorithm="dpo", micro_batch_tokens=7, run=replace(asked.run, progress=True, save_steps=1))
+    assert compare.run(replace(comparison, methods=("dpo", "rloo"), config=same)) == written
+    job_file = tmp_path / "settings" / "dpo-0.json"
+    older = json.loads(job_file.read_text())
+    del older["pairs"], older["judged"]["record_tokens"]
+    job_file.write_text(json.dumps(older))
+    assert compare.run(comparison) == written, "an older psigrad wrote down less"
+
+
 def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
     comparison = Comparison(("grpo", "ppo", "dpo", "kto"), config(job, tmp_path), (0,), "pairs.jsonl")
     made = {m: settings_of(comparison, tmp_path, m, 3) for m in comparison.methods}

@@ -81,6 +81,27 @@ def test_a_sweep_that_was_stopped_asks_as_one_that_was_not(tmp_path):
         sweep.run(made(tmp_path / "parts", seeds=(7,)), Trainer())
 
 
+def test_another_direction_is_refused_for_it_would_turn_the_search_around(tmp_path):
+    sweep.run(made(tmp_path, trials=2), Trainer())
+    with pytest.raises(UserError, match="holds a sweep with another direction: none was given; name another folder"):
+        sweep.run(made(tmp_path, trials=3, direction="minimize"), Trainer())
+    sweep.run(made(tmp_path / "named", trials=1, direction="minimize"), Trainer())
+    with pytest.raises(UserError, match="another direction: minimize;"):
+        sweep.run(made(tmp_path / "named", trials=2), Trainer())
+
+
+def test_one_process_at_a_time_sweeps_in_a_folder(tmp_path):
+    """The second would take the trial that the first has begun for one that was left."""
+
+    def second(words, folder):
+        with pytest.raises(UserError, match=r"is in use by process \d+"):
+            sweep.run(made(tmp_path, trials=1, seeds=(1,)), Trainer())
+        return Trainer()(words, folder)
+
+    sweep.run(made(tmp_path, trials=1, seeds=(1,)), second)
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["trials"]) == 1
+
+
 def test_a_failed_trial_is_counted_and_the_first_one_tells_why(tmp_path):
     with pytest.raises(UserError, match="The first trial failed: no such model"):
         sweep.run(made(tmp_path / "a"), lambda words, folder: "no such model")

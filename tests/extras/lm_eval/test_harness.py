@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from psigrad import cli
+from psigrad.config import LmEvalConfig
 from psigrad.language.models import tiny
 from psigrad.records.checkpoint import MANIFEST
 from psigrad_extras.connect import lm_eval as harness
@@ -67,6 +68,17 @@ def tasks(tmp_path_factory) -> str:
             "doc_to_target": "{{choices[0]}}",
             "generation_kwargs": {"until": ["a", "ter b"], "max_gen_toks": 12, "do_sample": False},
             "metric_list": [{"metric": "exact_match", **acc}],
+        },
+        "filtered": {
+            "output_type": "generate_until",
+            "doc_to_text": "{{text}}",
+            "doc_to_target": "{{choices[0]}}",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+            "metric_list": [{"metric": "exact_match", **acc}],
+            "filter_list": [
+                {"name": "whole", "filter": [{"function": "take_first"}]},
+                {"name": "word", "filter": [{"function": "regex", "regex_pattern": "(\\w+)"}, {"function": "take_first"}]},
+            ],
         },
         "perplexity": {
             "output_type": "loglikelihood_rolling",
@@ -134,6 +146,14 @@ def test_the_command_compares_two_models_by_document(model, tasks, tmp_path, cap
         ("choice", "acc_norm", 9),
     }
     assert all(m["difference"] == [0.0, 0.0, 0.0] for m in found["metrics"])
+
+
+def test_each_filter_of_a_task_has_the_figure_that_lm_eval_gives_it(model, tasks):
+    found = harness.run(LmEvalConfig(model=model, tasks=("filtered",), include_path=tasks))
+    theirs = found.raw[model]["results"]["filtered"]
+    assert {one.metric: (one.documents, one.model.mean) for one in found.metrics} == {
+        name: (26, pytest.approx(theirs[name])) for name in ("exact_match,whole", "exact_match,word")
+    }
 
 
 @pytest.mark.parametrize(

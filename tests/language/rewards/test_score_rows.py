@@ -69,9 +69,19 @@ def test_the_command(dataset, tmp_path, capsys):
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert [row["reward"] for row in rows] == [2.0, 0.0, 0.0] and rows[1]["parts"] == {"exact": 0.0, "numeric": 0.0}
     assert rows[0]["source"].endswith("rows.jsonl:1") and "3 rows: mean reward 0.6667" in said.err
-    output = tmp_path / "scores.jsonl"
+    output = tmp_path / "new" / "scores.jsonl"
     assert cli.main(["score", "--reward", "exact", "--dataset", str(dataset), "--output", str(output)]) == 0
     assert len(output.read_text().splitlines()) == 3
+    weighed = ["score", "--reward", "exact", "numeric", "--reward-weights", "1", "-0.25", "--dataset", str(dataset)]
+    capsys.readouterr()
+    assert cli.main(weighed) == 0
+    assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [0.75, 0.0, 0.0]
+
+
+def test_the_place_of_the_scores_is_looked_at_before_anything_is_scored(dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(score_rows, "score", lambda *given, **also: pytest.fail("it scored"))
+    assert cli.main(["score", "--reward", "exact", "--dataset", str(dataset), "--output", str(tmp_path)]) == 2
+    assert "cannot be written: Is a directory; name another file as --output." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

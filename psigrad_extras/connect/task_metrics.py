@@ -1,0 +1,58 @@
+"""What lm-eval logged of a task's documents, as metrics with intervals. It needs no lm-eval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psigrad.intervals import Interval, mean_interval, over_seeds
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """One metric of one task: of the model, of the baseline, and their difference, with 95 % intervals over documents."""
+
+    task: str
+    metric: str
+    documents: int
+    model: Interval
+    baseline: Interval | None = None
+    difference: Interval | None = None
+    """Model less baseline on the same documents."""
+
+
+def metrics_of(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> Iterator[TaskMetric]:
+    """Each metric that every document has a number for, of what lm-eval found of a model and perhaps of a baseline.
+
+    lm-eval logs a document once for each filter of its task, such as the strict and the flexible way to read an answer out of a
+    text. Where a task has several, each has its metrics, named as lm-eval does: "exact_match,strict-match".
+    """
+    for task, samples in own["samples"].items():
+        by_filter = _split_filters(samples)
+        theirs = _split_filters([] if other is None else other["samples"][task])
+        for name, logged in by_filter.items():
+            for metric in logged[0]["metrics"]:
+                values: list[Any] = [sample.get(metric) for sample in logged]
+                if not all(isinstance(value, int | float) for value in values):
+                    continue
+                shown = f"{metric},{name}" if len(by_filter) > 1 else metric
+                if other is None:
+                    yield TaskMetric(task, shown, len(values), _interval(values))
+                    continue
+                before = [sample[metric] for sample in theirs[name]]
+                difference = over_seeds(a - b for a, b in zip(values, before, strict=True))
+                yield TaskMetric(task, shown, len(values), _interval(values), _interval(before), difference)
+
+
+def _split_filters(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The logged documents by filter; empty where there is no document."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        found.setdefault(sample.get("filter", ""), []).append(sample)
+    return found
+
+
+def _interval(values: Sequence[float]) -> Interval:
+    found = [float(value) for value in values]
+    return Interval(sum(found) / len(found), *mean_interval(found))
