@@ -91,6 +91,11 @@ def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or default_threads())
     keep_freed_memory(up_to=_PIECE if recompute or run.max_memory else _ALL)
+    check_device(run)
+
+
+def check_device(run: Run) -> None:
+    """Raises `UserError` where the device is not here."""
     if run.device == "auto":
         return
     try:

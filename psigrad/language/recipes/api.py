@@ -20,6 +20,7 @@ from psigrad.language.loading.model_source import check_there
 from psigrad.language.training.update import check_schedule
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel import launch
+from psigrad.runs import machine
 from psigrad.runs.result import Result
 from psigrad.runs.session import new_folder
 
@@ -127,6 +128,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
 
 def fit_memory(config: C) -> C:
     """The settings with micro-batches, and all else that is left to the device, as its memory allows."""
+    machine.check_device(config.run)  # one that is not here has no memory to plan with
     if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
         made: C = extras.load("fit").fit(config)
         return made

@@ -219,7 +219,7 @@ def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | Eva
     """Exact KL(model‖reference) of each of the completions found, in nats."""
     plain = replace(config.model, lora_rank=0, adapter="merge", quantize_base="")
     pair = [
-        load_model(replace(plain, path=path, revision=plain.revision * (path == plain.path)), config.run, None)
+        load_model(replace(plain, path=path, revision=plain.revision if path == plain.path else ""), config.run, None)
         for path in (model, reference)
     ]
     evaluator = Evaluator([], None, "", samplers.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])
