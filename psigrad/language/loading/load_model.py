@@ -322,11 +322,11 @@ def _read_template(path: str) -> Any:
     """The template in a Jinja file, in a folder's chat_template.jinja, or of the tokenizer of a folder or hub model."""
     place = Path(path).expanduser()
     place = place / "chat_template.jinja" if (place / "chat_template.jinja").is_file() else place
-    if place.is_file():
-        return place.read_text(encoding="utf-8")
-    if place.suffix == ".jinja":
+    if place.suffix == ".jinja" and not place.is_file():
         raise UserError(f"There is no file {path!r}; give chat_template_path a Jinja file, or a model whose template it is.")
     try:
+        if place.is_file():
+            return place.read_text(encoding="utf-8")
         found = AutoTokenizer.from_pretrained(path, trust_remote_code=False).chat_template
     except (OSError, ValueError) as error:
         raise UserError(

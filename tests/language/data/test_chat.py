@@ -253,6 +253,7 @@ def test_arguments_of_the_run_hold_where_a_row_says_nothing(build: Build) -> Non
 def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text(PLAIN)
     (tmp_path / "broken.jinja").write_text("{{ messages }}\n{% for")
+    (tmp_path / "latin.jinja").write_bytes(b"{{ messages }} \xe9")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "chat_template.jinja").write_text(DATED)
     tokenizer = build()
@@ -262,6 +263,7 @@ def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_pat
     assert tokenizer.chat_template == DATED
     for wrong, why in (
         (Model(chat_template_path="no.jinja"), "no file"),
+        (Model(chat_template_path=str(tmp_path / "latin.jinja")), "cannot be read"),
         (Model(eos_token="<|im_ende|>"), "no token.*im_end"),
         (Model(chat_template_kwargs="{a"), "no JSON"),
         (Model(chat_template_kwargs="[1]"), "an object"),
