@@ -177,12 +177,14 @@ class Served:
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
         """The tokens of a prompt."""
+        place = "messages" if isinstance(row.prompt, list) else "prompt"
         try:
             return tuple(prompt_ids(self.tokenizer, row))
         except RowError as error:
-            raise ApiError(f"{error.bad.reason[:1].upper()}{error.bad.reason[1:]}.", param="messages") from None
+            said = f"the {place} {error.bad.reason}" if error.bad.column == "prompt" else error.bad.reason
+            raise ApiError(f"{said[:1].upper()}{said[1:]}.", param=place) from None
         except UserError as error:
-            raise ApiError(str(error), param="messages" if isinstance(row.prompt, list) else "prompt") from None
+            raise ApiError(str(error), param=place) from None
 
     def check_tokens(self, ids: Sequence[int]) -> None:
         """Refuse tokens that the model does not have."""

@@ -66,6 +66,7 @@ def test_ratios_are_per_token_and_passes_are_added(compare):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("timed_functions")
 @pytest.mark.parametrize("change", [{"micro_batch": 2}, {"turns": 3, "spread": 0.4}, {"lora_rank": 4}])
 def test_trls_side_computes_our_loss_however_it_is_divided(change, tmp_path, compare):
     """Rows in parts, episodes with words of the environment in their midst, adapters."""

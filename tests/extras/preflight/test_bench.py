@@ -166,6 +166,7 @@ def test_a_coded_base_is_read_in_its_codes(configuration, tmp_path, name):
     assert saved == pytest.approx(layers * (2 - {"nf4": 4.5, "int8": 9}[name] / 8))
 
 
+@pytest.mark.usefixtures("timed_functions")
 def test_episodes_of_several_turns_are_timed(tmp_path):
     """Every turn but the last is answered, and nothing is said of a floor: some of their tokens are read and not sampled."""
     work = replace(SMALL, vocabulary=80, hidden=32, layers=1, turns=3, prompt_tokens=12)
