@@ -32,20 +32,6 @@ def job(tmp_path_factory) -> Path:
     return make_job(tmp_path_factory.mktemp("job"))
 
 
-@pytest.fixture
-def timed_functions(monkeypatch) -> None:
-    """What a timed run puts around functions goes with the test: a run has a process of its own, a test has not."""
-    from psigrad_extras.preflight.bench.workload import Phases
-
-    around = Phases.around
-
-    def noted(self: Phases, owner: object, method: str, name: str) -> None:
-        monkeypatch.setattr(owner, method, getattr(owner, method))
-        around(self, owner, method, name)
-
-    monkeypatch.setattr(Phases, "around", noted)
-
-
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than processors: some tests wait, for a program, a deadline or a disk."""
     return len(os.sched_getaffinity(0)) + 1

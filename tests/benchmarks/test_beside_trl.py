@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from timed_runs import timed_functions  # noqa: F401 (a fixture)
 
 from psigrad import cli
 from psigrad.errors import UserError

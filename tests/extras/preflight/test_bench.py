@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from timed_runs import timed_functions  # noqa: F401 (a fixture)
 from transformers import AutoConfig
 
 from psigrad import cli
