@@ -31,7 +31,9 @@ def check_output(output: str) -> None:
 
     The folder of the file is made, and the file itself is as it was.
     """
-    path = Path(output or "/dev/null")
+    if not output:
+        return
+    path = Path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):

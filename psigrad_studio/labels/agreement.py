@@ -132,7 +132,8 @@ def alpha_interval(
     alphas = np.concatenate(found)
     alphas = alphas[~np.isnan(alphas)]
     low, high = np.quantile(alphas, [(1 - confidence) / 2, (1 + confidence) / 2]) if alphas.size else (np.nan, np.nan)
-    return Alpha(krippendorff_alpha(ratings, level), float(low), float(high), units)
+    whole = float(_alphas(np.ones((1, units)), n, values, level)[0])
+    return Alpha(whole, float(low), float(high), units)
 
 
 def _shared(ratings: ArrayLike) -> tuple[Floats, Floats]:
