@@ -47,8 +47,8 @@ GROUPS = {
         "score": Command("what a reward model or reward functions give to prompts with completions", language.score),
     },
     "make data, measure, plan": {
-        "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", language.sample),
-        "pairs": Command("pairs out of rankings or ratings, ties left out and counted", language.pairs),
+        "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
+        "pairs": Command("pairs out of rankings or ratings, ties left out and counted", _extra("pairs")),
         "tasks": Command("names of the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
         "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", _extra("lm_eval")),

@@ -253,7 +253,7 @@ ELSEWHERE = {
     "benchmark": "language/rewards/test_benchmarks.py::test_prompts_by_hand",
     "server_key_variable": "extras/connect/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
     **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
-    "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
+    "output": "extras/datasets/test_sample.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
 }
 
 
