@@ -248,6 +248,14 @@ def pairs(arguments: list[str]) -> int:
     return 0
 
 
+def grid(arguments: list[str]) -> int:
+    """Solve a grid world in the terminal."""
+    from psigrad_extras.grid import GridSettings, run
+
+    run(flags.parse(GridSettings, "grid", arguments))
+    return 0
+
+
 def push(arguments: list[str]) -> int:
     """Upload a finished run's model."""
     usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"

@@ -70,7 +70,7 @@ GROUPS = {
     },
     "the same mathematics, small": {
         "explain": Command("the formula a method optimises, term by term, or how two differ", maths.explain),
-        "grid": Command("a grid world solved sweep by sweep, in the terminal", maths.grid),
+        "grid": Command("a grid world solved sweep by sweep, in the terminal", _extra("grid")),
         "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
         "experiment": Command(
             "claims about policy gradients, shown on problems whose exact answer is known", _extra("experiment")
