@@ -1,4 +1,4 @@
-"""Commands of the mathematics in the small: formulas, grid worlds, control environments, claims shown on exact answers."""
+"""Commands of the mathematics in the small: formulas and control environments."""
 
 from __future__ import annotations
 
@@ -69,14 +69,6 @@ def explain(arguments: list[str]) -> int:
     if len(methods) == 1 and len(methods[0]) > 1:
         print(f"What differs from {methods[0]['preset']}:\n")
         print(algorithms.explain({"preset": methods[0]["preset"]}, methods[0]))
-    return 0
-
-
-def grid(arguments: list[str]) -> int:
-    """Solve a grid world in the terminal."""
-    from psigrad.cli.grid import GridSettings, run
-
-    run(flags.parse(GridSettings, "grid", arguments))
     return 0
 
 
