@@ -428,7 +428,7 @@ def _connect(address: str) -> Any:
     if ray.is_initialized():
         return ray
     _knock(address)
-    passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_NATIVE")
+    passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_CACHE", "PSIGRAD_CACHE_GB", "PSIGRAD_NATIVE")
     variables = {name: os.environ[name] for name in passed if name in os.environ}
     settings: dict[str, Any] = {
         "runtime_env": {"env_vars": {**variables, "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}},
