@@ -1,12 +1,14 @@
 """Sampling by many processes on a Ray cluster, in tasks that any of them can take.
 
 A task is a fixed number of prompts in order, with the version of the weights that they are sampled from. What comes of it
-depends on nothing else, so a run gives the same completions on any number of workers with one type of processor.
+depends on nothing else, so a run gives the same completions on any number of workers with one type of processor. vLLM's engine
+has several tasks in its flight, of one version.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,12 +33,14 @@ class Version:
 
 
 class RolloutWorker:
-    """What runs on the cluster: a model with a sampler of its own. Each task says which weights it wants."""
+    """What runs on the cluster: a model with a sampler of its own. Each task says which weights it wants; tasks with the same
+    wish may be sampled at once.
+    """
 
     def __init__(self, make: Callable[[], tuple[LanguageModel, Sampler]], threads: int) -> None:
         torch.set_num_threads(threads)
         self.model, self.sampler = make()
-        self.version = -1
+        self.version, self._at_work, self._turn = -1, 0, threading.Condition()
 
     def ready(self) -> bool:
         """Answers when the model is there."""
@@ -44,12 +48,20 @@ class RolloutWorker:
 
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
         """(the version sampled from, the completions of each request)."""
-        if self.version != version.number:  # also in a worker that was started again, with the weights of the beginning
-            import ray
+        with self._turn:
+            self._turn.wait_for(lambda: self.version == version.number or not self._at_work)
+            if self.version != version.number:  # also in a worker that was started again, with the weights of the beginning
+                import ray
 
-            self._load(ray.get(version.place[0]))
-            self.version = version.number
-        return self.version, self.sampler.sample(requests, params)
+                self._load(ray.get(version.place[0]))
+                self.version = version.number
+            self._at_work += 1
+        try:
+            return version.number, self.sampler.sample(requests, params)
+        finally:
+            with self._turn:
+                self._at_work -= 1
+                self._turn.notify_all()
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Any]) -> None:
@@ -132,7 +144,7 @@ class _At(Sampler):
         """See `Sampler.steps`; the places in `parts` make a task each."""
         assert self.whole.pool is not None, "only rank 0 samples"
         jobs = [partial(_ask, self.version, [requests[place] for place in part], params) for part in parts]
-        for task, (number, found) in self.whole.pool.run(jobs, affinities):
+        for task, (number, found) in self.whole.pool.run(jobs, affinities, self.version.number):
             if number != self.version.number:
                 raise RuntimeError(f"A sampler drew from version {number} in place of {self.version.number}; please report this.")
             yield list(zip(parts[task], found, strict=True))
