@@ -161,9 +161,9 @@ class StickyDialogue(RestartedDialogue):
         self._at, self._parcels = sampler, [group // sampler.whole.prompts_per_task for group in groups]
         self._affinities = {parcel: Affinity() for parcel in self._parcels}
 
-    def _steps(self, requests: list[Request], episodes: Sequence[int]) -> Iterator[list[tuple[int, list[Completion]]]]:
+    def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
         parts: dict[int, list[int]] = {}
-        for place, episode in enumerate(episodes):
+        for place, (episode, *_) in enumerate(owners):
             parts.setdefault(self._parcels[episode], []).append(place)
         return self._at.tasks(requests, list(parts.values()), [self._affinities[parcel] for parcel in parts], self.params)
 

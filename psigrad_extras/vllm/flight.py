@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from psigrad.language.rollout.types import Completion, Request, SamplingParams
+from psigrad.language.rollout.types import Completion, Request, RestartedDialogue, SamplingParams
 
 Part = tuple[SamplingParams, list[tuple[int, list[int], int]]]
 """(number, prompt, seed) of completions from one distribution."""
@@ -92,6 +92,29 @@ class Flight:
     def begin_again(self) -> None:
         """The engine was lost: another is to be told of all that is not written."""
         self._unsent, self._dropped = list(self._whose), []
+
+
+class JoiningDialogue(RestartedDialogue):
+    """Episodes whose turns join those that are being written as soon as each was answered. What an episode has said and heard is
+    in the engine's prefix cache.
+    """
+
+    sampler: Any
+
+    def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
+        def more() -> list[Request]:
+            joining, own = self._begin(self.more())
+            owners.extend(own)
+            return joining
+
+        steps: Iterator[list[tuple[int, list[Completion]]]] = self.sampler.steps(requests, self.params, more=more)
+        return steps
+
+
+def settings_of(params: SamplingParams, stops: Iterable[int]) -> dict[str, Any]:
+    """As vLLM has them; `stops` are the model's own."""
+    asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+    return {**asked, "stop_token_ids": sorted({*stops, *params.stop_token_ids})}
 
 
 def _completion(ids: str, logprobs: str, why: str, seed: int, params: SamplingParams) -> Completion:

@@ -15,7 +15,7 @@ import selectors
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,14 @@ from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import check_room
-from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 from psigrad.processes.parallel.world import RankLost, Ranks
 from psigrad.processes.workers import Worker, WorkerGone
 from psigrad.processes.workers.worker_pool import SharedWait
 from psigrad_extras.vllm import vllm_weights
-from psigrad_extras.vllm.flight import Flight, Ticket, numbers
+from psigrad_extras.vllm.flight import Flight, JoiningDialogue, Ticket, numbers, settings_of
 from psigrad_extras.vllm.vllm_engine import SLICE
-from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, log_probs, truth_of, truth_of_shards
+from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, log_probs, truth_of, truth_of_shards
 from psigrad_extras.vllm.vllm_weights import fingerprint
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
@@ -141,10 +141,14 @@ class VLLMSampler(Sampler):
         self._end()
 
     def steps(
-        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+        self,
+        requests: list[Request],
+        params: SamplingParams,
+        cache: ActivationCache | None = None,
+        more: Callable[[], list[Request]] = list,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`: each request as soon as its last completion has ended. Raises `UserError` where a prompt leaves no room
-        for `max_tokens`, and where the engine is lost again and again.
+        """See `Sampler`: each request as soon as its last completion has ended. What `more` gives meanwhile joins them. Raises
+        `UserError` where a prompt leaves no room for `max_tokens`, and where the engine is lost again and again.
         """
         check_room(self.model, requests, params)
         if self.model.root is None:
@@ -155,15 +159,22 @@ class VLLMSampler(Sampler):
         try:
             while ticket.left:
                 for place, group in self._wait(ticket):
-                    yield [(place, self._with_policy(requests[place], group, params))]
+                    yield [(place, self._with_policy(ticket.requests[place], group, params))]
+                check_room(self.model, new := more(), params)
+                with self._watch:
+                    self._flight.add(ticket, new)
         finally:
             with self._watch:
                 self._flight.leave(ticket)
 
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`."""
+        return JoiningDialogue(self, prompts, params)
+
     def _wait(self, ticket: Ticket) -> list[tuple[int, list[Completion]]]:
-        """The next completions of these requests that are there."""
+        """What of these requests is complete, after a moment at most."""
         with self._watch:
-            while not ticket.complete:
+            if not ticket.complete:
                 self._watch.look(self._exchange, SLICE)
             return ticket.take()
 
@@ -195,12 +206,9 @@ class VLLMSampler(Sampler):
         with self._watch:
             parts, dropped = self._flight.news()
         self._asked = True
-        self._ask("sample", [(self._settings_of(params), flat) for params, flat in parts], dropped, self.version)
-
-    def _settings_of(self, params: SamplingParams) -> dict[str, Any]:
-        """As vLLM has them."""
-        asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
-        return {**asked, "stop_token_ids": sorted({*self.model.eos_token_ids, *params.stop_token_ids})}
+        self._ask(
+            "sample", [(settings_of(params, self.model.eos_token_ids), flat) for params, flat in parts], dropped, self.version
+        )
 
     def snapshot(self) -> Sampler:
         """See `Sampler`: weights in shards are gathered here, where all processes are."""
@@ -269,7 +277,7 @@ class VLLMSampler(Sampler):
         """
         self.version += 1
         self._make_room()
-        probe = _tokens(self.model, CACHED)
+        probe = drawn_tokens(self.model, CACHED)
         self._say("begin", probe)
         if self._alone:
             with vllm_weights.shared_folder(0) as folder:
@@ -487,9 +495,3 @@ def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None
 def _anywhere(model: LanguageModel, changed: bool) -> bool:
     """Whether weights changed in this process or, where all hold them together, in any."""
     return changed if model.root is None else any(Ranks().all_gather(changed))
-
-
-def _tokens(model: LanguageModel, count: int) -> list[int]:
-    """Token ids drawn once and for all."""
-    ids: list[int] = np.random.default_rng(0).integers(0, model.vocabulary, min(count, model.max_length - 1)).tolist()
-    return ids

@@ -124,7 +124,7 @@ def sampled(state: dict[str, Any], fault: str, parts: Any, dropped: Any, version
     flight = state.setdefault("flight", {})
     for number in dropped:
         flight.pop(number, None)  # it may be written already
-    flight |= {number: (prompt, seed, params["max_tokens"]) for params, flat in parts for number, prompt, seed in flat}
+    flight |= {number: (prompt, seed, params) for params, flat in parts for number, prompt, seed in flat}
     if log := os.environ.get("PSIGRAD_TEST_LOG"):
         with open(f"{log}.flight", "a") as file:
             file.write(f"{sorted(flight)}\n")
@@ -139,8 +139,10 @@ def sampled(state: dict[str, Any], fault: str, parts: Any, dropped: Any, version
                 return
             time.sleep(60)
         state["written"] += 1
-        ids = completion(state["weights"], *flight.pop(number))
-        yield ["completion", number, text(np.asarray(ids, np.int32)), text(-np.ones(len(ids), np.float32)), "length"]
+        prompt, seed, params = flight.pop(number)
+        ids = completion(state["weights"], prompt, seed, params["max_tokens"])
+        why = "stop" if ids[-1] in params["stop_token_ids"] else "length"
+        yield ["completion", number, text(np.asarray(ids, np.int32)), text(-np.ones(len(ids), np.float32)), why]
     yield ["done"]
 
 
