@@ -129,7 +129,7 @@ class LengthScorer:
 
 
 @contextmanager
-def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1) -> Iterator[RaySampler]:
+def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1, joins: bool = False) -> Iterator[RaySampler]:
     """What samples on stand-ins."""
     connect, actor_pool._connect = actor_pool._connect, lambda address: Threads()
     try:
@@ -139,7 +139,7 @@ def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1) -> Iterat
         actor_pool._connect = connect
     try:
         weights = lambda: iter([("weight", torch.zeros(1))])  # noqa: E731
-        yield RaySampler(pool, weights, versions, exact=True, prompts_per_task=prompts_per_task)
+        yield RaySampler(pool, weights, versions, exact=True, prompts_per_task=prompts_per_task, joins=joins)
     finally:
         pool.close()
 

@@ -132,11 +132,9 @@ class ActorPool:
         """How many workers there are to be now."""
         return max(1, self._count or self._room())
 
-    def run(
-        self, jobs: Sequence[Job], affinities: Sequence[Affinity | None] = (), needs: object = None
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, jobs: Sequence[Job], affinities: Sequence[Affinity | None] = ()) -> Iterator[tuple[int, Any]]:
         """(place, answer) of each job as it is done; `affinities` say which of them belong to a worker."""
-        batch = self.begin(needs)
+        batch = self.begin()
         try:
             for job, affinity in itertools.zip_longest(jobs, affinities):
                 batch.add(job, affinity)

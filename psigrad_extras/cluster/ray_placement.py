@@ -87,6 +87,7 @@ def open_sampler(
             lambda: None if model.root is not None else [p._version for p in model.trainable().values()],
             exact=config.sampling.sampler == "embedded" and not model.why_padded,
             prompts_per_task=placement.parcel_prompts,
+            joins=config.sampling.sampler == "vllm",
         )
 
 

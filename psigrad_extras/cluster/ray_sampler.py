@@ -23,6 +23,11 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity
 
+# Seconds between two looks at what may join.
+LOOK = 0.1
+Part = tuple[Affinity | None, Sequence[int]]
+"""Places of the requests of a task, and to whom it belongs."""
+
 
 @dataclass(frozen=True)
 class Version:
@@ -73,7 +78,9 @@ class RolloutWorker:
 
 
 class RaySampler(Sampler):
-    """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards."""
+    """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards. Where engines
+    let requests join (`joins`), an episode goes on as soon as it is answered.
+    """
 
     central = True
 
@@ -85,8 +92,9 @@ class RaySampler(Sampler):
         *,
         exact: bool,
         prompts_per_task: int,
+        joins: bool = False,
     ) -> None:
-        self.pool, self.exact, self.prompts_per_task = pool, exact, prompts_per_task
+        self.pool, self.exact, self.prompts_per_task, self.joins = pool, exact, prompts_per_task, joins
         self._weights, self._versions = weights, versions
         self._published: tuple[object, Version] | None = None
 
@@ -128,7 +136,9 @@ class _At(Sampler):
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         assert self.whole.pool is not None, "only rank 0 samples"
         size = self.whole.prompts_per_task
-        return self.tasks(requests, [range(i, min(i + size, len(requests))) for i in range(0, len(requests), size)], (), params)
+        return self.tasks(
+            requests, params, [(None, range(i, min(i + size, len(requests)))) for i in range(0, len(requests), size)]
+        )
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
         """See `Sampler`."""
@@ -137,17 +147,28 @@ class _At(Sampler):
     def tasks(
         self,
         requests: Sequence[Request],
-        parts: Sequence[Sequence[int]],
-        affinities: Sequence[Affinity],
         params: SamplingParams,
+        parts: Sequence[Part],
+        more: Callable[[], Sequence[Part]] = list,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler.steps`; the places in `parts` make a task each."""
+        """See `Sampler.steps`. The places in `parts` make a task each, for the worker of its affinity; `more` tells further ones,
+        of requests that have joined.
+        """
         assert self.whole.pool is not None, "only rank 0 samples"
-        jobs = [partial(_ask, self.version, [requests[place] for place in part], params) for part in parts]
-        for task, (number, found) in self.whole.pool.run(jobs, affinities, self.version.number):
-            if number != self.version.number:
-                raise RuntimeError(f"A sampler drew from version {number} in place of {self.version.number}; please report this.")
-            yield list(zip(parts[task], found, strict=True))
+        batch, tasks, new = self.whole.pool.begin(self.version.number), list[Sequence[int]](), parts
+        try:
+            while new or batch.pending:
+                for affinity, places in new:
+                    tasks.append(places)
+                    batch.add(partial(_ask, self.version, [requests[place] for place in places], params), affinity)
+                for task, (number, found) in batch.answers(LOOK):
+                    if number != self.version.number:
+                        wrong = f"A sampler drew from version {number} in place of {self.version.number}"
+                        raise RuntimeError(f"{wrong}; please report this.")
+                    yield list(zip(tasks[task], found, strict=True))
+                new = more()
+        finally:
+            batch.give_up()
 
 
 class StickyDialogue(RestartedDialogue):
@@ -162,10 +183,19 @@ class StickyDialogue(RestartedDialogue):
         self._affinities = {parcel: Affinity() for parcel in self._parcels}
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        parts: dict[int, list[int]] = {}
-        for place, (episode, *_) in enumerate(owners):
-            parts.setdefault(self._parcels[episode], []).append(place)
-        return self._at.tasks(requests, list(parts.values()), [self._affinities[parcel] for parcel in parts], self.params)
+        def parts(first: int) -> list[Part]:
+            together: dict[int, list[int]] = {}
+            for place, (episode, *_) in enumerate(owners[first:], first):
+                together.setdefault(self._parcels[episode], []).append(place)
+            return [(self._affinities[parcel], places) for parcel, places in together.items()]
+
+        def more() -> list[Part]:
+            first, (joining, own) = len(requests), self._begin(self.more())
+            requests.extend(joining)
+            owners.extend(own)
+            return parts(first)
+
+        return self._at.tasks(requests, self.params, parts(0), more if self._at.whole.joins else list)
 
 
 def _ask(version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:
