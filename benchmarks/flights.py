@@ -1,9 +1,9 @@
-"""What it buys that tasks join an engine's flight: `python benchmarks/flights.py [--samplers 4] [--steps 6]`.
+"""What it buys that tasks join an engine's flight: `python benchmarks/flights.py [--samplers 2] [--steps 2]`.
 
 As `overlap.py`, whose parts it uses: psigrad's scheduler, sampler and pool, on engines that sleep. These decode all of their
 tasks together. A decoding step takes a millisecond, and a 64th of that more for each completion that is being written. Without a
-lag and with a trainer that takes no time, a step is what its sampling takes: until the last completion of 16 prompts for each
-engine, 8 for each prompt, of log-normal lengths. One task at a time is compared at every size of a task that was tried.
+lag and with a trainer that takes no time, a step is what its sampling takes: 64 prompts for each engine, 8 completions each, of
+log-normal lengths, of which an engine has at most 128 at once: a task of 16 prompts, or 16 tasks of one.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def run(shape: Shape, depth: int, parcel: int) -> tuple[float, str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--samplers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--samplers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    shape = Shape(samplers=given.samplers, prompts=16 * given.samplers, generations=8, steps=given.steps, mean_tokens=50.0)
-    ways = [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (4, 1), (16, 1), (16, 2)]
+    shape = Shape(samplers=given.samplers, prompts=64 * given.samplers, generations=8, steps=given.steps, mean_tokens=50.0)
+    ways = [(1, 2), (1, 16), (16, 1), (8, 2)]
     for turn in range(given.rounds):
         for depth, parcel in ways:
             seconds, sum_of = run(shape, depth, parcel)

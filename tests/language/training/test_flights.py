@@ -127,9 +127,9 @@ def test_how_many_tasks_an_engine_has_at_once_changes_nothing(overlap, depth):
 def test_what_it_is_worth_that_tasks_join_a_flight(overlap):
     import flights
 
-    shape = overlap.Shape(samplers=4, prompts=64, generations=8, steps=3, mean_tokens=50.0)
+    shape = overlap.Shape(samplers=2, prompts=128, generations=8, steps=1, mean_tokens=50.0)
     seconds = {way: flights.run(shape, *way)[0] for way in ((1, 2), (1, 16), (16, 1))}
-    assert seconds[1, 2] > 1.5 * seconds[16, 1] and seconds[1, 16] > 1.05 * seconds[16, 1], seconds
+    assert seconds[1, 2] > 2.5 * seconds[16, 1] and seconds[1, 16] > 1.2 * seconds[16, 1], seconds
 
 
 WAITS = """
