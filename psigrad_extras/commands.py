@@ -23,14 +23,13 @@ def check(arguments: list[str]) -> int:
     about += "and the environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's."
     rest = [argument for argument in arguments if argument != "--json"]
     config = flags.parse(OnlineConfig, "check [--json]", rest, about=about)
-    from psigrad.language.data.rendered_rows import lines
     from psigrad.records.report import terminal
     from psigrad_extras.preflight import check, first_rows
 
     rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
     tried = [*first_rows.try_rewards(config), *first_rows.try_turns(config)]
     if not as_json:
-        terminal.print_lines([*lines(rows), *tried])
+        terminal.print_lines([*first_rows.lines(rows), *tried])
     checks = check.run(config, _told)
     _told("")
     print(check.report(checks, as_json=as_json, rows=rows))
