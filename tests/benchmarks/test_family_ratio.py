@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from timed_runs import timed_functions  # noqa: F401 (a fixture)
 
 from psigrad.errors import UserError
+from psigrad_extras.preflight.bench import timed_run
 from psigrad_extras.preflight.bench.workload import read
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +23,7 @@ def ratios(monkeypatch):
     import family_ratio
 
     yield family_ratio
-    for name in ("family_ratio", "families", "real", "beside_trl", "plan"):
+    for name in ("family_ratio", "families", "real", "beside_trl", "trl_worker", "plan"):
         sys.modules.pop(name, None)
 
 
@@ -60,6 +63,26 @@ def test_the_model_is_of_the_family_and_of_the_sizes(ratios, tmp_path):
     assert (found["model_type"], found["hidden_size"], found["num_local_experts"]) == ("gpt_oss", 256, 4)
     work, rows = read(tmp_path)
     assert work == ratios.WORK and len({len(row["prompt"]) for row in rows}) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("timed_functions")
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_the_load_of_experts_is_in_both_losses(ratios, tmp_path, monkeypatch, kind):
+    """TRL adds it by the model's own coefficient, and so does what is timed here."""
+    import beside_trl
+    import trl_worker
+
+    monkeypatch.setattr(ratios, "SIZES", {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 80, "num_hidden_layers": 2})
+    work = replace(ratios.WORK, name="mixtral", kind=kind, prompts=2, generations=2, prompt_tokens=6, completion_tokens=4)
+    ratios.make("mixtral", work, tmp_path)
+    run = timed_run.build(tmp_path, "float32", "cpu")
+    trainer, _ = trl_worker._trainer(work, tmp_path, read(tmp_path)[1], False, "cpu")
+    theirs = trl_worker._check(work, trainer)
+    beside_trl.agree(work, "float32", {"ours": beside_trl.check(run), "trl": theirs})
+    run.model.balance = None
+    with pytest.raises(UserError, match="differs"):
+        beside_trl.agree(work, "float32", {"ours": beside_trl.check(run), "trl": theirs})
 
 
 def test_the_table_has_the_ratio_of_what_was_compared(ratios, tmp_path, monkeypatch):
