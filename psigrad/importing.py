@@ -155,17 +155,6 @@ def _note_opened(event: str, about: tuple[Any, ...]) -> None:
         opened_by.setdefault(frame.f_globals.get("__name__", ""), set()).add(os.path.abspath(os.fsdecode(about[0])))
 
 
-def checkout_folder(name: str) -> Path | None:
-    """A folder of psigrad's source checkout that the wheel does not hold (`studies`, `benchmarks`), or None where there is none.
-
-    It is looked for beside the package, then in the current folder, where that is a checkout.
-    """
-    for root in (Path(__file__).parents[1], Path.cwd()):
-        if (root / name).is_dir() and (root / "psigrad" / "importing.py").is_file():
-            return root / name
-    return None
-
-
 def load_file(name: str, file: str) -> ModuleType:
     """The module in a file, under the given name."""
     spec = importlib.util.spec_from_file_location(name, file)

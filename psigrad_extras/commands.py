@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.cli import flags
-from psigrad.config import LmEvalConfig, OnlineConfig
+from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError, check_output
@@ -23,14 +23,13 @@ def check(arguments: list[str]) -> int:
     about += "and the environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's."
     rest = [argument for argument in arguments if argument != "--json"]
     config = flags.parse(OnlineConfig, "check [--json]", rest, about=about)
-    from psigrad.language.data.rendered_rows import lines
     from psigrad.records.report import terminal
     from psigrad_extras.preflight import check, first_rows
 
     rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
     tried = [*first_rows.try_rewards(config), *first_rows.try_turns(config)]
     if not as_json:
-        terminal.print_lines([*lines(rows), *tried])
+        terminal.print_lines([*first_rows.lines(rows), *tried])
     checks = check.run(config, _told)
     _told("")
     print(check.report(checks, as_json=as_json, rows=rows))
@@ -216,6 +215,43 @@ def sweep(arguments: list[str]) -> int:
     )
     print(recipe.summary(page.parent))
     print(f"sweep   {page}")
+    return 0
+
+
+def sample(arguments: list[str]) -> int:
+    """Write completions of a model as a dataset."""
+    config = flags.parse(SampleConfig, "sample", arguments)
+    from psigrad_extras.datasets import sample
+
+    written = sample.run(config)
+    ties = [f"{written.ties} prompts whose rewards are all equal"] if written.ties else []
+    empty = [f"{written.empty} empty completion{'s' * (written.empty > 1)}"] if written.empty else []
+    left_out = f" ({' and '.join([*ties, *empty])} left out)" if ties or empty else ""
+    print(f"{written.rows} rows: {written.path}{left_out}")
+    return 0
+
+
+_PAIRS = """\
+Rows with a ranking of their completions, or with ratings of 1 to SCALE (of several, or one a row), become pairs of a
+chosen and a rejected one in OUTPUT. Ratings that differ by at most TIE are a tie; ties are left out and counted."""
+
+
+def pairs(arguments: list[str]) -> int:
+    """Write the pairs of rankings or ratings."""
+    known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
+    given = flags.plain("pairs", arguments, known, _PAIRS)
+    from psigrad_extras.datasets import sample
+
+    written, converted = sample.convert(**given)
+    print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
+    return 0
+
+
+def grid(arguments: list[str]) -> int:
+    """Solve a grid world in the terminal."""
+    from psigrad_extras.grid import GridSettings, run
+
+    run(flags.parse(GridSettings, "grid", arguments))
     return 0
 
 

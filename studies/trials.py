@@ -26,7 +26,7 @@ from psigrad.control import run as control
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.intervals import Interval, over_seeds
-from psigrad.language.recipes import api, sample, sft
+from psigrad.language.recipes import api, sft
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.report.plots import COLOURS
 from psigrad.records.row_lines import read_steps, replace_file, rollout_files
@@ -34,6 +34,7 @@ from psigrad.records.rows import figures, parse_row
 from psigrad.records.warnings import SignalNames, Watch
 from psigrad.runs.progress import bar
 from psigrad_extras import demo
+from psigrad_extras.datasets import sample
 from psigrad_extras.experiments import drawing
 from studies.settings import PretrainedSettings, TrialSettings
 

@@ -242,7 +242,7 @@ def start(text: str, folder: Path, variables: dict[str, str], log: Path) -> mult
         os._exit(status)
 
     from psigrad import cli
-    from psigrad.language.recipes import evaluate, online, preference, reward, sample, sft  # noqa: F401
+    from psigrad.language.recipes import evaluate, online, preference, reward, sft  # noqa: F401
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()

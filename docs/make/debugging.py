@@ -114,7 +114,7 @@ def run_all(demo: str, runs: str) -> None:
     """Train every run and keep its curves, and the alerts that its report shows."""
     import psigrad
     from psigrad.records.read import load
-    from psigrad.records.report.verdict import alerts
+    from psigrad.records.report.verdict import watched
 
     found = {}
     for fault in FAULTS:
@@ -137,7 +137,7 @@ def run_all(demo: str, runs: str) -> None:
         )
         found[fault.name] = {
             "curves": {key: curve(folder, key) for key in ("reward", "eval/exact/mean", *shown)},
-            "alerts": sorted({alert.rule for alert in alerts(load(folder))}),
+            "alerts": sorted({alert.rule for alert in watched(load(folder)).alerts()}),
         }
         CURVES.write_text(json.dumps(found, indent=1) + "\n")
 

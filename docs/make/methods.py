@@ -464,7 +464,7 @@ with rows of `{form}`. [Preferences](../preferences.md) has the forms and what i
 def measure_preferences(model: str, pairs: str, runs: str) -> None:
     """One run per preference loss, and the pictures."""
     import psigrad
-    from psigrad.language.data.preferences import split_pairs
+    from psigrad_extras.datasets.preferences import split_pairs
 
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
     for name in LOSSES:

@@ -47,8 +47,8 @@ GROUPS = {
         "score": Command("what a reward model or reward functions give to prompts with completions", language.score),
     },
     "make data, measure, plan": {
-        "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", language.sample),
-        "pairs": Command("pairs out of rankings or ratings, ties left out and counted", language.pairs),
+        "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
+        "pairs": Command("pairs out of rankings or ratings, ties left out and counted", _extra("pairs")),
         "tasks": Command("names of the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
         "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", _extra("lm_eval")),
@@ -70,7 +70,7 @@ GROUPS = {
     },
     "the same mathematics, small": {
         "explain": Command("the formula a method optimises, term by term, or how two differ", maths.explain),
-        "grid": Command("a grid world solved sweep by sweep, in the terminal", maths.grid),
+        "grid": Command("a grid world solved sweep by sweep, in the terminal", _extra("grid")),
         "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
         "experiment": Command(
             "claims about policy gradients, shown on problems whose exact answer is known", _extra("experiment")

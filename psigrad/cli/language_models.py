@@ -11,7 +11,7 @@ from typing import Any
 
 from psigrad import extras, redaction
 from psigrad.cli import flags
-from psigrad.config import EvalConfig, SampleConfig
+from psigrad.config import EvalConfig
 from psigrad.config.methods import declaration, list_declarations
 from psigrad.errors import UserError, check_output
 
@@ -108,35 +108,6 @@ def _write(lines: str, output: str, count: int) -> None:
         print(f"{count} scores: {output}")
     else:
         print(lines, end="")
-
-
-def sample(arguments: list[str]) -> int:
-    """Write completions of a model as a dataset."""
-    config = flags.parse(SampleConfig, "sample", arguments)
-    from psigrad.language.recipes import sample
-
-    written = sample.run(config)
-    ties = [f"{written.ties} prompts whose rewards are all equal"] if written.ties else []
-    empty = [f"{written.empty} empty completion{'s' * (written.empty > 1)}"] if written.empty else []
-    left_out = f" ({' and '.join([*ties, *empty])} left out)" if ties or empty else ""
-    print(f"{written.rows} rows: {written.path}{left_out}")
-    return 0
-
-
-_PAIRS = """\
-Rows with a ranking of their completions, or with ratings of 1 to SCALE (of several, or one a row), become pairs of a
-chosen and a rejected one in OUTPUT. Ratings that differ by at most TIE are a tie; ties are left out and counted."""
-
-
-def pairs(arguments: list[str]) -> int:
-    """Write the pairs of rankings or ratings."""
-    known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
-    given = flags.plain("pairs", arguments, known, _PAIRS)
-    from psigrad.language.recipes import sample
-
-    written, converted = sample.convert(**given)
-    print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
-    return 0
 
 
 def tasks(arguments: list[str]) -> int:

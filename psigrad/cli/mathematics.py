@@ -1,4 +1,4 @@
-"""Commands of the mathematics in the small: formulas, grid worlds, control environments, claims shown on exact answers."""
+"""Commands of the mathematics in the small: formulas and control environments."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def name_of_mistake(message: str) -> str:
 
 
 def tell(name: str) -> str:
-    """An entry as text."""
-    entry = mistakes()[name]
-    return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}\n\nThis gives it: psigrad {entry['example']}"
+    """An entry, or what an alert of a run says, as text; empty where there is none of that name."""
+    from psigrad.records.warnings import texts
+
+    if (entry := (mistakes() | texts()).get(name)) is None:
+        return ""
+    example = f"\n\nThis gives it: psigrad {entry['example']}" if "example" in entry else ""
+    return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}{example}"
 
 
 def explain(arguments: list[str]) -> int:
@@ -39,11 +43,11 @@ def explain(arguments: list[str]) -> int:
     usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
-        print("NAME may also be that of an error, as its message has it: psigrad explain no-reward")
+        print("NAME may also be that of an error or an alert, as its message has it: psigrad explain no-reward")
         print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
         return 0
-    if len(arguments) == 1 and arguments[0] in mistakes():
-        print(tell(arguments[0]))
+    if len(arguments) == 1 and (said := tell(arguments[0])):
+        print(said)
         return 0
     methods: list[dict[str, object]] = []
     for text in arguments:
@@ -65,14 +69,6 @@ def explain(arguments: list[str]) -> int:
     if len(methods) == 1 and len(methods[0]) > 1:
         print(f"What differs from {methods[0]['preset']}:\n")
         print(algorithms.explain({"preset": methods[0]["preset"]}, methods[0]))
-    return 0
-
-
-def grid(arguments: list[str]) -> int:
-    """Solve a grid world in the terminal."""
-    from psigrad.cli.grid import GridSettings, run
-
-    run(flags.parse(GridSettings, "grid", arguments))
     return 0
 
 

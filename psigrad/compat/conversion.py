@@ -1,10 +1,10 @@
-"""TRL's trainers as psigrad's methods: from an object of their configuration, or what a script says and gives them."""
+"""TRL's trainers as psigrad's methods, by what their configuration says."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import yaml
@@ -18,21 +18,6 @@ from psigrad.errors import UserError, kind_of
 
 # What TRL computes from other fields, where nobody gave them.
 _DERIVED = ("generation_batch_size", "steps_per_generation")
-
-
-class Unevaluated(str):
-    """The source of an expression whose value only a run of the script would tell."""
-
-
-@dataclass
-class TrlScript:
-    """TRL's configuration class, its values and those of an adapter, what the trainer is given, and what could not be read."""
-
-    config: str
-    values: dict[str, Any] = field(default_factory=dict)
-    lora: dict[str, Any] | None = None
-    trainer: dict[str, Any] = field(default_factory=dict)
-    look_at: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -86,36 +71,41 @@ def convert_object(args: Any) -> Conversion:
             values[option] = value
     if getattr(args, "steps_per_generation", None) == args.gradient_accumulation_steps:
         values = {option: value for option, value in values.items() if option not in _DERIVED}
-    made = convert(TrlScript(name, values))
+    made = without_usual(translated(name, values))
     if made.no_equal:
         raise UserError(f"args asks for what psigrad has no equal of: {' '.join(made.no_equal)} Leave it out of {name}.")
     return made
 
 
-def convert(script: TrlScript) -> Conversion:
-    """The settings that train as TRL would: its defaults, what the script says over them, and what the trainer is given.
+def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False) -> Conversion:
+    """The settings that train as TRL would with this configuration class: its defaults, and over them `values`. `held_out` says
+    whether the trainer is given held-out rows.
 
     Raises `UserError` where batch sizes make no step.
     """
-    method, cls = METHODS[script.config]
-    usual = {**DEFAULTS[script.config], **FIXED.get(script.config, {})}
-    given = [Given(name, value, DEFAULT) for name, value in usual.items() if name not in script.values and value is not None]
-    given += [Given(name, value, script.config) for name, value in script.values.items() if value is not None]
+    method, cls = METHODS[config]
+    usual = {**DEFAULTS[config], **FIXED.get(config, {})}
+    given = [Given(name, value, DEFAULT) for name, value in usual.items() if name not in values and value is not None]
+    given += [Given(name, value, config) for name, value in values.items() if value is not None]
     translation = translate(cls, declaration(method).defaults, given)
     settings = {one.name: one.value for one in translation.settings}
-    made = Conversion(settings.pop("loss.preset", method), method, settings, look_at=list(script.look_at))
+    made = Conversion(settings.pop("loss.preset", method), method, settings)
     _tell(cls, translation, made)
-    _tell_differences({**usual, **script.values}, script, made)
-    _take_trainer(script, made)
-    if {"reward", "reward_model"} <= made.settings.keys():
-        made.differs.append("Reward models score after the reward functions, in that order.")
-    below = declaration(made.method).defaults
-    made.settings = {
+    if {**usual, **values}.get("eval_strategy", "no") == "no" and not held_out:
+        made.settings["evaluation.eval_prompts"] = 0  # TRL holds nothing out
+    made.differs += _differences(config, {**usual, **values})
+    return made
+
+
+def without_usual(made: Conversion) -> Conversion:
+    """The same conversion, its settings those that are other than the method's defaults."""
+    cls, below = declaration(made.trainer).settings, declaration(made.method).defaults
+    kept = {
         name: value
         for name, value in made.settings.items()
         if name.startswith(("algorithm.", "loss.")) or _as_tuple(value_below(cls, below, name)) != _as_tuple(value)
     }
-    return made
+    return replace(made, settings=kept)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -143,100 +133,15 @@ def _tell(cls: type[Any], translation: Translation, made: Conversion) -> None:
             made.no_equal.append(f"{name}={value!r}{other_methods(cls, name) or f': {made.method} has no such setting.'}")
 
 
-def _tell_differences(values: Mapping[str, Any], script: TrlScript, made: Conversion) -> None:
-    """What trains otherwise under the same settings, and what TRL does that no field of its says."""
+def _differences(config: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """What trains otherwise under the same settings."""
     if values.get("bf16"):
-        made.differs.append(
-            "bf16=True computes in bfloat16 from float32 weights; dtype=bfloat16 keeps float32 masters beside them."
-        )
-    elif values.get("bf16") is None and not values.get("fp16") and script.config != "PPOConfig":
-        made.differs.append(
-            "Without bf16=False TRL computes in bfloat16, psigrad on a CPU in float32; dtype=bfloat16 comes near it."
-        )
-    if values.get("eval_strategy", "no") == "no" and not script.trainer.get("eval_dataset"):
-        made.settings["evaluation.eval_prompts"] = 0  # TRL holds nothing out
-    if script.config == "SFTConfig" and not values.get("assistant_only_loss"):
-        made.differs.append("Rows of messages teach the assistant's turns alone; TRL teaches every token of them by default.")
+        yield "bf16=True computes in bfloat16 from float32 weights; dtype=bfloat16 keeps float32 masters beside them."
+    elif values.get("bf16") is None and not values.get("fp16") and config != "PPOConfig":
+        yield "Without bf16=False TRL computes in bfloat16, psigrad on a CPU in float32; dtype=bfloat16 comes near it."
+    if config == "SFTConfig" and not values.get("assistant_only_loss"):
+        yield "Rows of messages teach the assistant's turns alone; TRL teaches every token of them by default."
     if values.get("loss_type") == "bnpo":
-        made.differs.append("bnpo divides by the tokens of each micro-batch, psigrad by those of the whole step.")
-    if script.config == "CPOConfig" and values["loss_type"] != "simpo":
-        made.differs.append("CPO sums log-probabilities over a completion; SimPO's score is their mean per token.")
-
-
-def _take_trainer(script: TrlScript, made: Conversion) -> None:
-    """What the trainer is given besides its configuration."""
-    s, trainer = made.settings, script.trainer
-    for name, value in trainer.items():
-        if name in ("model", "model_name_or_path") and _is_text(value):
-            s["model.path"] = value
-        elif name in ("ref_model", "teacher_model"):
-            if _is_text(value):
-                s["reference"] = value
-            elif value is not None:
-                made.look_at.append(f"{name}={value}: give the folder or hub name of it as reference.")
-        elif name in ("train_dataset", "eval_dataset"):
-            if value is not None:
-                _take_dataset(value, "eval_" if name == "eval_dataset" else "", name, made)
-        elif name in ("reward_funcs", "reward_model_name_or_path"):
-            _take_rewards(value if isinstance(value, list) else [value], made)
-        elif name == "tools":
-            s["tools"] = [str(tool) for tool in value]
-        elif name == "environment_factory":
-            made.look_at.append(
-                f"environment_factory={value}: an environment here has reset(row) and step(text); see docs/multi_turn.md."
-            )
-        elif name == "callbacks":
-            made.look_at.append(f"callbacks={value}: give them as callbacks=[…] or --callbacks file.py:Class.")
-        elif name in ("processing_class", "tokenizer"):
-            if value != s.get("model.path") and value != trainer.get("model"):
-                made.look_at.append(f"{name}={value}: psigrad.train takes it as tokenizer=.")
-        elif value is not None:
-            made.look_at.append(f"{name}={value}: this goes into no setting.")
-    if script.lora is not None:
-        _take_adapter(script.lora, made)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not isinstance(value, Unevaluated)
-
-
-def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
-    value = {"dataset": value} if _is_text(value) else value
-    if not isinstance(value, dict) or isinstance(value.get("dataset"), Unevaluated):
-        made.look_at.append(f"{name}={value}: give the file, or call psigrad.train with the object.")
-        return
-    if value.get("part") == "test":
-        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out eval_prompts rows, drawn at random too.")
-        return
-    split, plain = value.get("split"), value["dataset"]
-    if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files
-        plain = value.get("data_files")
-        if isinstance(plain, dict):  # {split: file or files}; a file of ours has one split
-            plain, split = plain.get(split or "train"), None
-        if not all(_is_text(file) for file in (plain if isinstance(plain, list) else [plain])):
-            made.look_at.append(f"{name}: give the file of load_dataset as data.{prefix}dataset.")
-            return
-    made.settings[f"data.{prefix}dataset"] = f"{plain}:{value['config']}" if value.get("config") else plain
-    if _is_text(split):
-        made.settings[f"data.{prefix}split"] = split
-
-
-def _take_rewards(given: list[Any], made: Conversion) -> None:
-    functions = [one for one in given if isinstance(one, dict) or (_is_text(one) and ":" in one)]
-    models = [one for one in given if _is_text(one) and ":" not in one]
-    made.settings |= {name: found for name, found in (("reward", functions), ("reward_model", models)) if found}
-    made.look_at += [f"reward_funcs has {one}: name it as module:function." for one in given if isinstance(one, Unevaluated)]
-
-
-def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:
-    """A peft LoraConfig."""
-    ours = {"r": "lora_rank", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-    usual = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # peft's
-    for name, value in {**usual, **lora}.items():
-        if name in (*ours, "lora_alpha", "lora_dropout", "use_rslora", "use_dora") and value is not None:
-            several = name.endswith(("modules", "modules_to_save")) and isinstance(value, str)
-            made.settings[f"model.{ours.get(name, name)}"] = [value] if several else value
-        elif name not in ("task_type", "bias", "inference_mode") or (name == "bias" and value != "none"):
-            made.no_equal.append(f"LoraConfig({name}={value!r}): psigrad trains LoRA, rsLoRA and DoRA on modules.")
-    if "target_modules" not in lora:
-        made.differs.append("Without target_modules peft adapts a few modules of each architecture; psigrad every linear layer.")
+        yield "bnpo divides by the tokens of each micro-batch, psigrad by those of the whole step."
+    if config == "CPOConfig" and values["loss_type"] != "simpo":
+        yield "CPO sums log-probabilities over a completion; SimPO's score is their mean per token."

@@ -141,10 +141,7 @@ def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | 
 
 def _preset(name: str) -> PolicyGradient:
     if ":" not in name:
-        if name not in catalog.METHODS:
-            known, hint = ", ".join(catalog.METHODS), nearest(str(name), catalog.METHODS) or "."
-            raise UserError(f"There is no algorithm {name!r}; expected one of {known} or module:object{hint}")
-        return catalog.METHODS[name].algorithm
+        return _look_up(name, catalog.METHODS, "algorithm", " or module:object").algorithm
     found = imported(name, "algorithm")
     if not isinstance(found, PolicyGradient):
         raise UserError(f"{name} is {kind_of(found)}; expected a PolicyGradient.")

@@ -12,13 +12,14 @@ import functools
 import inspect
 import json
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 N = TypeVar("N")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Mark(Enum):
@@ -85,40 +86,35 @@ class Setting(NamedTuple):
     marks: frozenset[Mark]
 
 
+def asked_once(question: C) -> C:
+    """A question about a class, answered once for each: `cache`, with the types of the function, since mypy takes no class of
+    unknown kind for hashable.
+    """
+    return cast(C, cache(question))
+
+
+@asked_once
 def settings_of(cls: Any) -> dict[str, Setting]:
     """Every setting that a settings class is read for, by its dotted name, in the order of the fields. Sections have the defaults
     that `cls` gives them.
     """
-    return _settings_of(cls)
-
-
-@cache
-def _settings_of(cls: Any) -> dict[str, Setting]:
     return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_of(cls)}
 
 
+@asked_once
 def unread_of(cls: Any) -> dict[str, str]:
     """The settings of its sections that a class is not read for, each with the one that stands for it here, or nothing. They are
     no settings of its command: its help leaves them out, and they are refused, unless what is never on there is switched off.
     """
-    return _unread_of(cls)
-
-
-def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
-    """The types of a class's fields by name, with the notes of `Annotated` or without; read once, which takes milliseconds."""
-    return _types_of(cls, notes)
-
-
-@cache
-def _types_of(cls: Any, notes: bool) -> Mapping[str, Any]:
-    return MappingProxyType(get_type_hints(cls, include_extras=notes))
-
-
-@cache
-def _unread_of(cls: Any) -> dict[str, str]:
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, NotRead)}
     return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
+
+
+@asked_once
+def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
+    """The types of a class's fields by name, with the notes of `Annotated` or without; read once, which takes milliseconds."""
+    return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 
 def usual_on(cls: Any, device: str) -> dict[str, Any]:

@@ -175,20 +175,36 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
-class SFTConfig(PackingSettings, RewardSettings):
+class _Sections:
+    """The sections of what trains a language model."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    sampling: Sampling = field(default_factory=Sampling)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    run: Run = field(default_factory=Run)
+    placement: Placement = field(default_factory=Placement)
+    hub: Hub = field(default_factory=Hub)
+
+
+@dataclass(frozen=True)
+class _SectionsForRows(_Sections):
+    """Those of what learns from recorded rows, and samples to evaluate alone."""
+
+    data: _Rows = field(default_factory=Data)
+    sampling: _Evaluated = field(default_factory=Sampling)
+    placement: _Placed = field(default_factory=Placement)
+
+
+@dataclass(frozen=True)
+class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages).
 
     Rewards only evaluate generated completions; without one, held-out loss alone.
     """
 
-    model: Model = field(default_factory=Model)
-    data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=2e-5))
-    sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    run: Run = field(default_factory=Run)
-    placement: _Placed = field(default_factory=Placement)
-    hub: Hub = field(default_factory=Hub)
     batch_size: Annotated[Count, MAIN] = 16
     """Rows per optimiser step."""
     max_length: Annotated[Count, MAIN] = 1024
@@ -201,17 +217,9 @@ class SFTConfig(PackingSettings, RewardSettings):
 
 
 @dataclass(frozen=True)
-class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
+class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Online reinforcement learning with a `PolicyGradient`: GRPO, RLOO, DAPO, REINFORCE and the rest of the catalog."""
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    optim: Optim = field(default_factory=Optim)
-    sampling: Sampling = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    run: Run = field(default_factory=Run)
-    placement: Placement = field(default_factory=Placement)
-    hub: Hub = field(default_factory=Hub)
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: str = ""
@@ -310,20 +318,12 @@ class RewardConfig(PackingSettings):
 
 
 @dataclass(frozen=True)
-class PreferenceConfig(PackingSettings, RewardSettings):
+class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Direct preference optimisation and its relatives, on recorded comparisons.
 
     Rewards only evaluate generated completions; without one, held-out comparisons alone.
     """
 
-    model: Model = field(default_factory=Model)
-    data: _Rows = field(default_factory=Data)
-    optim: Optim = field(default_factory=Optim)
-    sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    run: Run = field(default_factory=Run)
-    placement: _Placed = field(default_factory=Placement)
-    hub: Hub = field(default_factory=Hub)
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
     reference: Annotated[str, MAIN] = ""

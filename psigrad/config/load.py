@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -19,7 +18,7 @@ from psigrad.compat.conversion import convert_object as convert_object
 from psigrad.compat.entrances import open_zoo_file, split_file
 from psigrad.compat.entrances import split_flags as split_flags
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
-from psigrad.config.fields import STEPS, settings_of, types_of, unread_of, usual_on
+from psigrad.config.fields import STEPS, asked_once, settings_of, types_of, unread_of, usual_on
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value, value_below
@@ -132,7 +131,7 @@ def _other_methods(cls: type[Any], name: str) -> str:
     return other_methods(cls, our_name(OnlineConfig, name))
 
 
-@cache
+@asked_once
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
@@ -142,7 +141,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
     _refuse_unknown(cls, values, source, "")
     values = _without_unread(cls, values, f"{source}: " if source else "")
     try:
-        made: T = _adapter(cls).validate_python(_as_meant(cls, values))  # type: ignore[arg-type]
+        made: T = _adapter(cls).validate_python(_as_meant(cls, values))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))

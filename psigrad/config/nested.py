@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 
-from psigrad.config.fields import settings_of, unread_of
+from psigrad.config.fields import asked_once, settings_of, unread_of
 from psigrad.errors import UserError, kind_of
 
 
@@ -122,13 +121,9 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
         return text
 
 
+@asked_once
 def names_of(cls: Any) -> dict[str, str]:
     """Leaf, and dotted, name -> dotted name of every setting; a section has its own name."""
-    return _names_of(cls)
-
-
-@cache
-def _names_of(cls: Any) -> dict[str, str]:
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_of(cls).items()},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -32,6 +32,14 @@ class Headline(NamedTuple):
     value: float
     low: float | None
     high: float | None
+
+
+def by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The figures of each step, which may stand in several rows: what is written later counts."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(row["step"], {}).update(row)
+    return found
 
 
 def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import resources
+from typing import Any
 
 from psigrad.records.rows import PARTS
 
@@ -159,13 +161,22 @@ Measure = Callable[[Figures, Memory], float | None]
 """A row's figure, None where the row says nothing; larger is worse."""
 
 
+@cache
+def texts() -> dict[str, dict[str, Any]]:
+    """What each rule has to say, for `psigrad explain NAME` and docs/warnings.md: its title, what is wrong, why, what to do, an
+    example and its files.
+    """
+    import yaml
+
+    found: dict[str, dict[str, Any]] = yaml.safe_load(resources.files("psigrad.records").joinpath("alerts.yaml").read_text())
+    return found
+
+
 @dataclass(frozen=True)
 class Rule:
     """One rule: raised where the measure is above `above`, taken back where it is at most `until`."""
 
     name: str
-    title: str
-    says: str
     measure: Measure
     above: float
     until: float
@@ -174,13 +185,16 @@ class Rule:
     """Which completions of the step to look at: those of the lowest "reward", or the "longest"."""
     signal: str = ""
     grave: bool = False
-    remedy: str = ""
-    """What to do, for people."""
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return str(texts()[self.name]["title"])
 
     @property
     def advice(self) -> str:
         """What is wrong, and what to do."""
-        return f"{self.says} {self.remedy}"
+        return f"{texts()[self.name]['says']} {texts()[self.name]['do']}"
 
 
 @dataclass(frozen=True)
@@ -211,6 +225,7 @@ def _mean(values: Collection[float]) -> float:
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
     """How many figures of a row are no numbers. A row of held-out figures alone does not say that training is sound again."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
+    found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, for its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
@@ -323,64 +338,28 @@ def _unscored_share(figures: Figures, memory: Memory) -> float | None:
     return unscored / samples if unscored is not None and samples and math.isfinite(unscored + samples) else None
 
 
-# fmt: off
 RULES = (
-    Rule("not_finite", "Not a number", "A figure is NaN or infinite: gradients, losses or rewards have overflowed.", _not_finite,
-        above=0.5, until=0.5, grave=True,
-        remedy="Lower the learning rate, or clip the gradient harder; look for rewards or log-probs that are infinite."),
-    Rule("flat_reward", "Rewards do not differ", "Within their groups all rewards are equal, so nothing can be learned.",
-        _of("reward_std", -1.0), above=-1e-6, until=-1e-3, patience=5, signal="reward_std",
-        remedy="Run `psigrad score --attack`: the reward, the column that it reads or the temperature may be wrong."),
-    Rule("dead_groups", "Dead groups", "More than 80 % of the prompts have equal rewards: too easy, too hard, or one answer.",
-        _of("dead_groups"), above=0.8, until=0.6, patience=5, signal="dead_groups",
-        remedy="Take rows that the model solves sometimes, sample at temperature 1, or let DAPO replace such prompts."),
-    Rule("truncated", "Cut completions", "More than 20 % of the completions reach the length limit; their ends are not judged.",
-        _of("truncated"), above=0.2, until=0.15, patience=3, worst="longest", signal="truncated",
-        remedy="Raise max_completion_length, or leave cut completions out (keep: not_truncated)."),
-    Rule("cut_and_rewarded", "Cut more, rewarded more", "Completions are cut more often while the reward rises.",
-        _cut_while_rewarded, above=0.1, until=0.05, patience=2, worst="longest", signal="truncated",
-        remedy="Read the longest: the reward may need no ending. Set missing_eos_penalty."),
-    Rule("mismatch", "Sampler against trainer", "Their log-probs differ by more than 0.01: training is off-policy.",
-        _uncorrected, above=0.01, until=0.005, patience=2, signal="mismatch", grave=True,
-        remedy="`psigrad check` says what samples otherwise than it trains. algorithm.correction corrects for it."),
-    Rule("corrected", "Much is corrected",
-        "The weights that correct for the sampler are off 1 by more than a tenth in the mean: completions are far off-policy.",
-        _correction, above=0.1, until=0.05, patience=2, signal="mismatch",
-        remedy="`psigrad check` says what samples otherwise than it trains. Lower the lag, or sample in the same precision."),
-    Rule("entropy", "Entropy is gone", "Less than a tenth of the entropy at the start is left; the policy no longer explores.",
-        _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy",
-        remedy="Nothing, where the task is solved. Else lower the learning rate or raise the upper clip, as DAPO does."),
-    Rule("clipped", "Much is clipped",
-        "More than 30 % of the tokens (in control: of the actions) lose their gradient to the clip: the updates are too large.",
-        _of("clipped"), above=0.3, until=0.2, patience=3, signal="clipped",
-        remedy="Lower the learning rate, or make fewer passes over a batch (num_iterations, num_minibatches)."),
-    Rule("critic", "The critic misleads", "Explained variance is below 0: a constant would foresee the returns better.",
-        _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance",
-        remedy="Raise the critic's learning rate, or let it learn alone first (critic_warmup_steps)."),
-    Rule("grad_norm", "A leap of the gradient", "Its norm is four times that of the last 50 rows, or more.",
-        _grad_norm_z, above=4.0, until=2.0, signal="grad_norm",
-        remedy="Nothing, where the figures go on as before. Else lower max_grad_norm and look at that step's rows."),
-    Rule("longer", "Longer and no better",
-        "Completions grew by half while the held-out metric stands still: a sign of reward hacking.", _longer_for_nothing,
-        above=0.5, until=0.3, patience=3, worst="longest", signal="length",
-        remedy="Read the longest, and take length out of the reward (soft_overlong) or out of the loss (dr_grpo)."),
-    Rule("apart", "Reward up, held-out metric down",
-        "The reward rises while the held-out metric falls: the policy exploits the reward.", _below_best, above=1.5, until=1.0,
-        patience=3, signal="held_out",
-        remedy="Keep the best checkpoint and mend the reward; a KL penalty (beta) only slows this."),
-    Rule("cut", "Evaluated episodes were cut",
-        "They had not ended after eval_max_steps (30,000 where the environment declares no limit) and count as far as they went.",
-        _of("eval/episodes/cut"), above=0.0, until=0.0,
-        remedy="Raise eval_max_steps, or leave it where the task has no end."),
-    Rule("unscored", "Without a score", "More than 5 % of the completions could not be judged.", _unscored_share, above=0.05,
-        until=0.02, worst="unscored", signal="unscored",
-        remedy="`psigrad score` says why, row by row; raise reward_timeout where a judge is slow."),
-    Rule("silent", "Silent", "A running process has written nothing for two minutes or ten usual steps.",
-        lambda figures, memory: None, above=0.0, until=0.0, grave=True,
-        remedy="Look at the process and its last event; the watchdog ends a run that hangs."),
+    Rule("not_finite", _not_finite, above=0.5, until=0.5, grave=True),
+    Rule("flat_reward", _of("reward_std", -1.0), above=-1e-6, until=-1e-3, patience=5, signal="reward_std"),
+    Rule("dead_groups", _of("dead_groups"), above=0.8, until=0.6, patience=5, signal="dead_groups"),
+    Rule("truncated", _of("truncated"), above=0.2, until=0.15, patience=3, worst="longest", signal="truncated"),
+    Rule("cut_and_rewarded", _cut_while_rewarded, above=0.1, until=0.05, patience=2, worst="longest", signal="truncated"),
+    Rule("mismatch", _uncorrected, above=0.01, until=0.005, patience=2, signal="mismatch", grave=True),
+    Rule("corrected", _correction, above=0.1, until=0.05, patience=2, signal="mismatch"),
+    Rule("entropy", _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy"),
+    Rule("clipped", _of("clipped"), above=0.3, until=0.2, patience=3, signal="clipped"),
+    Rule("critic", _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance"),
+    Rule("grad_norm", _grad_norm_z, above=4.0, until=2.0, signal="grad_norm"),
+    Rule("longer", _longer_for_nothing, above=0.5, until=0.3, patience=3, worst="longest", signal="length"),
+    Rule("apart", _below_best, above=1.5, until=1.0, patience=3, signal="held_out"),
+    Rule("cut", _of("eval/episodes/cut"), above=0.0, until=0.0),
+    Rule("unscored", _unscored_share, above=0.05, until=0.02, worst="unscored", signal="unscored"),
+    Rule("silent", lambda figures, memory: None, above=0.0, until=0.0, grave=True),
 )
-# fmt: on
 BY_NAME = {rule.name: rule for rule in RULES}
+CALM = frozenset({"entropy", "dead_groups", "flat_reward", "grad_norm"})
+"""What a policy does that has nothing left to learn."""
+_SCORES = ("held_out", "reward", "accuracy")
 
 
 @dataclass
@@ -402,6 +381,8 @@ class Watch:
     def __init__(self) -> None:
         self._standing = {rule.name: _Standing() for rule in RULES}
         self._past: deque[Alert] = deque(maxlen=self.MOST)
+        self._scores = {name: deque[float](maxlen=3) for name in _SCORES}
+        self._first: dict[str, float] = {}
 
     def see(self, step: float, figures: Figures) -> None:
         """Take in one row of figures."""
@@ -410,6 +391,29 @@ class Watch:
             value = rule.measure(figures, standing.memory)
             if value is not None:
                 self._judge(rule, standing, step, value)
+        for name, last in self._scores.items():
+            if (score := _finite(figures, name)) is not None:
+                last.append(score if score <= 1 else -math.inf)
+                self._first.setdefault(name, score)
+
+    @property
+    def score(self) -> float | None:
+        """The score of a task that the run has solved: the mean of the last three held-out metrics, or else rewards, where it is
+        0.9 or more of 1 and the first was less. Else None.
+        """
+        name = next((name for name, last in self._scores.items() if last), "")
+        score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0
+        return score if score >= 0.9 else None
+
+    def explains(self, rule: str) -> bool:
+        """Whether what a rule says is no more than that the task is solved."""
+        return rule in CALM and self.score is not None
+
+    def advice(self, rule: str) -> str:
+        """What is wrong, and what to do, of a run that was seen so far."""
+        if not self.explains(rule):
+            return BY_NAME[rule].advice
+        return f"Nothing to do: the task is solved ({self.score:.2g} of 1), and there is little left to learn from."
 
     def _judge(self, rule: Rule, standing: _Standing, step: float, value: float) -> None:
         standing.over = standing.over + 1 if value > rule.above else 0

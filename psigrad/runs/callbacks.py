@@ -24,7 +24,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.row_lines import read_steps
-from psigrad.records.rows import deciding, headline
+from psigrad.records.rows import by_step, deciding, headline
 from psigrad.records.run_folder import RunFolder
 
 # Consecutive steps without a finite gradient after which a run stops.
@@ -286,11 +286,8 @@ class Callbacks:
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
         """What happened before this process: all rows, and the best evaluation."""
         self.visible_state.history = self.visible_state.log_history = list(history)
-        by_step: dict[int, dict[str, Any]] = {}
-        for row in history:
-            by_step.setdefault(row["step"], {}).update(row)
-        for row in by_step.values():  # an evaluation may have several rows
-            self._keep_best(row, row["step"])
+        for step, row in by_step(history).items():  # an evaluation may have several rows
+            self._keep_best(row, step)
 
     def _tell(self, event: str, state: S, **more: Any) -> S:
         """Call the method of that name, and do what was asked for on every rank."""

@@ -114,7 +114,9 @@ class Clock:
 
 
 class Announcer:
-    """Tells once of each rule of `psigrad.records.warnings` that a run's figures raise: on stderr and as an event."""
+    """Tells once of each rule of `psigrad.records.warnings` that a run's figures raise: on stderr and as an event. What a solved
+    task explains is not told while it is solved.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._names, self._watch = folder, SignalNames(), Watch()
@@ -130,11 +132,13 @@ class Announcer:
         for alert in self._judge(step, row):
             rule = BY_NAME[alert.rule]
             self._folder.event("warning", rule=rule.name, step=alert.step, value=alert.value, says=f"{rule.title}. {rule.advice}")
-            redaction.say(f"warning from step {alert.step:g} on: {rule.title}. {rule.advice}")
+            more = f"More: psigrad explain {rule.name}."
+            redaction.say(f"warning from step {alert.step:g} on: {rule.title}. {rule.advice} {more}")
 
     def _judge(self, step: float, row: Mapping[str, Any]) -> list[Alert]:
         self._watch.see(step, {self._names.of(key): value for key, value in rows.figures(row).items()})
-        new = [alert for alert in self._watch.alerts() if alert.ended is None and alert.rule not in self._told]
+        standing = [alert for alert in self._watch.alerts() if alert.ended is None]
+        new = [a for a in standing if a.rule not in self._told and not self._watch.explains(a.rule)]
         self._told |= {alert.rule for alert in new}
         return new
 

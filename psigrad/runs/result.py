@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.records.row_lines import read_steps
-from psigrad.records.rows import first_and_last, headline
+from psigrad.records.rows import by_step, first_and_last, headline
 
 if TYPE_CHECKING:
     import pandas
@@ -33,10 +33,8 @@ class MetricsHistory(list[dict[str, Any]]):
         """One row for each step, its evaluations beside it, indexed by "step"."""
         import pandas
 
-        by_step: dict[int, dict[str, Any]] = {}
-        for row in self:
-            by_step.setdefault(row["step"], {}).update(row)
-        return pandas.DataFrame(list(by_step.values())).set_index("step").sort_index() if by_step else pandas.DataFrame()
+        rows = list(by_step(self).values())
+        return pandas.DataFrame(rows).set_index("step").sort_index() if rows else pandas.DataFrame()
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
         """The steps and the values of one figure."""

@@ -25,6 +25,7 @@ from psigrad.processes.parallel.world import ALONE, Division, World, join_world
 from psigrad.records import checkpoint, pins
 from psigrad.records.read import KEEPS, find_kept_step
 from psigrad.records.row_lines import last_event, read_steps
+from psigrad.records.rows import by_step
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.best import Best
@@ -206,10 +207,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first evaluation of a run and that of the weights it left, with their steps."""
     kept = find_kept_step([last_event(folder / "events.jsonl", *KEEPS)])
-    rows: dict[int, dict[str, Any]] = {}
-    for row in read_steps(folder / "metrics.jsonl"):
-        if any(name.startswith("eval/") for name in row):
-            rows.setdefault(row["step"], {}).update(row)
+    rows = by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]
     return (ordered[0], ordered[-1]) if ordered else ({}, {})
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from psigrad.compat.conversion import Conversion, TrlScript, Unevaluated, convert
+from psigrad.compat.conversion import Conversion
 from psigrad.compat.translate import is_known
 from psigrad.compat.trl import AGGREGATES, DEFAULTS, METHODS
 from psigrad.config import algorithms
@@ -16,6 +16,7 @@ from psigrad.config.load import load
 from psigrad.config.methods import declaration
 from psigrad.config.nested import names_of, read_file
 from psigrad.errors import UserError, nearest
+from psigrad_extras.connect.trl_trainers import TrlScript, Unevaluated, convert
 
 _SIGNS: dict[type[ast.operator], Any] = {
     ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.Add: operator.add,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, nearest
-from psigrad.importing import checkout_folder
+from psigrad_extras.checkout import checkout_folder
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ from psigrad.config.methods import declaration
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
-from psigrad.language.data import preferences
 from psigrad.language.recipes import api, evaluate, online_settings
-from psigrad.language.recipes.sample import read_jsonl, write_jsonl
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import parse_row
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
+from psigrad_extras.datasets import preferences
+from psigrad_extras.datasets.sample import read_jsonl, write_jsonl
 
 UNPAIRED = "unpaired.jsonl"
 FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")

@@ -5,7 +5,7 @@ training.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from psigrad.records.read import show_number
 
 # Rows that the rewards are tried on.
 TRIED = 2
+_COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled": "magenta"}
 # A value of each type of a JSON schema.
 _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
 
@@ -45,6 +46,15 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
     rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.tell).rows
     (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
     return rendered_rows.first_rows(tokenizer, offer_tools(config, rows[: rendered_rows.SHOWN]))
+
+
+def lines(rendered: Iterable[Rendered]) -> Iterable[tuple[str, str]]:
+    """(line, colour) for a terminal. Each line of text begins with its kind, so that nothing is lost without colours."""
+    for title, pieces in rendered:
+        yield title, "bold"
+        for kind, text in pieces:
+            for line in text.removesuffix("\n").split("\n"):
+                yield f"  {kind:<7} | {line}", _COLOURS[kind]
 
 
 def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:

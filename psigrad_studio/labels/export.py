@@ -22,7 +22,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from psigrad.errors import UserError
-from psigrad.language.data import preferences as conversions
+from psigrad_extras.datasets import preferences as conversions
 from psigrad_studio.labels import aspects, completion_groups, label_data, people
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.label_data import CurrentAnswer, LabelTexts, ProjectLabels

@@ -15,7 +15,7 @@ from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.records import run_folder
 from psigrad.records.read import kind_of
-from psigrad_studio.runs.alert_kinds import by_kind, solved
+from psigrad_studio.runs.alert_kinds import by_kind
 from psigrad_studio.runs.files import opened
 from psigrad_studio.runs.history import History
 from psigrad_studio.runs.rollout_index import RolloutIndex
@@ -99,7 +99,7 @@ class RunCache:
     def _read(self, place: RunPlace, history: History) -> dict[str, Any]:
         whole = history.read()
         config, state = config_of(place.path), history.state
-        alerts = by_kind(history.alerts(state), solved(history.series))
+        alerts = by_kind(history.alerts(state), history.watch)
         last = next((name for name in _LAST if name in history.series and history.series[name].values), None)
         return {
             "id": place.id,

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
 from psigrad.language.data import tasks
-from psigrad.language.recipes import sample
 from psigrad_extras import demo
+from psigrad_extras.datasets import sample
 from studies import trials
 from studies.settings import TrialSettings
 from studies.trials import Trial, TrialResult

@@ -34,11 +34,12 @@ from psigrad.errors import UserError
 from psigrad.intervals import Interval, mean_interval, over_seeds
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
-from psigrad.language.recipes import evaluate, sample
+from psigrad.language.recipes import evaluate
 from psigrad.records.report.plots import COLOURS
 from psigrad.records.row_lines import replace_file
 from psigrad_extras import sums
 from psigrad_extras.connect import likelihood
+from psigrad_extras.datasets import sample
 from psigrad_extras.experiments import drawing
 from studies import trials
 from studies.settings import PretrainedSettings

@@ -17,7 +17,6 @@ from read_settings import watching
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.cli.grid import GridSettings
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, Sampling, SFTConfig
 from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settings_of, unread_by, unread_of
 from psigrad.config.load import load, resolve_names
@@ -253,7 +252,7 @@ ELSEWHERE = {
     "benchmark": "language/rewards/test_benchmarks.py::test_prompts_by_hand",
     "server_key_variable": "extras/connect/test_openai_server.py::test_the_command_line_takes_a_server_and_says_what_it_cannot",
     **dict.fromkeys(("process", "step_separator"), "language/data/test_pairs.py::test_steps_end_where_their_separator_does"),
-    "output": "language/recipes/test_sampling_recipes.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
+    "output": "extras/datasets/test_sample.py::test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions",
 }
 
 
@@ -460,12 +459,6 @@ def test_every_setting_of_control_is_read_by_its_algorithm_or_refused(name, alon
 def test_control_refuses_what_its_algorithm_does_not_read(words, said, alone, capsys):
     assert cli.main(["control", *words.split(), "--no-tuned", "--output-dir", str(alone / "run")]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_every_setting_of_a_grid_is_read(alone):
-    with watching(GridSettings) as read:
-        assert cli.main(["grid"]) == 0
-    assert set(settings_of(GridSettings)) - read == set()
 
 
 class Given(UserDict):

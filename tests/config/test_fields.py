@@ -10,14 +10,13 @@ import fields_said
 import pytest
 
 import psigrad
-from psigrad.cli.grid import GridSettings
-from psigrad.config import EvalConfig, LmEvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config import EvalConfig, Hub, LmEvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import LENGTH, LIVE, RECORDED, Mark, defaults_of, find_marked, settings_of
 from psigrad.config.load import to_dict
 from psigrad.control.settings import ControlConfig
 
 TRAINED = (OnlineConfig, SFTConfig, PreferenceConfig, RewardConfig, ControlConfig)
-CLASSES = (*TRAINED, EvalConfig, SampleConfig, LmEvalConfig, GridSettings)
+CLASSES = (*TRAINED, EvalConfig, SampleConfig, LmEvalConfig)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -65,7 +64,7 @@ def test_negative_control_a_second_table_is_noticed():
 def test_marks_are_read_from_sections_and_bases():
     assert {"run.save_steps", "reward_timeout", "placement.cluster"} <= set(find_marked(OnlineConfig, RECORDED))
     assert {"run.max_steps", "run.num_train_epochs", "total_timesteps"} == set(find_marked(ControlConfig, LENGTH))
-    assert find_marked(GridSettings, Mark.MAIN) == []
+    assert find_marked(Hub, Mark.MAIN) == []
 
 
 @pytest.mark.parametrize("cls", TRAINED, ids=lambda cls: cls.__name__)

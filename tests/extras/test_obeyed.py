@@ -8,6 +8,7 @@ from read_settings import NOT_OBEYED, watching
 from psigrad import cli
 from psigrad.config.fields import settings_of
 from psigrad_extras.experiments.declarations import BiasSettings
+from psigrad_extras.grid import GridSettings
 from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
 BESIDES = tuple(part for part in NOT_OBEYED if "preflight" not in part)
@@ -25,6 +26,10 @@ def test_every_setting_of_a_plan_is_read(job):
     more = ["--devices", "2", "--prompt-length", "3"]
     assert unread(PlanConfig, [*plan, "--json"], [*plan, *more]) == set()
     assert unread(PlanConfig, plan) != set(), "negative control"
+
+
+def test_every_setting_of_a_grid_is_read():
+    assert unread(GridSettings, ["grid"]) == set()
 
 
 @pytest.mark.long

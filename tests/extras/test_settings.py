@@ -6,9 +6,10 @@ import fields_said
 import pytest
 
 from psigrad_extras.experiments.declarations import EXPERIMENTS
+from psigrad_extras.grid import GridSettings
 from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
 
-CLASSES = (PlanConfig, BenchConfig, *(one.settings for one in EXPERIMENTS.values()))
+CLASSES = (PlanConfig, BenchConfig, GridSettings, *(one.settings for one in EXPERIMENTS.values()))
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

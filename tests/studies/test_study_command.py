@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from psigrad import cli, importing
+from psigrad import cli
+from psigrad_extras import checkout
 from psigrad_extras.experiments import declarations
 from psigrad_extras.experiments.declarations import EXPERIMENTS
 from studies.settings import SETTINGS
@@ -60,13 +61,13 @@ def test_without_a_checkout_help_still_lists_every_experiment(monkeypatch, capsy
 
 def test_the_checkout_is_beside_the_package_or_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert importing.checkout_folder("studies") == ROOT / "studies" and importing.checkout_folder("studios") is None
-    installed = tmp_path / "site-packages" / "psigrad"
-    monkeypatch.setattr(importing, "__file__", str(installed / "importing.py"))
+    assert checkout.checkout_folder("studies") == ROOT / "studies" and checkout.checkout_folder("studios") is None
+    installed = tmp_path / "site-packages" / "psigrad_extras"
+    monkeypatch.setattr(checkout, "__file__", str(installed / "checkout.py"))
     (tmp_path / "studies").mkdir()
-    assert importing.checkout_folder("studies") is None, "a folder of that name alone is somebody else's"
+    assert checkout.checkout_folder("studies") is None, "a folder of that name alone is somebody else's"
     monkeypatch.chdir(ROOT)
-    assert importing.checkout_folder("studies") == ROOT / "studies"
+    assert checkout.checkout_folder("studies") == ROOT / "studies"
 
 
 @pytest.mark.slow

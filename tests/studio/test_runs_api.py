@@ -408,7 +408,8 @@ def test_alerts_come_by_kind_with_their_first_and_last_step(tmp_path):
 def test_alerts_that_a_solved_task_explains_ask_for_nothing(tmp_path, reward, calm):
     run = make_run(tmp_path / "runs" / "solved", 0, rollouts=0)
     rows = (
-        figures(s, reward=reward) | {"entropy": 1.0 if s < 50 else 0.001, "frac_reward_zero_std": s / 100} for s in range(1, 101)
+        figures(s, reward=reward if s > 20 else 0.2) | {"entropy": 1.0 if s < 50 else 0.001, "frac_reward_zero_std": s / 100}
+        for s in range(1, 101)
     )
     append(run / "metrics.jsonl", *({**row, "completions/clipped_ratio": 0.9} for row in rows))
     (entry,), _ = RunCache(tmp_path / "runs").entries(60)

@@ -23,7 +23,6 @@ ROOMS = (
 )
 LEAVES = ("errors", "extras", "importing", "intervals", "redaction", "seeds")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
-ALLOWED["cli"] |= {"tabular"}
 # Whoever reads run folders reads files, and nothing else of the library.
 ALLOWED |= {
     "records.report": {"records.report", "records", "config", *LEAVES},
@@ -132,7 +131,7 @@ def test_only_the_commands_of_a_package_import_those_of_psigrad():
 def test_negative_control_an_import_of_a_package_is_noticed_wherever_it_stands():
     assert packages_of("def f():\n    from psigrad_studio import serve") == {"psigrad_studio"}
     assert packages_of("import psigrad_extras.vllm as v\nimport psigrad.records.rows") == {"psigrad", "psigrad_extras"}
-    assert rooms_imported("from psigrad_studio import grid\nfrom psigrad.cli.grid import run") == {"cli"}
+    assert rooms_imported("from psigrad_studio import grid\nfrom psigrad.cli.flags import parse") == {"cli"}
 
 
 def test_no_package_imports_the_studies():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN, _LONGEST = 3, 2000
-_COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled": "magenta"}
 
 
 class Segment(NamedTuple):
@@ -70,12 +69,3 @@ def _render(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], 
             text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
         pieces.append(Segment("trained" if trained else "masked" if pieces else "prompt", text))
     return Rendered(title, pieces)
-
-
-def lines(rendered: Iterable[Rendered]) -> Iterable[tuple[str, str]]:
-    """(line, colour) for a terminal. Each line of text begins with its kind, so that nothing is lost without colours."""
-    for title, pieces in rendered:
-        yield title, "bold"
-        for kind, text in pieces:
-            for line in text.removesuffix("\n").split("\n"):
-                yield f"  {kind:<7} | {line}", _COLOURS[kind]

@@ -56,25 +56,14 @@ class Division(NamedTuple):
 class World(Protocol):
     """Processes that train together, as one of them, the `rank`-th of `size`, sees them."""
 
-    @property
-    def rank(self) -> int:
-        """This process: 0 … size - 1. Rank 0 owns the run folder."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all of them must make the same number of forward passes: they hold a model in shards."""
-        ...
-
-    @property
-    def division(self) -> Division:
-        """Who computes together."""
-        ...
+    rank: int
+    """This process: 0 … size - 1. Rank 0 owns the run folder."""
+    size: int
+    """How many there are."""
+    lockstep: bool
+    """Whether all of them must make the same number of forward passes: they hold a model in shards."""
+    division: Division
+    """Who computes together."""
 
     def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""

@@ -19,7 +19,7 @@ from psigrad.records import run_folder
 from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, escape, interval, load_all, show_number
 from psigrad.records.report import plots
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides
-from psigrad.records.report.verdict import alerts, verdict
+from psigrad.records.report.verdict import verdict, watched
 from psigrad.records.row_lines import replace_file
 from psigrad.records.rows import number
 from psigrad.records.warnings import BY_NAME as RULES
@@ -148,14 +148,15 @@ def _trace(run: RunData) -> str:
 def _warnings(run: RunData) -> Table | None:
     """What the rules of `psigrad.records.warnings` say of the run, those that still stand first."""
     raised: dict[str, list[Alert]] = {}
-    for alert in alerts(run):
+    watch = watched(run)
+    for alert in watch.alerts():
         raised.setdefault(alert.rule, []).append(alert)
     rows = []
     for rule, found in raised.items():
         newest = found[0]
         times = Cell(f"{len(found):,} times" if len(found) > 1 else "once")
         ended = Cell("still", "n") if newest.ended is None else _number(newest.ended)
-        rows.append([Cell(RULES[rule].title), Cell(RULES[rule].advice, "soft"), times, _number(newest.step), ended])
+        rows.append([Cell(RULES[rule].title), Cell(watch.advice(rule), "soft"), times, _number(newest.step), ended])
     return Table(("", "", "", "last from step", "to step"), rows) if rows else None
 
 

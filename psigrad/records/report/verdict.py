@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from psigrad.errors import several
 from psigrad.intervals import LEAST_ROWS
 from psigrad.records.read import RunData, kind_of, show_number
 from psigrad.records.rows import PARTS, figures, number
-from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
+from psigrad.records.warnings import BY_NAME, SignalNames, Watch
 
 Mood = Literal["good", "bad", "plain"]
 _ENDS = ("finished", "stopped", "failed")
@@ -40,7 +41,7 @@ def verdict(run: RunData) -> Verdict:
     """
     word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
-    parts = [*figures_said, *_divergence(run), _count_warnings(alerts(run))]
+    parts = [*figures_said, *_divergence(run), *_warnings(watched(run))]
     if end.get("kind") == "failed":
         word, mood = "Failed", "bad"
         parts.insert(0, " ".join(str(end.get("reason") or "no reason was noted").split()))
@@ -138,18 +139,22 @@ def _divergence(run: RunData) -> list[str]:
     return [f"KL to the start {_short(kl)} nats per completion"] if kind_of(run.config) == "online" and math.isfinite(kl) else []
 
 
-def alerts(run: RunData) -> list[Alert]:
-    """What the rules of `psigrad.records.warnings` say of a run's figures, those that still stand first."""
+def watched(run: RunData) -> Watch:
+    """The rules of `psigrad.records.warnings`, over all of a run's figures."""
     watch, names = Watch(), SignalNames()
     for row in run.metrics:
         watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
-    return watch.alerts()
+    return watch
 
 
-def _count_warnings(found: list[Alert]) -> str:
-    standing = list(dict.fromkeys(BY_NAME[alert.rule].title for alert in found if alert.ended is None))
-    passed = len({alert.rule for alert in found} - {alert.rule for alert in found if alert.ended is None})
-    if standing:
-        more = f" and {passed} that passed" if passed else ""
-        return f"{len(standing)} warning{'s' if len(standing) > 1 else ''}{more}: {', '.join(standing)}"
-    return f"{passed} warning{'s' if passed > 1 else ''} that passed" if passed else "no warnings"
+def _warnings(watch: Watch) -> list[str]:
+    """Those that stand, how many passed, and what there is nothing to do about."""
+    found = watch.alerts()
+    standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
+    calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))
+    passed = len({alert.rule for alert in found} - set(standing))
+    return [
+        f"{several(len(loud), 'warning')}: {', '.join(loud)}" if loud else "" if passed else "no warnings",
+        f"{several(passed, 'warning')} that passed" if passed else "",
+        f"the task is solved ({', '.join(calm)})" if calm else "",
+    ]

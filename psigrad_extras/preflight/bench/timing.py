@@ -23,10 +23,11 @@ from transformers import AutoConfig
 
 import psigrad
 from psigrad.errors import UserError
-from psigrad.importing import checkout_folder, imported
+from psigrad.importing import imported
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused.layer import compute_dtype
 from psigrad.runs.machine import provenance
+from psigrad_extras.checkout import checkout_folder
 from psigrad_extras.preflight.bench.inputs import build, prepare
 from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan.arithmetic import Lengths, StepCost, Work, cost_of

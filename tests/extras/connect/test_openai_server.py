@@ -12,10 +12,11 @@ from psigrad.cli import main
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Run, SampleConfig, Sampling
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.recipes import evaluate, sample
+from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import SamplingParams
 from psigrad_extras.connect import openai_server as module
 from psigrad_extras.connect.openai_server import UNKNOWN, ServedModel
+from psigrad_extras.datasets import sample
 
 CHAT = Row("a chat", prompt=[{"role": "user", "content": "2 + 2?"}])
 TEXT = Row("a text", prompt="2 + 2 =")

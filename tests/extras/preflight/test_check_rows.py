@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from tiny_chat import HEAD, save_chat_model
 
 from psigrad import cli
-from psigrad_extras.preflight import check
+from psigrad.language.data.rendered_rows import Rendered, Segment
+from psigrad.records.report import terminal
+from psigrad_extras.preflight import check, first_rows
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +47,13 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
     out, err = capsys.readouterr()
     assert "1 plain prompt is a user turn of the chat template;" in err
     assert json.loads(out)[0][1][0] == ["prompt", HEAD]
+
+
+def test_each_kind_has_a_colour_of_its_own_where_there_are_colours(capsys: Any, monkeypatch: Any) -> None:
+    """By the terminal's own numbers: 36 is cyan, 32 green, 33 yellow."""
+    monkeypatch.setattr(terminal, "Console", partial(terminal.Console, force_terminal=True, color_system="standard"))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    pieces = [Segment("prompt", "say a:"), Segment("trained", "a"), Segment("masked", "b")]
+    terminal.print_lines(first_rows.lines([Rendered("x:1", pieces)]))
+    shown = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"\033\[(\d+)m", line)[0] for line in shown] == ["1", "36", "32", "33"]

@@ -19,9 +19,10 @@ from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import language_model, tiny
 from psigrad.language.models.packing import Groups
-from psigrad.language.recipes import evaluate, sample
+from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad_extras.datasets import sample
 
 pytestmark = pytest.mark.vllm
 TEXTS = ("hello", "world 1", "hello world 123 hello")

@@ -238,7 +238,7 @@ def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.Monke
     assert "as it is                     0 of 1 misjudged" in tried and "unscored" not in tried
     seen: list[Any] = []
     monkeypatch.setattr("psigrad.language.recipes.reward.score_rows", lambda *given, **more: seen.append(more["columns"]) or [])
-    monkeypatch.setattr("psigrad.language.recipes.sample.convert", lambda **given: seen.append(given["columns"]) or 1 / 0)
+    monkeypatch.setattr("psigrad_extras.datasets.sample.convert", lambda **given: seen.append(given["columns"]) or 1 / 0)
     assert cli.main(["score", "--model", "m", *mapped]) == 0
     with pytest.raises(ZeroDivisionError):
         cli.main(["pairs", *mapped])

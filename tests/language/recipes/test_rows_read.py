@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,12 @@ from psigrad.config import Data, Evaluation, Model, OnlineConfig, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.rendered_rows import Rendered, Segment, lines, render
+from psigrad.language.data.rendered_rows import Segment, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.recipes import conversation, online, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.records.report import terminal
 
 
 @pytest.fixture(scope="module")
@@ -149,16 +147,6 @@ def test_a_row_is_shown_as_its_model_reads_it(chat: Path) -> None:
     assert [piece.kind for piece in asked.pieces] == ["prompt", "sampled"] and asked.pieces[0].text == HEAD
     (long,) = render(tokenizer, Row("x:5", prompt="a" * 9000, completion="b"))
     assert len(long.pieces[0].text) < 2100 and " … " in long.pieces[0].text
-
-
-def test_each_kind_has_a_colour_of_its_own_where_there_are_colours(capsys: Any, monkeypatch: Any) -> None:
-    """By the terminal's own numbers: 36 is cyan, 32 green, 33 yellow."""
-    monkeypatch.setattr(terminal, "Console", partial(terminal.Console, force_terminal=True, color_system="standard"))
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    pieces = [Segment("prompt", "say a:"), Segment("trained", "a"), Segment("masked", "b")]
-    terminal.print_lines(lines([Rendered("x:1", pieces)]))
-    shown = capsys.readouterr().out.splitlines()
-    assert [re.findall(r"\033\[(\d+)m", line)[0] for line in shown] == ["1", "36", "32", "33"]
 
 
 def test_steps_that_a_template_cannot_say_are_left_out_when_asked(chat: Path) -> None:

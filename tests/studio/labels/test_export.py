@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from datasets import Dataset
 
-from psigrad.language.data import preferences
 from psigrad.language.data.dataset_rows import validate
+from psigrad_extras.datasets import preferences
 from psigrad_studio.labels import completion_groups, export, intake
 from psigrad_studio.labels.refusals import Refusal
 

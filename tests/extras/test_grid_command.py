@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from psigrad import cli
-from psigrad.cli import grid
-from psigrad.cli.grid import GridSettings
 from psigrad.errors import UserError
 from psigrad.tabular import evaluate, greedy, q_values, solve
 from psigrad.tabular.solvers import SOLVERS
+from psigrad_extras import grid
+from psigrad_extras.grid import GridSettings
 
 
 def shown(**settings) -> tuple[str, object]:

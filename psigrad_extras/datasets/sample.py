@@ -14,12 +14,12 @@ from psigrad import seeds
 from psigrad.config import SampleConfig
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, kind_of
-from psigrad.language.data import preferences
 from psigrad.language.data.posted_forms import map_columns
-from psigrad.language.data.preferences import Converted
 from psigrad.language.data.templates import completion_for_reward, prompt_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory
+from psigrad_extras.datasets import preferences
+from psigrad_extras.datasets.preferences import Converted
 
 
 @dataclass(frozen=True)

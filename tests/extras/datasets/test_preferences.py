@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.language.data import preferences
 from psigrad.language.data.dataset_rows import validate
 from psigrad.language.data.sources import from_rows
+from psigrad_extras.datasets import preferences
 
 RATED = {"prompt": "p", "completions": ["a", "b", "c"], "ratings": [3, 9, 9], "tools": [{"name": "t"}]}
 CHAT = [{"role": "user", "content": "p"}]

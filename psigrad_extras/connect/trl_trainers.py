@@ -1,0 +1,116 @@
+"""TRL's trainers as psigrad's methods, by what a script gives them besides their configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from psigrad.compat.conversion import Conversion, translated, without_usual
+
+
+class Unevaluated(str):
+    """The source of an expression whose value only a run of the script would tell."""
+
+
+@dataclass
+class TrlScript:
+    """TRL's configuration class, its values and those of an adapter, what the trainer is given, and what could not be read."""
+
+    config: str
+    values: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    look_at: list[str] = field(default_factory=list)
+
+
+def convert(script: TrlScript) -> Conversion:
+    """The settings that train as TRL would: its defaults, what the script says over them, and what the trainer is given.
+
+    Raises `UserError` where batch sizes make no step.
+    """
+    made = translated(script.config, script.values, held_out=bool(script.trainer.get("eval_dataset")))
+    made.look_at += script.look_at
+    _take_trainer(script, made)
+    if {"reward", "reward_model"} <= made.settings.keys():
+        made.differs.append("Reward models score after the reward functions, in that order.")
+    return without_usual(made)
+
+
+def _take_trainer(script: TrlScript, made: Conversion) -> None:
+    """What the trainer is given besides its configuration."""
+    s, trainer = made.settings, script.trainer
+    for name, value in trainer.items():
+        if name in ("model", "model_name_or_path") and _is_text(value):
+            s["model.path"] = value
+        elif name in ("ref_model", "teacher_model"):
+            if _is_text(value):
+                s["reference"] = value
+            elif value is not None:
+                made.look_at.append(f"{name}={value}: give the folder or hub name of it as reference.")
+        elif name in ("train_dataset", "eval_dataset"):
+            if value is not None:
+                _take_dataset(value, "eval_" if name == "eval_dataset" else "", name, made)
+        elif name in ("reward_funcs", "reward_model_name_or_path"):
+            _take_rewards(value if isinstance(value, list) else [value], made)
+        elif name == "tools":
+            s["tools"] = [str(tool) for tool in value]
+        elif name == "environment_factory":
+            made.look_at.append(
+                f"environment_factory={value}: an environment here has reset(row) and step(text); see docs/multi_turn.md."
+            )
+        elif name == "callbacks":
+            made.look_at.append(f"callbacks={value}: give them as callbacks=[…] or --callbacks file.py:Class.")
+        elif name in ("processing_class", "tokenizer"):
+            if value != s.get("model.path") and value != trainer.get("model"):
+                made.look_at.append(f"{name}={value}: psigrad.train takes it as tokenizer=.")
+        elif value is not None:
+            made.look_at.append(f"{name}={value}: this goes into no setting.")
+    if script.lora is not None:
+        _take_adapter(script.lora, made)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not isinstance(value, Unevaluated)
+
+
+def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
+    value = {"dataset": value} if _is_text(value) else value
+    if not isinstance(value, dict) or isinstance(value.get("dataset"), Unevaluated):
+        made.look_at.append(f"{name}={value}: give the file, or call psigrad.train with the object.")
+        return
+    if value.get("part") == "test":
+        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out eval_prompts rows, drawn at random too.")
+        return
+    split, plain = value.get("split"), value["dataset"]
+    if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files
+        plain = value.get("data_files")
+        if isinstance(plain, dict):  # {split: file or files}; a file of ours has one split
+            plain, split = plain.get(split or "train"), None
+        if not all(_is_text(file) for file in (plain if isinstance(plain, list) else [plain])):
+            made.look_at.append(f"{name}: give the file of load_dataset as data.{prefix}dataset.")
+            return
+    made.settings[f"data.{prefix}dataset"] = f"{plain}:{value['config']}" if value.get("config") else plain
+    if _is_text(split):
+        made.settings[f"data.{prefix}split"] = split
+
+
+def _take_rewards(given: list[Any], made: Conversion) -> None:
+    functions = [one for one in given if isinstance(one, dict) or (_is_text(one) and ":" in one)]
+    models = [one for one in given if _is_text(one) and ":" not in one]
+    made.settings |= {name: found for name, found in (("reward", functions), ("reward_model", models)) if found}
+    made.look_at += [f"reward_funcs has {one}: name it as module:function." for one in given if isinstance(one, Unevaluated)]
+
+
+def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:
+    """A peft LoraConfig."""
+    ours = {"r": "lora_rank", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+    usual = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # peft's
+    for name, value in {**usual, **lora}.items():
+        if name in (*ours, "lora_alpha", "lora_dropout", "use_rslora", "use_dora") and value is not None:
+            several = name.endswith(("modules", "modules_to_save")) and isinstance(value, str)
+            made.settings[f"model.{ours.get(name, name)}"] = [value] if several else value
+        elif name not in ("task_type", "bias", "inference_mode") or (name == "bias" and value != "none"):
+            made.no_equal.append(f"LoraConfig({name}={value!r}): psigrad trains LoRA, rsLoRA and DoRA on modules.")
+    if "target_modules" not in lora:
+        made.differs.append("Without target_modules peft adapts a few modules of each architecture; psigrad every linear layer.")
