@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1]
-LINK = re.compile(r"- \[([^\]]+)\]\(([^)\s]+)\)(.*)")
+LINK = re.compile(r"^(?:- )?\[([^\]]+)\]\(([^)\s]+)\)(.*)", re.MULTILINE)
+MODULE = re.compile(r"^\| \[([^\]]+)\]\((\w+)\.md\) \| (.*) \|$", re.MULTILINE)
 
 
 def write(out: Path) -> None:
@@ -18,6 +19,8 @@ def write(out: Path) -> None:
         heading, _, body = part.partition("\n")
         pages = [f"- [{name}]({re.sub(r'[.](md|ipynb)$', '.html', target)}){rest}" for name, target, rest in LINK.findall(body)]
         sections.append(f"## {heading.strip()}\n\n" + "\n".join(pages))
+    modules = MODULE.findall((DOCS / "api" / "index.md").read_text())
+    sections.append("## API\n\n" + "\n".join(f"- [{name}](api/{page}.html): {said}" for name, page, said in modules))
     (out / "llms.txt").write_text("\n\n".join([title, *sections]) + "\n")
     guides = [target for _, target, _ in LINK.findall(index) if target.endswith(".md") and not target.startswith("api/")]
     texts = [f"<!-- {target} -->\n\n{(DOCS / target).read_text().strip()}" for target in dict.fromkeys(guides)]

@@ -235,6 +235,18 @@ def test_the_site_has_every_page_once_and_in_the_order_of_the_index():
     assert listed.index("walkthrough") < listed.index("control") < listed.index("methods/grpo") < listed.index("settings")
 
 
+def test_a_language_model_that_reads_finds_every_page(tmp_path):
+    script("llms").write(tmp_path)
+    listed, full = ((tmp_path / name).read_text() for name in ("llms.txt", "llms-full.txt"))
+    assert listed.startswith("# psigrad\n\n> ") and "- [Data](data.html): the forms of a dataset" in listed
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        if name != "index.md":
+            assert f"({name.removesuffix('.md')}.html)" in listed, name
+            assert name.startswith("api/") or page.read_text().strip() in full, name
+    assert all(f"(course/{chapter.stem}.html)" in listed for chapter in (ROOT / "docs" / "course").glob("*.ipynb"))
+
+
 def test_docstrings_become_restructured_text():
     given = ["The `x` of a_t * b; see `f`s.", "", "    A_t = R_t * `b`", "    V", "", "Items:", "- one `y`", "  goes on", "- two"]
     assert script("../conf").docstring(given) == [

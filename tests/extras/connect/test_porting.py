@@ -60,6 +60,16 @@ def test_trls_script_says_what_psigrads_program_does(here):
     assert (here / "runs/brief/model/model.safetensors").exists()
 
 
+@pytest.mark.slow
+def test_trls_program_runs(here):
+    """Its shorter sibling reads it. A CPU needs three arguments more, of which the page says nothing."""
+    theirs, _ = programs("TRL")
+    scope = {}
+    exec(theirs.replace("learning_rate", "use_cpu=True, bf16=False, report_to='none', learning_rate"), scope)
+    (row,) = [row for row in scope["trainer"].state.log_history if "rewards/brevity/mean" in row]
+    assert scope["trainer"].state.global_step == 2 and row["reward"] < 0
+
+
 def test_both_sides_of_stable_baselines3_run(here):
     for program in programs("Stable-Baselines3"):
         scope = {}

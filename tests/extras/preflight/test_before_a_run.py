@@ -10,8 +10,10 @@ import pytest
 from tiny_jobs import agent_config, online_config, sft_config
 from tiny_rewards import of_misspelt, of_nothing, of_two
 
+from psigrad import cli
 from psigrad.config import Evaluation
 from psigrad.errors import UserError
+from psigrad.language.data.templates import CHATML
 from psigrad_extras.preflight import first_rows
 from psigrad_extras.preflight.plan import plan
 
@@ -101,6 +103,34 @@ def test_tools_are_called_and_the_environment_is_played_once_on_a_real_row(job, 
 def test_a_tool_or_an_environment_that_cannot_answer_is_a_sentence(changes, said, job, tmp_path):
     with pytest.raises(UserError, match=said):
         first_rows.try_turns(replace(on(job, tmp_path), **changes))
+
+
+def test_the_command_says_all_of_it_before_it_loads_a_model(job, tmp_path, monkeypatch, capsys):
+    """Rows by the template, what rewards give, what a tool answers: in under 10 s, whatever the model takes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def near(completions, answer, **columns):\n    return [float(a in c) for c, a in zip(completions, answer)]\n\n\n"
+        'def price(answer: str) -> str:\n    """What it costs.\n\n    Args:\n        answer: what is bought\n    """\n'
+        '    return f"10 for {answer}"\n'
+    )
+
+    def loads(*given):
+        raise UserError("Now a model would be loaded.")
+
+    monkeypatch.setattr("psigrad_extras.preflight.check.load_model", loads)
+    given = ["check", "--model", f"{job}/base", "--chat-template-path", "chatml.jinja", "--dataset", f"{job}/train.jsonl"]
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    start = time.process_time()
+    assert cli.main([*given, "--reward", "mine.py:near", "--tools", "mine.py:price"]) == 2
+    assert time.process_time() - start < 10
+    said, error = capsys.readouterr()
+    places = [
+        said.index(part) for part in ("train.jsonl:1", "prompt  | ", "reward 1 for the answer", "tool price answers '10 for ")
+    ]
+    assert places == sorted(places) and error.strip().endswith("Now a model would be loaded.")
+    # negative control: what cannot judge is said, and a model is not even asked for
+    assert cli.main([*given, "--reward", "mine.py:nowhere"]) == 2
+    assert "nowhere" in (error := capsys.readouterr().err) and "would be loaded" not in error
 
 
 def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
