@@ -61,7 +61,7 @@ def measure(name: str, dtype: str, threads: int, pairs: int, work: Workload = WO
         way = families.way(language_model.load(str(Path(folder) / "model"), dtype=dtype))
     try:
         beside(work, dtype, threads, make=partial(make, name), keep=taken.append)
-    except UserError as error:
+    except (UserError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         return {"way": way, "why": reason_of(error)}
     return {
         "way": way,

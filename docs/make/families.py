@@ -88,14 +88,21 @@ def row(name: str, tokenizer: Any) -> str:
     oracle.set_attn_implementation("eager")
     model = prepare(hf, tokenizer)
     reason = model.why_padded.partition(": ")[2]
-    return f"| {known} | `{name}` | **{way(model)}** | {shown(gap(model, oracle))} | {ratio(name)} | {reason} |"
+    computed = way(model)
+    return f"| {known} | `{name}` | **{computed}** | {shown(gap(model, oracle))} | {ratio(name, computed)} | {reason} |"
 
 
-def ratio(name: str) -> str:
-    """TRL's seconds over ours, with the 95 % interval, as `benchmarks/family_ratio.py` wrote them down; empty where it did not."""
+def ratio(name: str, computed: str) -> str:
+    """TRL's seconds over ours, with the 95 % interval, as `benchmarks/family_ratio.py` wrote them down, and how the model there was
+    computed where that is another way; empty where it was not compared.
+    """
     lines = map(json.loads, MEASURED.read_text().splitlines() if MEASURED.exists() else ())
-    pairs = next((line["pairs"] for line in lines if line["family"] == name and "pairs" in line), None)
-    return "" if pairs is None else "{:.1f} [{:.1f}, {:.1f}]".format(*interval([theirs / ours for ours, theirs in pairs]))
+    found = next((line for line in lines if line["family"] == name and "pairs" in line), None)
+    if found is None:
+        return ""
+    middle, low, high = interval([theirs / ours for ours, theirs in found["pairs"]])
+    other = f" ({found['way']})" if found["way"] != computed else ""
+    return f"{middle:.1f} [{low:.1f}, {high:.1f}]{other}"
 
 
 def way(model: LanguageModel) -> str:

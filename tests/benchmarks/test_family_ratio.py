@@ -86,8 +86,12 @@ def test_the_load_of_experts_is_in_both_losses(ratios, tmp_path, monkeypatch, ki
 
 
 def test_the_table_has_the_ratio_of_what_was_compared(ratios, tmp_path, monkeypatch):
-    lines = [{"family": "llama", "pairs": [[1.0, 4.0], [2.0, 8.0]]}, {"family": "phi", "why": "no"}]
+    lines = [
+        {"family": "llama", "way": "fused", "pairs": [[1.0, 4.0], [2.0, 8.0]]},
+        {"family": "phi", "way": "packed", "why": "no"},
+    ]
     monkeypatch.setattr(ratios.families, "MEASURED", tmp_path / "none")
-    assert ratios.families.ratio("llama") == ""
+    assert ratios.families.ratio("llama", "fused") == ""
     ratios.families.MEASURED.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [ratios.families.ratio(name) for name in ("llama", "phi", "gemma")] == ["4.0 [4.0, 4.0]", "", ""]
+    found = [ratios.families.ratio(name, "fused") for name in ("llama", "phi", "gemma")]
+    assert found == ["4.0 [4.0, 4.0]", "", ""] and ratios.families.ratio("llama", "padded") == "4.0 [4.0, 4.0] (fused)"
