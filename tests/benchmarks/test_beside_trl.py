@@ -112,9 +112,14 @@ def test_an_episode_is_answered_between_turns_and_ends_with_one_that_was_cut(com
     assert Generator.asked[-1] == [[6, 1, 9, 7, 7, 3, 9, 7]]
 
 
-@pytest.mark.parametrize(("apart", "steps_of_each", "alive_at_once"), [(False, 3, 2), (True, 4, 1)])
-def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, steps_of_each, alive_at_once, compare, monkeypatch):
+# What the clock says at each step is their number. Apart: those of a block of ours, of which two do not count, then TRL's.
+@pytest.mark.parametrize(
+    ("apart", "block", "expected", "firsts"),
+    [(False, 4, [[3, 4], [5, 6]], (2, 3)), (True, 4, [[3, 7], [4, 8]], (2, 6)), (True, 1, [[3, 6], [9, 12]], (2, 5))],
+)
+def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, block, expected, firsts, compare, monkeypatch):
     monkeypatch.setattr(compare.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(compare, "BLOCK", block)
     alive, taken = set(), []
 
     class Side:
@@ -131,9 +136,9 @@ def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, steps_of_e
         alive.difference_update(programs)
 
     rounds = list(compare._rounds(SMALL, start, apart))
-    assert taken == [alive_at_once] * 2 * steps_of_each and not alive
-    first = {"ours": 2.0, "trl": 4.0 if apart else 3.0}  # ready after 1 s, and the first step of each
-    assert rounds[0][1] == first and [step["seconds"] for step in rounds[0][0].values()] == ([2, 4] if apart else [3, 4])
+    assert set(taken) == {1 if apart else 2} and not alive
+    assert [[step["seconds"] for step in pair.values()] for pair, _ in rounds] == expected
+    assert rounds[0][1] == dict(zip(("ours", "trl"), firsts, strict=True))  # ready after 1 s, and the first step of each
 
 
 @pytest.mark.long

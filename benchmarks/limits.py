@@ -1,0 +1,81 @@
+"""Runs on real shapes held to a limit of memory: `python benchmarks/limits.py [R1 R2 …]`.
+
+Each workload of real.py is trained as a user would, by the command line: once as it is, then with --max-memory at shares of the
+peak it had. A line for each run: the limit, the peak of the process, and what was chosen for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from real import WORKS, Real
+
+from psigrad_extras.preflight.bench.inputs import prepare
+from psigrad_extras.preflight.bench.workload import Workload
+
+SHARES = (0.85, 0.7)
+STEPS = 2
+
+
+def command(work: Workload, folder: Path) -> list[str]:
+    """The run of a workload that was made in `folder`."""
+    told = {
+        "model": folder / "model",
+        "dataset": folder / "rows.jsonl",
+        "output-dir": folder / "run",
+        "max-steps": STEPS,
+        "eval-steps": 0,
+        "eval-prompts": 0,
+        "dtype": "bfloat16",
+        "threads": 2,
+        "lora-rank": work.lora_rank,
+        "quantize-base": work.quantize_base,
+    }
+    if work.online:
+        told |= {
+            "reward": "psigrad_extras.preflight.bench.workload:reward",
+            "prompts-per-step": work.prompts,
+            "num-generations": work.generations,
+            "max-completion-length": work.completion_tokens,
+        }
+    else:
+        told["batch-size"] = work.prompts
+    flags = [str(part) for name, value in told.items() if value not in (0, "") or "eval" in name for part in (f"--{name}", value)]
+    return [sys.executable, "-m", "psigrad", work.kind, *flags]
+
+
+def peak(real: Real, limit: float) -> tuple[float, str]:
+    """(bytes that the process had at most, what it says of the limit) of a few steps; `limit` in bytes, 0 for none."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, source = Path(place), Path(place) / "source"
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(real.config))
+        prepare(real.work, str(source), folder)
+        held = ["--max-memory", f"{limit / 1e9:.3f}GB"] if limit else []
+        done = subprocess.run([*command(real.work, folder), *held], capture_output=True, text=True)
+        if done.returncode:
+            return float("nan"), done.stderr.strip().splitlines()[-1]
+        rows = map(json.loads, (folder / "run" / "timings.jsonl").read_text().splitlines())
+        said = [line for line in done.stderr.splitlines() if "memory" in line.lower()]
+        return max(row["peak_memory_bytes"] for row in rows), " ".join(said)
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=["R1", "R2", "R2L", "R6", "R7"])
+    for name in parser.parse_args().workloads:
+        free, _ = peak(WORKS[name], 0)
+        print(f"{name}: {free / 1e9:.2f} GB without a limit", flush=True)
+        for share in SHARES:
+            most, said = peak(WORKS[name], share * free)
+            print(f"  {share * free / 1e9:.2f} GB: {most / 1e9:.2f}, {most / (share * free):.2f} of it. {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
