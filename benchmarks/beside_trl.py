@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from psigrad.errors import UserError
+from psigrad.language.models.experts import balanced
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.training.update import Optimizer, add_up
@@ -203,7 +204,8 @@ def check(run: timed_run.TimedRun) -> dict[str, float]:
     log-probs a little off.
     """
     if run.task is not None:
-        return sum_up(run.optimizer, [partial(_value, share) for share in run.task.shares(range(run.work.prompts), 4096)])
+        shares = run.task.shares(range(run.work.prompts), 4096)
+        return sum_up(run.optimizer, [partial(_value, partial(balanced, run.task.model, share, len(shares))) for share in shares])
     given, model = fixed_batch(run.work), run.model
     assert isinstance(model, LanguageModel)
     device = model.device
@@ -211,15 +213,15 @@ def check(run: timed_run.TimedRun) -> dict[str, float]:
     nothing = torch.zeros(len(mask), device=device)
     algorithm = timed_run.method(run.work.kind, 0.0)
 
-    def loss() -> Tensor:
+    def loss() -> Loss:
         evaluation = model.evaluate(Groups(given["prompts"], given["completions"]))
         batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
         prepared = algorithm.prepare(batch, {})
         advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)
         prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(nothing, dtype=torch.bool))
-        return algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {}).value
+        return algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {})
 
-    return sum_up(run.optimizer, [loss])
+    return sum_up(run.optimizer, [partial(_value, partial(balanced, model, loss, 1))])
 
 
 def _value(share: Callable[[], Loss]) -> Tensor:

@@ -48,6 +48,10 @@ class Shape:
     spread: float = 1.0
     token: float = 0.001
     seed: int = 0
+    parcel: int = 1
+    depth: int = 1
+    trains: float = 1.0
+    """Of the time that all samplers need for the tokens of a step if none has to wait, what the trainer takes."""
 
 
 def length(shape: Shape, seed: int) -> int:
@@ -69,19 +73,18 @@ class Engine:
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, Any]:
         """See `RolloutWorker`."""
         self.version = version.number
-        lengths = [[length(self.shape, seed) for seed in request.seeds] for request in requests]
-        time.sleep(self.shape.token * max(map(max, lengths)))
-        return version.number, [
-            [
-                Completion((version.number,) * n, (0.0,) * n, (0.0,) * n, "stop", seed)
-                for n, seed in zip(own, r.seeds, strict=True)
-            ]
-            for own, r in zip(lengths, requests, strict=True)
-        ]
+        time.sleep(self.shape.token * max(length(self.shape, seed) for request in requests for seed in request.seeds))
+        return version.number, written(self.shape, version, requests)
+
+
+def written(shape: Shape, version: Version, requests: list[Request]) -> list[list[Completion]]:
+    """What an engine writes: the number of its weights, as often as the seed says."""
+    lengths = [[(length(shape, seed), seed) for seed in request.seeds] for request in requests]
+    return [[Completion((version.number,) * n, (0.0,) * n, (0.0,) * n, "stop", seed) for n, seed in own] for own in lengths]
 
 
 class Threads:
-    """As much of Ray as `ActorPool` asks: an actor is an object with a thread of its own, a reference a `Future`."""
+    """As much of Ray as `ActorPool` asks: an actor is an object with threads of its own, a reference a `Future`."""
 
     class Lost(Exception):
         """Stands for what Ray raises."""
@@ -93,10 +96,10 @@ class Threads:
 
     def remote(self, **wants: Any) -> Any:
         """See `ray.remote`."""
-        return lambda kind: SimpleNamespace(remote=lambda *arguments: self._actor(kind(*arguments)))
+        return lambda kind: SimpleNamespace(remote=lambda *given: self._actor(kind(*given), wants["max_concurrency"]))
 
-    def _actor(self, made: Any) -> Any:
-        thread = ThreadPoolExecutor(1)
+    def _actor(self, made: Any, depth: int) -> Any:
+        thread = ThreadPoolExecutor(depth)
         method = lambda name: SimpleNamespace(remote=lambda *given: thread.submit(getattr(made, name), *given))  # noqa: E731
         return SimpleNamespace(ready=method("ready"), sample=method("sample"), thread=thread)
 
@@ -126,17 +129,17 @@ class LengthScorer:
 
 
 @contextmanager
-def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1) -> Iterator[RaySampler]:
+def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1, joins: bool = False) -> Iterator[RaySampler]:
     """What samples on stand-ins."""
     connect, actor_pool._connect = actor_pool._connect, lambda address: Threads()
     try:
         wants: Any = {"name": "sampler", "address": "", "cpus": 1, "minutes": 1.0, "tell": lambda *a, **k: None}
-        pool = ActorPool(Engine, (shape,), count=shape.samplers, **wants)
+        pool = ActorPool(Engine, (shape,), count=shape.samplers, depth=shape.depth, **wants)
     finally:
         actor_pool._connect = connect
     try:
         weights = lambda: iter([("weight", torch.zeros(1))])  # noqa: E731
-        yield RaySampler(pool, weights, versions, exact=True, prompts_per_task=prompts_per_task)
+        yield RaySampler(pool, weights, versions, exact=True, prompts_per_task=prompts_per_task, joins=joins)
     finally:
         pool.close()
 
@@ -147,7 +150,7 @@ def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
     prompts = [Prompt(i, (1,), Row("overlap", prompt=str(i))) for i in range(shape.prompts * 8)]
     config = replace(OnlineConfig(), lag=lag, prompts_per_step=shape.prompts, num_generations=shape.generations)
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    with ThreadPoolExecutor(lag + 1) as collector, sampler_of(shape, lambda: moved[0]) as sampler:
+    with ThreadPoolExecutor(lag + 1) as collector, sampler_of(shape, lambda: moved[0], shape.parcel) as sampler:
         parts: dict[str, Any] = {"model": SimpleNamespace(tokenizer=tokenizer), "journal": SimpleNamespace(world=ALONE)}
         job = Online(
             config=config,
@@ -166,7 +169,7 @@ def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
         for found in steps(job, State(), moved):
             trained.append(found)
             tokens = sum(len(t.completion.ids) for t in found.trajectories)
-            time.sleep(shape.token * tokens / shape.generations / shape.samplers)
+            time.sleep(shape.trains * shape.token * tokens / shape.generations / shape.samplers)
         return time.monotonic() - begin, trained
 
 

@@ -32,7 +32,7 @@ from psigrad.processes.parallel.world import World
 SIZE = 8
 
 
-def measure(world: World, folder: str, completions: str, tokens: str) -> None:
+def measure(world: World, folder: str, completions: str, tokens: str, lag: str = "") -> None:
     """Write what this rank found into the folder."""
     prompts = prompts_of(world.size * int(completions) // SIZE, 128)
     made: dict[int, Any] = {}
@@ -48,7 +48,7 @@ def measure(world: World, folder: str, completions: str, tokens: str) -> None:
         if name == "time/gather":
             gathered[:] = time.process_time() - begin[0], time.perf_counter() - begin[1]
 
-    collect.rollout = lambda *given, **named: whole(*given, **named, phase=phase)  # type: ignore[assignment]
+    collect.rollout = lambda *given, **named: whole(*given, **named, phase=phase, whole=bool(lag))  # type: ignore[assignment]
     for i in range(world.rank, len(prompts), world.size):
         for k in range(SIZE):
             Written(int(tokens)).completion(i * SIZE + k)
@@ -77,10 +77,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--completions", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--lag", action="store_true", help="as with a lag where no cluster samples: all get whole rows")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.modules["trajectories"] = sys.modules["__main__"]
-        ranks.run(given.ranks, "trajectories", "measure", folder, given.completions, given.tokens)
+        ranks.run(given.ranks, "trajectories", "measure", folder, given.completions, given.tokens, "lag" * given.lag)
         for rank in range(given.ranks):
             print(json.dumps({"rank": rank, **json.loads(Path(folder, f"{rank}.json").read_text())}))
 

@@ -2,7 +2,7 @@
 
 What comes of a job depends on the job alone: not on the worker, nor on how many there are. So a lost worker's jobs go to others,
 and the first answer counts. Batches of jobs may be under way at once, each waited for by a thread of its own; the oldest comes
-first.
+first. A job goes to the worker that has the fewest, or where what it needs is kept.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class ActorPool:
     """The workers on a cluster, as many as `count` says, and more or fewer as machines come and go.
 
     `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there. `name` is
-    what people call them. With `count` 0 there are as many as the cluster has room for beside `spare_cpus`, which others take.
+    what people call them. Each has up to `depth` jobs at once, of batches with equal `needs`. With `count` 0 there are as many as
+    the cluster has room for beside `spare_cpus`, which others take.
     """
 
     def __init__(
@@ -95,14 +96,15 @@ class ActorPool:
         cpus: int,
         gpus: float = 0.0,
         spare_cpus: int = 0,
+        depth: int = 1,
         minutes: float,
         tell: Tell,
     ) -> None:
         self.ray = _connect(address)
         self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
-        self._spare_cpus, self._minutes, self._tell = spare_cpus, minutes, tell
+        self._spare_cpus, self._depth, self._minutes, self._tell = spare_cpus, depth, minutes, tell
         self._a = f"{'An' if name[0] in 'aeiou' else 'A'} {name}"
-        self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(kind)
+        self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_concurrency=depth)(kind)
         self._workers: list[_Worker] = []
         self._batches: list[JobBatch] = []
         self._watch = SharedWait()
@@ -121,9 +123,9 @@ class ActorPool:
             self._kill(worker)
         self._workers.clear()
 
-    def begin(self) -> JobBatch:
-        """Jobs of a new batch."""
-        return JobBatch(self)
+    def begin(self, needs: object = None) -> JobBatch:
+        """Jobs of a new batch. What has other `needs` is not done beside it by one worker."""
+        return JobBatch(self, needs)
 
     @property
     def wanted(self) -> int:
@@ -169,15 +171,15 @@ class ActorPool:
         return list(ready)
 
     def _hand_out(self) -> None:
-        """Jobs of the oldest batch first."""
-        for worker in [w for w in self._workers if w.starting is None and not w.work]:
-            for batch in self._batches:
-                if (job := self._next(worker, batch)) is not None:
-                    self._issue(worker, job, batch)
-                    break
-            else:
-                if not any(b.waiting for b in self._batches) and (late := self._find_late()):
-                    self._issue(worker, late.job, late.batch)
+        """Jobs of the oldest batch first, each to the worker that has the fewest."""
+        here = [w for w in self._workers if w.starting is None]
+        while chosen := next(filter(None, map(self._choose, sorted(here, key=lambda w: len(w.work)))), None):
+            worker, batch, job = chosen
+            batch.waiting.remove(job)
+            self._issue(worker, job, batch)
+        for worker in () if any(b.waiting for b in self._batches) else [w for w in here if not w.work]:
+            if late := self._find_late():
+                self._issue(worker, late.job, late.batch)
 
     def _enter(self, batch: JobBatch) -> None:
         with self._watch:
@@ -207,18 +209,22 @@ class ActorPool:
             self._noticed = True
             self._tell("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
 
+    def _choose(self, worker: _Worker) -> tuple[_Worker, JobBatch, int] | None:
+        """What this worker is to do next: of the oldest batch that has something for it, if that may join what it is at."""
+        for batch in self._batches if len(worker.work) < self._depth else ():
+            if (job := self._next(worker, batch)) is not None:
+                return (worker, batch, job) if all(owed.batch.needs == batch.needs for owed in worker.work.values()) else None
+        return None
+
     def _next(self, worker: _Worker, batch: JobBatch) -> int | None:
         """What waits for this worker, or else for none that is there and in time."""
         free = None
         for job in batch.waiting:
             affinity = batch.affinities[job]
             if affinity is None or affinity.worker is worker:
-                free = job
-                break
+                return job
             if free is None and (affinity.worker not in self._workers or self._is_late(affinity.worker)):
                 free = job
-        if free is not None:
-            batch.waiting.remove(free)
         return free
 
     def _issue(self, worker: _Worker, job: int, batch: JobBatch) -> None:
@@ -274,9 +280,8 @@ class ActorPool:
         if worker.starting is not None:
             self._failed += 1
             if self._failed >= STARTS:
-                self._broken = UserError(
-                    f"{self._failed} {self._name}s in a row could not start on the cluster: {reason}. {said}"
-                )
+                began = f"{self._failed} {self._name}s in a row could not start on the cluster"
+                self._broken = UserError(f"{began}: {reason}. {said}")
                 return
         self.entries["lost"] += 1
         shared = {(id(o.batch), o.job) for w in self._workers for o in w.work.values()}
@@ -368,8 +373,8 @@ class _Head(threading.Thread):
 class JobBatch:
     """Jobs that belong together, added one by one."""
 
-    def __init__(self, pool: ActorPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: ActorPool, needs: object) -> None:
+        self._pool, self.needs = pool, needs
         self.jobs: list[Job] = []
         self.affinities: list[Affinity | None] = []
         self.waiting, self.done, self.closed = deque[int](), set[int](), False
@@ -428,7 +433,7 @@ def _connect(address: str) -> Any:
     if ray.is_initialized():
         return ray
     _knock(address)
-    passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_NATIVE")
+    passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_CACHE", "PSIGRAD_CACHE_GB", "PSIGRAD_NATIVE")
     variables = {name: os.environ[name] for name in passed if name in os.environ}
     settings: dict[str, Any] = {
         "runtime_env": {"env_vars": {**variables, "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,8 +36,10 @@ def open_actors(
     count: int,
     cpus: int,
     gpus: float = 0.0,
+    depth: int = 1,
 ) -> Iterator[ActorPool]:
-    """`count` workers of a kind, for the length of the block; 0: as many as there is room for beside those that were counted.
+    """`count` workers of a kind, for the length of the block, each at up to `depth` jobs at once; 0: as many as there is room for
+    beside those that were counted.
     What they print goes to the terminal and to workers.log of the run folder.
 
     Raises `UserError` where no cluster is named.
@@ -53,6 +56,7 @@ def open_actors(
         cpus=cpus,
         gpus=gpus,
         spare_cpus=counted,
+        depth=depth,
         minutes=placement.timeout_minutes,
         tell=journal.tell,
     )
@@ -71,6 +75,7 @@ def open_sampler(
     placement = config.placement
     arguments = (partial(_load_sampler, config), placement.sampler_cpus)
     wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
+    wants["depth"] = _tasks_at_once(config)
     with contextlib.ExitStack() as stack:
         workers = None
         if journal.world.rank == 0:
@@ -82,6 +87,7 @@ def open_sampler(
             lambda: None if model.root is not None else [p._version for p in model.trainable().values()],
             exact=config.sampling.sampler == "embedded" and not model.why_padded,
             prompts_per_task=placement.parcel_prompts,
+            joins=config.sampling.sampler == "vllm",
         )
 
 
@@ -103,6 +109,13 @@ def open_scorer(placement: Placement, make: Callable[[], RewardPool], journal: J
     wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
     with open_actors(placement, journal, RewardWorker, (make,), name="scorer", **wants) as actors:
         yield RayScorer(actors)
+
+
+def _tasks_at_once(config: SFTConfig | OnlineConfig | PreferenceConfig) -> int:
+    """How many tasks fill the batch of a sampler that lets them join; the others decode one alone, for the same bits anywhere."""
+    if config.sampling.sampler != "vllm" or not isinstance(config, OnlineConfig):
+        return 1
+    return math.ceil(config.sampling.max_decode_batch / (config.placement.parcel_prompts * config.num_generations))
 
 
 def _weights_of(model: LanguageModel) -> Any:

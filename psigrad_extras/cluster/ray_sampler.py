@@ -1,12 +1,14 @@
 """Sampling by many processes on a Ray cluster, in tasks that any of them can take.
 
 A task is a fixed number of prompts in order, with the version of the weights that they are sampled from. What comes of it
-depends on nothing else, so a run gives the same completions on any number of workers with one type of processor.
+depends on nothing else, so a run gives the same completions on any number of workers with one type of processor. vLLM's engine
+has several tasks in its flight, of one version.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,11 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity
 
+# Seconds between two looks at what may join.
+LOOK = 0.1
+Part = tuple[Affinity | None, Sequence[int]]
+"""Places of the requests of a task, and to whom it belongs."""
+
 
 @dataclass(frozen=True)
 class Version:
@@ -31,12 +38,14 @@ class Version:
 
 
 class RolloutWorker:
-    """What runs on the cluster: a model with a sampler of its own. Each task says which weights it wants."""
+    """What runs on the cluster: a model with a sampler of its own. Each task says which weights it wants; tasks with the same
+    wish may be sampled at once.
+    """
 
     def __init__(self, make: Callable[[], tuple[LanguageModel, Sampler]], threads: int) -> None:
         torch.set_num_threads(threads)
         self.model, self.sampler = make()
-        self.version = -1
+        self.version, self._at_work, self._turn = -1, 0, threading.Condition()
 
     def ready(self) -> bool:
         """Answers when the model is there."""
@@ -44,12 +53,20 @@ class RolloutWorker:
 
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
         """(the version sampled from, the completions of each request)."""
-        if self.version != version.number:  # also in a worker that was started again, with the weights of the beginning
-            import ray
+        with self._turn:
+            self._turn.wait_for(lambda: self.version == version.number or not self._at_work)
+            if self.version != version.number:  # also in a worker that was started again, with the weights of the beginning
+                import ray
 
-            self._load(ray.get(version.place[0]))
-            self.version = version.number
-        return self.version, self.sampler.sample(requests, params)
+                self._load(ray.get(version.place[0]))
+                self.version = version.number
+            self._at_work += 1
+        try:
+            return version.number, self.sampler.sample(requests, params)
+        finally:
+            with self._turn:
+                self._at_work -= 1
+                self._turn.notify_all()
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Any]) -> None:
@@ -61,7 +78,9 @@ class RolloutWorker:
 
 
 class RaySampler(Sampler):
-    """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards."""
+    """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards. Where engines
+    let requests join (`joins`), an episode goes on as soon as it is answered.
+    """
 
     central = True
 
@@ -73,8 +92,9 @@ class RaySampler(Sampler):
         *,
         exact: bool,
         prompts_per_task: int,
+        joins: bool = False,
     ) -> None:
-        self.pool, self.exact, self.prompts_per_task = pool, exact, prompts_per_task
+        self.pool, self.exact, self.prompts_per_task, self.joins = pool, exact, prompts_per_task, joins
         self._weights, self._versions = weights, versions
         self._published: tuple[object, Version] | None = None
 
@@ -116,7 +136,9 @@ class _At(Sampler):
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         assert self.whole.pool is not None, "only rank 0 samples"
         size = self.whole.prompts_per_task
-        return self.tasks(requests, [range(i, min(i + size, len(requests))) for i in range(0, len(requests), size)], (), params)
+        return self.tasks(
+            requests, params, [(None, range(i, min(i + size, len(requests)))) for i in range(0, len(requests), size)]
+        )
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
         """See `Sampler`."""
@@ -125,17 +147,28 @@ class _At(Sampler):
     def tasks(
         self,
         requests: Sequence[Request],
-        parts: Sequence[Sequence[int]],
-        affinities: Sequence[Affinity],
         params: SamplingParams,
+        parts: Sequence[Part],
+        more: Callable[[], Sequence[Part]] = list,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler.steps`; the places in `parts` make a task each."""
+        """See `Sampler.steps`. The places in `parts` make a task each, for the worker of its affinity; `more` tells further ones,
+        of requests that have joined.
+        """
         assert self.whole.pool is not None, "only rank 0 samples"
-        jobs = [partial(_ask, self.version, [requests[place] for place in part], params) for part in parts]
-        for task, (number, found) in self.whole.pool.run(jobs, affinities):
-            if number != self.version.number:
-                raise RuntimeError(f"A sampler drew from version {number} in place of {self.version.number}; please report this.")
-            yield list(zip(parts[task], found, strict=True))
+        batch, tasks, new = self.whole.pool.begin(self.version.number), list[Sequence[int]](), parts
+        try:
+            while new or batch.pending:
+                for affinity, places in new:
+                    tasks.append(places)
+                    batch.add(partial(_ask, self.version, [requests[place] for place in places], params), affinity)
+                for task, (number, found) in batch.answers(LOOK):
+                    if number != self.version.number:
+                        wrong = f"A sampler drew from version {number} in place of {self.version.number}"
+                        raise RuntimeError(f"{wrong}; please report this.")
+                    yield list(zip(tasks[task], found, strict=True))
+                new = more()
+        finally:
+            batch.give_up()
 
 
 class StickyDialogue(RestartedDialogue):
@@ -149,11 +182,20 @@ class StickyDialogue(RestartedDialogue):
         self._at, self._parcels = sampler, [group // sampler.whole.prompts_per_task for group in groups]
         self._affinities = {parcel: Affinity() for parcel in self._parcels}
 
-    def _steps(self, requests: list[Request], episodes: Sequence[int]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        parts: dict[int, list[int]] = {}
-        for place, episode in enumerate(episodes):
-            parts.setdefault(self._parcels[episode], []).append(place)
-        return self._at.tasks(requests, list(parts.values()), [self._affinities[parcel] for parcel in parts], self.params)
+    def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
+        def parts(first: int) -> list[Part]:
+            together: dict[int, list[int]] = {}
+            for place, (episode, *_) in enumerate(owners[first:], first):
+                together.setdefault(self._parcels[episode], []).append(place)
+            return [(self._affinities[parcel], places) for parcel, places in together.items()]
+
+        def more() -> list[Part]:
+            first, (joining, own) = len(requests), self._begin(self.more())
+            requests.extend(joining)
+            owners.extend(own)
+            return parts(first)
+
+        return self._at.tasks(requests, self.params, parts(0), more if self._at.whole.joins else list)
 
 
 def _ask(version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:

@@ -8,7 +8,6 @@ engine that dies or says nothing is started again, and what it had under way is 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import importlib.util
 import os
@@ -16,7 +15,7 @@ import selectors
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,14 @@ from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import check_room
-from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 from psigrad.processes.parallel.world import RankLost, Ranks
 from psigrad.processes.workers import Worker, WorkerGone
+from psigrad.processes.workers.worker_pool import SharedWait
 from psigrad_extras.vllm import vllm_weights
-from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, log_probs, truth_of, truth_of_shards
+from psigrad_extras.vllm.flight import Flight, JoiningDialogue, Ticket, numbers, settings_of
+from psigrad_extras.vllm.vllm_engine import SLICE
+from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, log_probs, truth_of, truth_of_shards
 from psigrad_extras.vllm.vllm_weights import fingerprint
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
@@ -124,6 +126,7 @@ class VLLMSampler(Sampler):
         self._sent: tuple[tuple[int, int], ...] = ()
         self._sums: dict[str, int] = {}
         self._in_a_row, self._closed = 0, False
+        self._flight, self._watch, self._asked = Flight(), SharedWait(), False
         truth = None if model.root is None else truth_of_shards(model, whole)
         self._until(self.synchronise)
         try:
@@ -138,32 +141,74 @@ class VLLMSampler(Sampler):
         self._end()
 
     def steps(
-        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+        self,
+        requests: list[Request],
+        params: SamplingParams,
+        cache: ActivationCache | None = None,
+        more: Callable[[], list[Request]] = list,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`: each request as soon as its last completion has ended. Raises `UserError` where a prompt leaves no room
-        for `max_tokens`, and where the engine is lost again and again.
+        """See `Sampler`: each request as soon as its last completion has ended. What `more` gives meanwhile joins them. Raises
+        `UserError` where a prompt leaves no room for `max_tokens`, and where the engine is lost again and again.
         """
         check_room(self.model, requests, params)
-        flat = [(place, request.prompt_ids, seed) for place, request in enumerate(requests) for seed in request.seeds]
-        done: dict[int, Completion] = {}
-        left = [len(request.seeds) for request in requests]
-        starts = [sum(left[:place]) for place in range(len(left))]
-        while len(done) < len(flat):
-            try:
-                if self.model.root is None:
-                    self.synchronise()
-                self._make_room()
-                rest = [(i, ids, seed) for i, (_, ids, seed) in enumerate(flat) if i not in done]
-                for number, ids, logprobs, why in self._completions(rest, params):
-                    place, _, seed = flat[number]
-                    done[number] = _completion(ids, logprobs, why, seed, params)
-                    self._in_a_row = 0
-                    left[place] -= 1
-                    if not left[place]:
-                        group = [done[starts[place] + k] for k in range(len(requests[place].seeds))]
-                        yield [(place, self._with_policy(requests[place], group, params))]
-            except EngineLostError as error:
-                self._lost(error)
+        if self.model.root is None:
+            self._until(self.synchronise)
+        ticket = Ticket(params)
+        with self._watch:
+            self._flight.add(ticket, requests)
+        try:
+            while ticket.left:
+                for place, group in self._wait(ticket):
+                    yield [(place, self._with_policy(ticket.requests[place], group, params))]
+                check_room(self.model, new := more(), params)
+                with self._watch:
+                    self._flight.add(ticket, new)
+        finally:
+            with self._watch:
+                self._flight.leave(ticket)
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`."""
+        return JoiningDialogue(self, prompts, params)
+
+    def _wait(self, ticket: Ticket) -> list[tuple[int, list[Completion]]]:
+        """What of these requests is complete, after a moment at most."""
+        with self._watch:
+            if not ticket.complete:
+                self._watch.look(self._exchange, SLICE)
+            return ticket.take()
+
+    def _exchange(self) -> None:
+        """Tell the engine what is new in its flight, and take what it has written; it goes on while that is looked at. One thread
+        at a time does so, for all that wait.
+        """
+        try:
+            if self._worker is None:
+                with self._watch:
+                    self._renew(fingerprint(self.model))
+            if not self._asked:
+                self._ask_on()
+            for _, number, *written in self._hear("sample"):
+                with self._watch:
+                    self._flight.land(number, *written)
+                self._in_a_row = 0
+            self._asked = False
+            if self._flight.busy:
+                self._ask_on()
+        except EngineLostError as error:
+            self._asked = False
+            with self._watch:
+                self._flight.begin_again()
+            self._lost(error)
+
+    def _ask_on(self) -> None:
+        self._make_room()
+        with self._watch:
+            parts, dropped = self._flight.news()
+        self._asked = True
+        self._ask(
+            "sample", [(settings_of(params, self.model.eos_token_ids), flat) for params, flat in parts], dropped, self.version
+        )
 
     def snapshot(self) -> Sampler:
         """See `Sampler`: weights in shards are gathered here, where all processes are."""
@@ -176,13 +221,19 @@ class VLLMSampler(Sampler):
 
         Raises `UserError` where it does not, and `EngineLostError`.
         """
+        now = fingerprint(self.model)
+        if self._worker is not None and not _anywhere(self.model, now != self._sent):
+            return
+        with self._watch:
+            while self._flight.busy or self._asked:  # each completion is written by the weights that it was begun with
+                self._watch.look(self._exchange, SLICE)
+            self._renew(now)
+
+    def _renew(self, now: tuple[tuple[int, int], ...]) -> None:
         if self._closed:
             raise UserError("This vLLM sampler was closed; make a new one.")
-        now = fingerprint(self.model)
         if self._worker is None:
             self._start()
-        elif not _anywhere(self.model, now != self._sent):
-            return
         self._update()
         self._sent = now
 
@@ -202,21 +253,11 @@ class VLLMSampler(Sampler):
     def engine_log_probs(self, probe: list[list[int]]) -> Tensor:
         """The engine's, as `log_probs` has the trainer's."""
         ((_, found),) = self._answers("prompt_logprobs", probe)
-        return torch.tensor(_numbers(found, np.float32))
+        return torch.tensor(numbers(found, np.float32))
 
     def gap(self, probe: list[list[int]]) -> float:
         """The mean absolute difference between the engine's and the trainer's log-probs, whatever it is."""
         return distance(self.engine_log_probs(probe), log_probs(self.model, probe))
-
-    def _completions(
-        self, rest: list[tuple[int, tuple[int, ...], int]], params: SamplingParams
-    ) -> Iterator[tuple[int, str, str, str]]:
-        stops = sorted({*self.model.eos_token_ids, *params.stop_token_ids})
-        asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
-        flat = [(number, list(ids), seed % 2**63) for number, ids, seed in rest]
-        for kind, *found in self._answers("sample", flat, {**asked, "stop_token_ids": stops}, self.version):
-            if kind == "completion":
-                yield found[0], found[1], found[2], found[3]
 
     def _update(self) -> None:
         """Send all weights; what did not arrive as it was sent ends the sampler."""
@@ -236,7 +277,7 @@ class VLLMSampler(Sampler):
         """
         self.version += 1
         self._make_room()
-        probe = _tokens(self.model, CACHED)
+        probe = drawn_tokens(self.model, CACHED)
         self._say("begin", probe)
         if self._alone:
             with vllm_weights.shared_folder(0) as folder:
@@ -387,10 +428,16 @@ class VLLMSampler(Sampler):
             pass
 
     def _answers(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
-        """What the engine answers to one request, without signs of life."""
+        """What the engine answers to one request."""
+        self._ask(name, *arguments)
+        return self._hear(name)
+
+    def _ask(self, name: str, *arguments: Any) -> None:
         if self._worker is None:
             raise EngineLostError("it had ended")
         self._worker.ask((name, arguments), PATIENCE)
+
+    def _hear(self, name: str) -> Iterator[list[Any]]:
         last = {"settle": "updated", "prompt_logprobs": "logprobs"}.get(name, "done")
         while True:
             _, answer = self._heard()
@@ -399,7 +446,7 @@ class VLLMSampler(Sampler):
                     raise AdapterRefusedError(answer[1])
                 self.close()
                 raise _unfit(answer[1])
-            if answer[0] not in ("alive", "done"):
+            if answer[0] != "done":
                 yield answer
             if answer[0] == last:
                 return
@@ -448,21 +495,3 @@ def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None
 def _anywhere(model: LanguageModel, changed: bool) -> bool:
     """Whether weights changed in this process or, where all hold them together, in any."""
     return changed if model.root is None else any(Ranks().all_gather(changed))
-
-
-def _completion(ids: str, logprobs: str, why: str, seed: int, params: SamplingParams) -> Completion:
-    """What the engine wrote. At temperature 0 it tells log-probs at temperature 1, as our other samplers do."""
-    tokens, own = tuple(_numbers(ids, np.int32)), tuple(_numbers(logprobs, np.float32))
-    drawn = (0.0,) * len(own) if params.temperature == 0 else own
-    return Completion(tokens, own, drawn, "stop" if why == "stop" else "length", seed)
-
-
-def _numbers(text: str, kind: Any) -> list[Any]:
-    found: list[Any] = np.frombuffer(base64.b64decode(text), kind).tolist()
-    return found
-
-
-def _tokens(model: LanguageModel, count: int) -> list[int]:
-    """Token ids drawn once and for all."""
-    ids: list[int] = np.random.default_rng(0).integers(0, model.vocabulary, min(count, model.max_length - 1)).tolist()
-    return ids

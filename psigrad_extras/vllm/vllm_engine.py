@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 BACKEND = "psigrad"
-# Seconds between two signs of life while completions are written.
-PULSE = 1.0
+# Seconds for which completions are written until others may join them.
+SLICE = 0.1
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine's already
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins itself to cores that the trainer uses
@@ -40,6 +40,7 @@ _ENVIRONMENT = {
 _DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 Answer = list[Any]
+Part = tuple[dict[str, Any], list[tuple[int, list[int], int]]]
 
 
 def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[Answer]]:
@@ -165,8 +166,10 @@ class Engine:
     def _held(self) -> int:
         return int(self.llm.get_weight_version()) if self.lora is None else int(self.lora.lora_int_id)
 
-    def sample(self, flat: list[tuple[int, Sequence[int], int]], params: dict[str, Any], version: int) -> Iterator[Answer]:
-        """Completions of (number, prompt, seed), each as soon as it is there: ["completion", number, ids, log-probs, why]."""
+    def sample(self, parts: list[Part], dropped: list[int], version: int) -> Iterator[Answer]:
+        """Let completions join those that are being written, and write for a moment: ["completion", number, ids, log-probs, why]
+        of each that ends. `parts` are (settings, [(number, prompt, seed)]); the `dropped` ones need not end.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -174,23 +177,17 @@ class Engine:
         if (held := self._held()) != version:
             raise RuntimeError(f"it holds version {held} of the weights and {version} was sent")
         engine = self.llm.llm_engine
-        for stale in list(engine.output_processor.request_states):  # of a turn that was given up
-            engine.abort_request([stale])
-        numbers = {}
-        for number, prompt, seed in flat:
-            own = SamplingParams(seed=seed, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
-            asked = {"prompt_token_ids": list(prompt)}
-            numbers[engine.add_request(f"{number}", asked, own, lora_request=self.lora)] = number
-        seen = time.monotonic()
-        while engine.has_unfinished_requests():
+        engine.abort_request([f"{number}" for number in dropped])
+        for params, flat in parts:
+            for number, prompt, seed in flat:
+                own = SamplingParams(seed=seed, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
+                engine.add_request(f"{number}", {"prompt_token_ids": prompt}, own, lora_request=self.lora)
+        end = time.monotonic() + SLICE
+        while engine.has_unfinished_requests() and time.monotonic() < end:
             for out in engine.step():
                 if out.finished:
                     yield ["completion", int(out.request_id), *_written(out.outputs[0])]
-                    seen = time.monotonic()
-            if time.monotonic() - seen > PULSE:
-                yield ["alive"]
-                seen = time.monotonic()
-        if self.sleep:
+        if self.sleep and not engine.has_unfinished_requests():
             self.llm.sleep(level=1)
             self.asleep = True
         yield ["done"]

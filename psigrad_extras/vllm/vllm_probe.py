@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,3 +95,9 @@ def truth_of_shards(model: LanguageModel, whole: Callable[[], LanguageModel] | N
             if own:
                 own[name].copy_(weight)
     return Ranks().broadcast(None if twin is None else truth_of(twin))  # type: ignore[return-value]
+
+
+def drawn_tokens(model: LanguageModel, count: int) -> list[int]:
+    """Token ids drawn once and for all."""
+    ids: list[int] = np.random.default_rng(0).integers(0, model.vocabulary, min(count, model.max_length - 1)).tolist()
+    return ids

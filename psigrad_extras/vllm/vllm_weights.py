@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from psigrad.language.models import lora
+from psigrad.language.models.backbone import save_pretrained
 from psigrad.language.models.coded_linear import CodedLinear
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.language_model import LanguageModel
@@ -77,9 +78,8 @@ def write_base(model: LanguageModel, folder: Path) -> None:
     """What lies below the adapter, as a checkpoint."""
     weights = {n: w for n, w in sharded.gather(model) if ".lora_" not in n}
     state = {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
-    network: Any = model.network
     describe(model, folder)
-    network.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    save_pretrained(model.network, folder, state_dict=state)
 
 
 def write_adapter(model: LanguageModel, folder: Path) -> None:

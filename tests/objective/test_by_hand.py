@@ -36,8 +36,8 @@ def test_the_rank_in_a_group_is_counted_from_the_greatest_and_ties_go_by_order()
     """Groups 7: 1, 3, 3 and 2: 5, 0."""
     x, group = torch.tensor([1.0, 5.0, 3.0, 0.0, 3.0]), torch.tensor([7, 2, 7, 2, 7])
     assert rank_in_group(x, group).tolist() == [2, 0, 0, 1, 1]
-    x = torch.tensor([1.0, 2.0]).repeat(4096)  # as few comparisons as a sort: a table of all pairs would be 512 MB
-    assert rank_in_group(x, torch.arange(8192) // 8).tolist() == [4, 0, 5, 1, 6, 2, 7, 3] * 1024
+    x = torch.tensor([1.0, 2.0]).repeat(1 << 17)  # as few comparisons as a sort: a table of all pairs would be 64 GiB
+    assert rank_in_group(x, torch.arange(1 << 18) // 8).tolist() == [4, 0, 5, 1, 6, 2, 7, 3] * (1 << 15)
 
 
 def test_the_weight_of_dppo_is_capped():

@@ -70,7 +70,7 @@ def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[A
     elif name == "prompt_logprobs":
         yield ["logprobs", text(np.zeros(sum(map(len, arguments[0])) - len(arguments[0]), np.float32))]
     else:
-        assert state["at"] in AFTER[name], f"{name} after {state['at']}"
+        assert state["at"] in AFTER[name] and not state.get("flight"), f"{name} after {state['at']}"
         state["at"] = name
         yield from updated(state, fault, name, arguments)
 
@@ -114,12 +114,23 @@ def read(bucket: dict[str, Any]) -> dict[str, Any]:
     return {name: piece.view(kind).reshape(shape) for name, kind, shape, piece in columns}
 
 
-def sampled(state: dict[str, Any], fault: str, flat: Any, params: dict[str, Any], version: int) -> Iterator[list[Any]]:
-    """Completions one by one; the fault strikes after the third, once."""
+# Completions that it writes until others may join.
+SLICE = 2
+
+
+def sampled(state: dict[str, Any], fault: str, parts: Any, dropped: Any, version: int) -> Iterator[list[Any]]:
+    """The next completions of those that it is at, one by one; the fault strikes after the third, once."""
     assert version == state["version"]
-    for count, (number, prompt, seed) in enumerate(flat):
+    flight = state.setdefault("flight", {})
+    for number in dropped:
+        flight.pop(number, None)  # it may be written already
+    flight |= {number: (prompt, seed, params) for params, flat in parts for number, prompt, seed in flat}
+    if log := os.environ.get("PSIGRAD_TEST_LOG"):
+        with open(f"{log}.flight", "a") as file:
+            file.write(f"{sorted(flight)}\n")
+    for number in list(flight)[:SLICE]:
         once = Path(os.environ["PSIGRAD_TEST_ONCE"])
-        if count == 3 and fault in ("dies", "hangs", "fails") and not once.exists():
+        if state.setdefault("written", 0) == 3 and fault in ("dies", "hangs", "fails") and not once.exists():
             once.touch()
             if fault == "dies":
                 os._exit(9)
@@ -127,9 +138,11 @@ def sampled(state: dict[str, Any], fault: str, flat: Any, params: dict[str, Any]
                 yield ["failed", "out of pages"]
                 return
             time.sleep(60)
+        state["written"] += 1
+        prompt, seed, params = flight.pop(number)
         ids = completion(state["weights"], prompt, seed, params["max_tokens"])
-        yield ["completion", number, text(np.asarray(ids, np.int32)), text(-np.ones(len(ids), np.float32)), "length"]
-        yield ["alive"]
+        why = "stop" if ids[-1] in params["stop_token_ids"] else "length"
+        yield ["completion", number, text(np.asarray(ids, np.int32)), text(-np.ones(len(ids), np.float32)), why]
     yield ["done"]
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from psigrad.config import Model, Optim, Placement
 from psigrad.errors import UserError
+from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import api
@@ -159,3 +160,10 @@ def newest(world: World, run: str) -> None:
 
 
 __all__ = ["checkpoint", "config", "load_file", "main", "newest", "poisoned"]
+
+
+def converted(world: World, adapter: str, out: str) -> None:
+    """Merge an adapter on the last rank alone, and write down the files."""
+    if world.rank == world.size - 1:
+        Path(out).write_text(json.dumps(sorted(path.name for path in Path(plain_folder(adapter)).iterdir())))
+    world.all_gather(0)

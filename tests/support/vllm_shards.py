@@ -26,7 +26,9 @@ PARAMS = SamplingParams(max_tokens=6)
 def samples(world: World, folder: str, rank: str, out: str) -> None:
     """Write `out`: whether what is sampled comes of the weights of now, before and after they changed, on every process."""
     settings, run = Model(path=folder, lora_rank=int(rank)), Run(threads=1)
-    vllm_backend.importlib.util.find_spec = lambda name, *more: True  # type: ignore[assignment]
+    find = vllm_backend.importlib.util.find_spec
+    there = lambda name, *more: True if name == "vllm" else find(name, *more)  # noqa: E731
+    vllm_backend.importlib.util.find_spec = there  # type: ignore[assignment]
     zeros = lambda model, probe: torch.zeros(sum(map(len, probe)) - len(probe))  # noqa: E731
     vllm_probe.log_probs = zeros  # type: ignore[assignment]
     vllm_weights.in_buckets.__defaults__ = (1,)  # type: ignore[attr-defined]

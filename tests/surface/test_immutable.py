@@ -25,6 +25,7 @@ CHANGING = {
         "Control",
         "Conversion",
         "Engine",
+        "Ticket",
         "EpisodeHistory",
         "GivenModel",
         "Affinity",

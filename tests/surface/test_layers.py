@@ -21,7 +21,7 @@ ROOMS = (
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
     *("processes.parallel", "language.models", "language.data", "config", "objective", "tabular"),
 )
-LEAVES = ("errors", "extras", "importing", "intervals", "redaction", "seeds")
+LEAVES = ("cache_folder", "errors", "extras", "importing", "intervals", "redaction", "seeds")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 # Whoever reads run folders reads files, and nothing else of the library.
 ALLOWED |= {

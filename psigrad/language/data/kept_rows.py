@@ -223,12 +223,6 @@ def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
     return PreparedRows(rows[0], rows[1], made[0], made[1], note["sums"]), note["told"]
 
 
-def folder(name: str) -> Path:
-    """Where psigrad keeps what it can make again: `PSIGRAD_CACHE`, or `psigrad` in the user's folder for such things."""
-    given = os.environ.get("PSIGRAD_CACHE")
-    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad") / name
-
-
 def limit() -> int:
     """How many bytes of rows are kept: `PSIGRAD_CACHE_GB`, 20 if it is not set."""
     given = os.environ.get("PSIGRAD_CACHE_GB", "20")

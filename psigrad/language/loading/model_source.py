@@ -20,10 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from psigrad.cache_folder import cache_folder
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
-from psigrad.language.models.backbone import without_bars
+from psigrad.language.models.backbone import save_pretrained, without_bars
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
 from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
@@ -155,7 +156,7 @@ def check_path(text: str, what: str = "") -> None:
 
 def _check_base(base: str, adapter: str) -> None:
     """Refuse an adapter whose base is gone, before peft takes its path for a name on the hub."""
-    made = Path(base).parent == _conversions()
+    made = Path(base).parent == cache_folder("models")
     again = (
         "; it was converted, and any command on the GGUF file or adapter that it was made of converts it again" if made else ""
     )
@@ -301,19 +302,15 @@ def _base_as_it_is(adapter: Path) -> str:
     return ""
 
 
-def _conversions() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad" / "models"
-
-
 def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
     """The converted folder, made unless it is there; what was begun and not ended is never taken for one."""
-    cache = _conversions()
-    place = cache / name
+    conversions = cache_folder("models")
+    place = conversions / name
     if place.is_dir():
         _note_use(place)
         return str(place)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as folder:
+    conversions.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=conversions, prefix=".making-") as folder:
         made = Path(folder) / "model"
         with contextlib.nullcontext() if sys.stderr.isatty() else without_bars(), _in_a_sentence(source):
             make(source, made)
@@ -352,7 +349,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     if hasattr(model.config, "quantization_config"):  # it is none any more
         del model.config.quantization_config
     model.hf_quantizer = None
-    model.save_pretrained(folder)
+    save_pretrained(model, folder)
     AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
 
 
@@ -374,6 +371,6 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
     with without_peft_warning():
         model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
-    model.save_pretrained(folder)
+    save_pretrained(model, folder)
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     AutoTokenizer.from_pretrained(adapter if has_tokenizer else base).save_pretrained(folder)

@@ -373,6 +373,15 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
+    """`network.save_pretrained`, whichever process calls: transformers 5.23 has rank 0 alone write weights, and says nothing."""
+    network.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        network.save_pretrained(folder, safe_serialization=True, **given)
+    finally:
+        del network.should_save_on_this_rank
+
+
 @without_bars()
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""

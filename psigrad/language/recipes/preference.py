@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from psigrad.cache_folder import cache_folder
 from psigrad.config import PreferenceConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.kept_rows import folder
 from psigrad.language.data.pairs import Answer
 from psigrad.language.loading.given_model import GivenModel, digest_weights
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
@@ -114,7 +114,7 @@ def _logps(
     assert reference is not None
     if not config.cache_reference:
         return reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
-    cache = folder("reference")
+    cache = cache_folder("reference")
     path = cache / f"{_content(reference, prompts, answers)}.safetensors"
     cached: list[list[float]] | None = None
     with contextlib.suppress(OSError, SafetensorError):

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from psigrad.cache_folder import cache_folder
 from psigrad.config import Data
 from psigrad.errors import UserError
 from psigrad.language import data as data_room
@@ -149,7 +150,7 @@ def prepare(
     disk; what it told is told again. Of several processes rank 0 makes it, and those that share its disk map it.
     """
     world, key = journal.world, _key(data, tokenizer, settings)
-    place = kept_rows.folder("rows") / f"{key}.arrow" if key else None
+    place = cache_folder("rows") / f"{key}.arrow" if key else None
     if world.rank == 0 or place is None:
         try:
             found = _make_or_map(place, journal.tell, make)

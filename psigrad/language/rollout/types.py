@@ -176,6 +176,9 @@ class NextTurn(NamedTuple):
 class Dialogue(ABC):
     """Episodes under way, by their place among the prompts."""
 
+    more: Callable[[], Mapping[int, NextTurn]] = dict
+    """Turns that may join those being sampled, of episodes that were answered meanwhile. Who samples in rounds does not ask."""
+
     @abstractmethod
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
         """The next turn of the policy in these episodes, each as it ends. Others may be over, or be waiting for an answer."""
@@ -190,6 +193,15 @@ class RestartedDialogue(Dialogue):
 
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
         """See `Dialogue`. On the first turn a group shares its prompt, and ends together."""
+        requests, owners = self._begin(wanted)
+        for completed in self._steps(requests, owners):
+            for place, completions in completed:
+                for i, completion in zip(owners[place], completions, strict=True):
+                    self.contexts[i] += completion.ids
+                    yield i, completion
+
+    def _begin(self, wanted: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
+        """Requests of these turns, and the episodes that each is of."""
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(wanted):
@@ -201,14 +213,10 @@ class RestartedDialogue(Dialogue):
             else:
                 requests.append(Request(self.contexts[i], (seed,)))
                 owners.append([i])
-        for completed in self._steps(requests, [own[0] for own in owners]):
-            for place, completions in completed:
-                for i, completion in zip(owners[place], completions, strict=True):
-                    self.contexts[i] += completion.ids
-                    yield i, completion
+        return requests, owners
 
-    def _steps(self, requests: list[Request], episodes: Sequence[int]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler.steps`; `episodes[place]` is the first whose turn a request is."""
+    def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler.steps`; `owners[place]` are the episodes whose turn a request is. Who adds requests adds their owners."""
         return self.sampler.steps(requests, self.params)
 
 

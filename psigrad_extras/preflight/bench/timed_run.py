@@ -17,6 +17,7 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.data.templates import example
 from psigrad.language.models import language_model, scalar_model
+from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
@@ -169,7 +170,9 @@ def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel
     base: Any = work.quantize_base
     torch.manual_seed(0)  # fresh adapters are those of TRL's process
     again = work.gradient_checkpointing
-    return language_model.load(path, dtype=dtype, device=device, lora=lora, base=base, gradient_checkpointing=again)
+    model = language_model.load(path, dtype=dtype, device=device, lora=lora, base=base, gradient_checkpointing=again)
+    model.balance = balance_of(model.network, None)
+    return model
 
 
 def method(kind: str, beta: float) -> PolicyGradient:

@@ -121,6 +121,69 @@ def test_jobs_without_an_affinity_go_to_whoever_is_free(ray):
     assert set(run(pool, [None] * 6).values()) == {1, 2}
 
 
+def begin(pool, ray, jobs: int, needs: object = None):
+    """A batch of so many jobs, under way on workers that do not answer yet."""
+    batch = pool.begin(needs)
+    for job in range(jobs):
+        batch.add(partial(whose, job))
+    assert batch.answers(0.0) == []
+    return batch
+
+
+def at_work(pool) -> dict[int, list[object]]:
+    """By worker, what the jobs that it is at need."""
+    return {w.actor.number: [owed.batch.needs for owed in w.work.values()] for w in pool._workers}
+
+
+def test_a_worker_is_at_several_jobs_and_the_next_goes_to_who_has_the_fewest(ray):
+    pool = make(count=3, depth=4)
+    assert run(pool, [None]) == {0: 1}
+    ray.held |= {1, 2, 3}
+    batch = begin(pool, ray, 5)
+    assert sorted(map(len, at_work(pool).values())) == [1, 2, 2]
+    for job in range(9):
+        batch.add(partial(whose, 5 + job))
+    batch.answers(0.0)
+    assert [len(jobs) for jobs in at_work(pool).values()] == [4, 4, 4] and len(batch.waiting) == 2
+    ray.held.discard(2)
+    answered = batch.answers(0.0)
+    assert {by for _, (_, by) in answered} == {2} and len(answered) >= 4
+    ray.held.clear()
+    while batch.pending:
+        answered += batch.answers(0.1)
+    assert sorted(place for place, _ in answered) == list(range(14)) and pool.entries["again"] == 0
+
+
+def test_other_weights_wait_until_a_worker_has_written_all_of_those_before(ray):
+    pool = make(count=2, depth=4)
+    run(pool, [None] * 4)
+    ray.held |= {1, 2}
+    first, second = begin(pool, ray, 6, needs=3), begin(pool, ray, 5, needs=4)
+    assert at_work(pool) == {1: [3, 3, 3], 2: [3, 3, 3]}, "a worker with room does not mix them"
+    also = begin(pool, ray, 1, needs=3)
+    assert sorted(map(len, at_work(pool).values())) == [3, 3], "nor does the younger batch go before the older"
+    ray.held.discard(1)
+    while len(first.done) < 3:
+        first.answers(0.1)
+    ray.held.add(1)
+    second.answers(0.0), also.answers(0.0)
+    assert at_work(pool)[2] == [3, 3, 3] and set(at_work(pool)[1]) <= {4}
+
+
+def test_the_jobs_of_a_lost_worker_all_go_to_others(ray):
+    pool = make(count=2, depth=3)
+    run(pool, [None] * 4)
+    ray.held |= {1, 2}
+    batch = begin(pool, ray, 6)
+    ray.dead.add(1)
+    ray.held.discard(2)
+    answered = []
+    while batch.pending:
+        answered += batch.answers(0.1)
+    assert sorted(place for place, _ in answered) == list(range(6)) and {by for _, (_, by) in answered} <= {2, 3}
+    assert pool.entries["lost"] == 1 and pool.entries["again"] == 3
+
+
 @pytest.mark.parametrize(("settings", "wanted"), [({}, 4), ({"spare_cpus": 3}, 1), ({"spare_cpus": 9}, 1), ({"gpus": 0.5}, 2)])
 def test_as_many_as_there_is_room_for_leaves_room_for_others(ray, settings, wanted):
     assert make(0, **settings).wanted == wanted

@@ -164,6 +164,24 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tied):
     assert all(len({c.ids for c in group}) > 1 for group in first)
 
 
+def test_requests_that_join_a_flight_are_written_by_their_own_settings_and_prompts(sampler):
+    """The second caller's requests begin while the first one's are being written, and both are the model's, to rounding."""
+    early, late = some_requests(8), [replace(r, prompt_ids=(7, *r.prompt_ids)) for r in some_requests(4)]
+    params = SamplingParams(max_tokens=48), SamplingParams(max_tokens=16, temperature=0.7)
+    first = sampler.steps(early, params[0])
+    found = [dict(next(first))]
+    second = dict(place for step in sampler.steps(late, params[1]) for place in step)
+    found += [dict(step) for step in first]
+    first_groups = {place: group for step in found for place, group in step.items()}
+    for requests, groups, own in ((early, first_groups, params[0]), (late, second, params[1])):
+        for place, request in enumerate(requests):
+            assert [c.seed for c in groups[place]] == list(request.seeds)
+            for completion in groups[place]:
+                logp = (logits_of(sampler.model, request, completion) / own.temperature).log_softmax(-1)
+                mine = logp.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]
+                assert float((mine - torch.tensor(completion.logprobs)).abs().max()) < EQUAL
+
+
 def test_a_prompt_without_room_is_refused(tied):
     with pytest.raises(UserError, match="exceed the model's 256 positions"):
         tied.sample([Request(tuple(range(5, 245)), (1,))], SamplingParams(max_tokens=17))

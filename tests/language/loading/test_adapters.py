@@ -8,6 +8,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import ranks
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -199,6 +200,12 @@ def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path, monkeypatch
     file.write_text(json.dumps({**held, "peft_type": "IA3"}))
     with pytest.raises(UserError, match=r"is of the kind IA3; psigrad goes on with LORA"):
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+
+
+def test_a_process_other_than_the_first_writes_weights_too(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    ranks.run(2, "rank_runs", "converted", tmp_path / "adapter", tmp_path / "files.json")
+    assert "model.safetensors" in json.loads((tmp_path / "files.json").read_text())
 
 
 def test_a_peft_config_becomes_settings():

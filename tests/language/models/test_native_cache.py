@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from psigrad.cache_folder import cache_folder
 from psigrad.language.models.native import build
 
 pytestmark = pytest.mark.needs("compiler")
@@ -21,7 +22,7 @@ def compiled(tmp_path_factory):
     """A cache with the library of this machine in it, which is compiled where it is not there yet."""
     home = tmp_path_factory.mktemp("cache")
     assert not isinstance(build.library(), str), "the compiler works here"
-    kept = build._folder() / f"{build._key(build.compiler())}.so"
+    kept = cache_folder("native") / f"{build._key(build.compiler())}.so"
     (home / "psigrad" / "native").mkdir(parents=True, mode=0o700)
     for file in (kept, kept.with_suffix(".sha256")):
         shutil.copy(file, home / "psigrad" / "native")

@@ -92,6 +92,46 @@ def test_an_episode_stays_with_its_sampler_and_its_task(overlap, monkeypatch):
     assert all(len(engines) == 1 for engines in homes.values()) and len(asked) == 9, homes
 
 
+def test_on_engines_that_let_it_an_episode_goes_on_as_soon_as_it_is_answered(overlap, monkeypatch):
+    """The first episode's second turn is with its engine while the others are at their first, which wait for it."""
+    shape, seen = overlap.Shape(samplers=2, generations=1, depth=4), []
+    second = threading.Event()
+    real = overlap.Engine.sample
+
+    def sample(engine, version, requests, params):
+        (prompt,) = [request.prompt_ids for request in requests]
+        seen.append((id(engine), prompt[0], len(prompt) > 1))
+        if len(prompt) > 1:
+            second.set()
+        assert prompt[0] == 7 or second.wait(10.0)
+        return real(engine, version, requests, params)
+
+    monkeypatch.setattr(overlap.Engine, "sample", sample)
+    with overlap.sampler_of(shape, lambda: 0, prompts_per_task=1, joins=True) as sampler:
+        talk, said = sampler.snapshot().dialogue([(7,), (8,), (9,)], SamplingParams(max_tokens=9)), []
+        talk.more = lambda: {0: NextTurn((100,), 5)} if said == [0] else {}
+        for i, _ in talk.turns({i: NextTurn((), i) for i in range(3)}):
+            said.append(i)
+    assert sorted(said) == [0, 0, 1, 2] and said[0] == 0
+    assert len({engine for engine, first, _ in seen if first == 7}) == 1, "where its first turn was"
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_how_many_tasks_an_engine_has_at_once_changes_nothing(overlap, depth):
+    shape = overlap.Shape(prompts=6, generations=2, steps=4, samplers=2, mean_tokens=3.0, token=0.0002)
+    found = [overlap.run(replace(shape, depth=deep), 1)[1] for deep in (depth, 4)]
+    assert overlap.digest(found[0]) == overlap.digest(found[1])
+
+
+@pytest.mark.slow
+def test_what_it_is_worth_that_tasks_join_a_flight(overlap):
+    import flights
+
+    shape = overlap.Shape(samplers=2, prompts=128, generations=8, steps=1, mean_tokens=50.0)
+    seconds = {way: flights.run(shape, *way)[0] for way in ((1, 2), (1, 16), (16, 1))}
+    assert seconds[1, 2] > 2.5 * seconds[16, 1] and seconds[1, 16] > 1.2 * seconds[16, 1], seconds
+
+
 WAITS = """
 import os, time
 def waits(completions, **_):

@@ -23,6 +23,7 @@ from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
+from psigrad.cache_folder import cache_folder
 from psigrad.errors import NO_LOCKS
 from psigrad.language.models.native.processor import identity, levels
 
@@ -53,7 +54,7 @@ def library() -> ctypes.CDLL | str:
     if (found := compiler()) is None:
         return "no C++ compiler was found (g++ or clang++)"
     try:
-        path = _folder() / f"{_key(found)}.so"
+        path = cache_folder("native") / f"{_key(found)}.so"
         with _lock(path.parent):
             if not _sound(path):
                 _compile(found, path)
@@ -91,11 +92,6 @@ def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:
     return found
 
 
-def _folder() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "psigrad" / "native"
-
-
 def _key(program: str) -> str:
     """A hash of sources, flags, compiler and processor: machines of different kinds may share a home folder."""
     source = resources.files("psigrad.language.models.native")
@@ -126,7 +122,7 @@ def _claim(folder: Path) -> None:
     """Keep others from writing there. Raises `OSError` for a folder that is a link or another user's."""
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid():
-        raise OSError(f"{folder} is a link or belongs to another user; remove it, or name another folder in XDG_CACHE_HOME")
+        raise OSError(f"{folder} is a link or belongs to another user; remove it, or name another folder in PSIGRAD_CACHE")
     if found.st_mode & _OTHERS:
         folder.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
 

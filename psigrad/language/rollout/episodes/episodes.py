@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -229,9 +229,10 @@ def play(
 ) -> list[Trajectory]:
     """`num_generations` episodes from each (index, prompt ids, row), in order; `max_length` bounds prompt and episode together.
 
-    An episode goes on when its own answer is there: those that are ready take their turns together, while the environments of
-    others are at work. A turn that the length limit cut, `max_turns` and `max_length` end an episode as truncated. An answer is
-    cut where it leaves no room for another turn. Each turn's reward stands on its last token.
+    An episode goes on when its own answer is there: those that are ready take their turns together, or join those that are being
+    sampled where the engine lets them, while the environments of others are at work. A turn that the length limit cut,
+    `max_turns` and `max_length` end an episode as truncated. An answer is cut where it leaves no room for another turn. Each
+    turn's reward stands on its last token.
     """
     playing, turn = rules.playing, rules.max_turn_length
     total = params.max_tokens if turn else 0
@@ -240,6 +241,15 @@ def play(
     episodes = _begin(rules, prompts, num_generations, seed_of, tokenizer, limits)
     dialogue = sampler.dialogue([e.prompt for e in episodes], params)
     ready, waiting = [i for i, e in enumerate(episodes) if not e.over], set[int]()
+
+    def hear(answers: Mapping[int, Any]) -> list[int]:
+        for i, answer in answers.items():
+            episodes[i].hear(answer, limits)
+        waiting.difference_update(answers)
+        return sorted(i for i in answers if not episodes[i].over)
+
+    if not rules.together:
+        dialogue.more = lambda: {i: episodes[i].next_turn for i in hear(playing.answers(0.0))}
     while ready or waiting:
         started = time.monotonic()
         for i, completion in dialogue.turns({i: episodes[i].next_turn for i in ready}) if ready else ():
@@ -248,11 +258,7 @@ def play(
             playing.ask({i: text})
             waiting.add(i)
         patience = math.inf if rules.together else max(LINGER[0] * (time.monotonic() - started), LINGER[1])
-        answers = playing.wait(len(waiting), patience)
-        for i, answer in answers.items():
-            episodes[i].hear(answer, limits)
-        waiting -= answers.keys()
-        ready = sorted(i for i in answers if not episodes[i].over)
+        ready = hear(playing.wait(len(waiting), patience))
     trajectories = [_trajectory(e, version, tokenizer) for e in episodes]
     return settle(sampler, trajectories, params) if playing.paced and not rules.together else trajectories
 

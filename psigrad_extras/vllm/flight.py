@@ -1,0 +1,130 @@
+"""Requests in one engine's flight, of any number of callers: what it has not been told yet, what it writes, and whose that is."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from psigrad.language.rollout.types import Completion, Request, RestartedDialogue, SamplingParams
+
+Part = tuple[SamplingParams, list[tuple[int, list[int], int]]]
+"""(number, prompt, seed) of completions from one distribution."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """The requests of one caller, by their place among its requests."""
+
+    params: SamplingParams
+    requests: list[Request] = field(default_factory=list)
+    written: list[dict[int, Completion]] = field(default_factory=list)
+    complete: list[int] = field(default_factory=list)
+    """Places whose completions are all there, and were not taken yet."""
+    left: int = 0
+    """Requests that were not taken yet."""
+
+    def take(self) -> list[tuple[int, list[Completion]]]:
+        """(place, completions) of what is complete."""
+        places, self.complete = self.complete, []
+        self.left -= len(places)
+        return [(place, [one for _, one in sorted(self.written[place].items())]) for place in places]
+
+
+class Flight:
+    """What one engine writes together. Requests join at any time, whoever's they are; not safe between threads by itself."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._whose: dict[int, tuple[Ticket, int, int]] = {}
+        self._unsent: list[int] = []
+        self._dropped: list[int] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is to be written, or to be told to the engine."""
+        return bool(self._whose or self._dropped)
+
+    def add(self, ticket: Ticket, requests: Sequence[Request]) -> None:
+        """Further requests of a caller."""
+        for request in requests:
+            place = len(ticket.requests)
+            ticket.requests.append(request)
+            ticket.written.append({})
+            for k in range(len(request.seeds)):
+                self._whose[number := next(self._numbers)] = ticket, place, k
+                self._unsent.append(number)
+        ticket.left += len(requests)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Nobody waits for what is left of it."""
+        gone = [number for number, (owner, _, _) in self._whose.items() if owner is ticket]
+        for number in gone:
+            del self._whose[number]
+        unsent = set(self._unsent)
+        self._dropped += [number for number in gone if number not in unsent]
+        self._unsent = [number for number in self._unsent if number in self._whose]
+
+    def news(self) -> tuple[list[Part], list[int]]:
+        """What the engine is to be told: completions to begin, and the numbers of those that it need not end."""
+        parts: dict[SamplingParams, list[tuple[int, list[int], int]]] = {}
+        for number in self._unsent:
+            ticket, place, k = self._whose[number]
+            request = ticket.requests[place]
+            parts.setdefault(ticket.params, []).append((number, list(request.prompt_ids), request.seeds[k] % 2**63))
+        dropped, self._unsent, self._dropped = self._dropped, [], []
+        return list(parts.items()), dropped
+
+    def land(self, number: int, ids: str, logprobs: str, why: str) -> None:
+        """A completion was written, for whom it is."""
+        if number not in self._whose:
+            return
+        ticket, place, k = self._whose.pop(number)
+        seeds = ticket.requests[place].seeds
+        ticket.written[place][k] = _completion(ids, logprobs, why, seeds[k], ticket.params)
+        if len(ticket.written[place]) == len(seeds):
+            ticket.complete.append(place)
+
+    def begin_again(self) -> None:
+        """The engine was lost: another is to be told of all that is not written."""
+        self._unsent, self._dropped = list(self._whose), []
+
+
+class JoiningDialogue(RestartedDialogue):
+    """Episodes whose turns join those that are being written as soon as each was answered. What an episode has said and heard is
+    in the engine's prefix cache.
+    """
+
+    sampler: Any
+
+    def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
+        def more() -> list[Request]:
+            joining, own = self._begin(self.more())
+            owners.extend(own)
+            return joining
+
+        steps: Iterator[list[tuple[int, list[Completion]]]] = self.sampler.steps(requests, self.params, more=more)
+        return steps
+
+
+def settings_of(params: SamplingParams, stops: Iterable[int]) -> dict[str, Any]:
+    """As vLLM has them; `stops` are the model's own."""
+    asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+    return {**asked, "stop_token_ids": sorted({*stops, *params.stop_token_ids})}
+
+
+def _completion(ids: str, logprobs: str, why: str, seed: int, params: SamplingParams) -> Completion:
+    """What the engine wrote. At temperature 0 it tells log-probs at temperature 1, as our other samplers do."""
+    tokens, own = tuple(numbers(ids, np.int32)), tuple(numbers(logprobs, np.float32))
+    drawn = (0.0,) * len(own) if params.temperature == 0 else own
+    return Completion(tokens, own, drawn, "stop" if why == "stop" else "length", seed)
+
+
+def numbers(text: str, kind: Any) -> list[Any]:
+    """Numbers as they come through the pipe, in base64."""
+    found: list[Any] = np.frombuffer(base64.b64decode(text), kind).tolist()
+    return found

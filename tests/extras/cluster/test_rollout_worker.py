@@ -1,0 +1,61 @@
+"""A sampler on the cluster that is given several tasks at once, on weights that are versions alone."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from psigrad.config import OnlineConfig, Placement
+from psigrad.config.sections import Sampling
+from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad_extras.cluster import ray_placement
+from psigrad_extras.cluster.ray_sampler import RolloutWorker, Version
+
+PARAMS = SamplingParams(max_tokens=3)
+
+
+class Writing:
+    """Tells which weights were there when it began and when it ended, which it does when it is let go."""
+
+    def __init__(self):
+        self.worker, self.begun, self.go = None, threading.Semaphore(0), threading.Semaphore(0)
+
+    def sample(self, requests, params):
+        held = self.worker.version
+        self.begun.release()
+        assert self.go.acquire(timeout=10.0)
+        return [held, self.worker.version]
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    made = RolloutWorker(lambda: (SimpleNamespace(), Writing()), 1)
+    made.sampler.worker = made
+    monkeypatch.setattr(made, "_load", lambda weights: None)
+    monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace(get=lambda place: place))
+    return made
+
+
+def test_tasks_of_one_version_are_written_together_and_another_one_waits(worker):
+    with ThreadPoolExecutor(4) as threads:
+        ask = lambda number: threads.submit(worker.sample, Version(number, ["weights"]), [Request((1,), (2,))], PARAMS)  # noqa: E731
+        old = [ask(0), ask(0)]
+        for _ in old:
+            assert worker.sampler.begun.acquire(timeout=10.0), "both are at work at once"
+        new = ask(1)
+        assert not worker.sampler.begun.acquire(timeout=0.2), "weights stay while completions are written by them"
+        worker.sampler.go.release(2)
+        assert [task.result(10.0) for task in old] == [(0, [0, 0])] * 2
+        assert worker.sampler.begun.acquire(timeout=10.0)
+        worker.sampler.go.release()
+        assert new.result(10.0) == (1, [1, 1])
+
+
+@pytest.mark.parametrize(("sampler", "parcel", "depth"), [("embedded", 2, 1), ("vllm", 2, 16), ("vllm", 3, 11), ("vllm", 99, 1)])
+def test_as_many_tasks_go_to_an_engine_as_fill_its_batch(sampler, parcel, depth):
+    sampling, placement = Sampling(sampler=sampler, max_decode_batch=256), Placement(cluster="auto", parcel_prompts=parcel)
+    config = OnlineConfig(sampling=sampling, placement=placement, num_generations=8)
+    assert ray_placement._tasks_at_once(config) == depth

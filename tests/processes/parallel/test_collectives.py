@@ -1,0 +1,39 @@
+"""What a step sends between processes: with whole models once, in shards with each micro-batch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import ranks
+from rank_gradients import make_models
+
+
+def sent(folder, budgets: str, sharded: bool) -> list[dict]:
+    """Of rank 0 of two, for each budget."""
+    out = folder / f"{sharded}.json"
+    ranks.run(2, "rank_collectives", "main", folder, out, budgets, lockstep=sharded)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+def test_whole_models_send_their_gradient_once_for_a_step(models):
+    steps = sent(models, "1000,100", False)
+    few, many = steps
+    assert many["micro"] >= 4 * few["micro"]
+    assert few["calls"] == many["calls"] and few["bytes"] == many["bytes"]
+    assert list(few["bytes"]) == ["all_reduce"] and few["bytes"]["all_reduce"] == pytest.approx(few["weights"], rel=0.01)
+
+
+def test_shards_are_gathered_twice_and_reduced_once_for_each_micro_batch(models):
+    for step in sent(models, "1000,100", True):
+        gathered, reduced = step["bytes"]["all_gather_single"], step["bytes"]["reduce_scatter_single"]
+        print(step)
+        assert reduced == pytest.approx(step["micro"] * step["weights"], rel=0.02)
+        assert gathered <= 2.02 * step["micro"] * step["weights"]

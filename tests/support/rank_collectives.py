@@ -1,0 +1,72 @@
+"""What processes that train together send for the gradient of one optimiser step, by how many micro-batches it has."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import rank_gradients
+import torch.distributed as dist
+from rank_gradients import CASES, groups_of, load
+
+from psigrad.config import Optim
+from psigrad.language.training.update import Optimizer, add_up
+from psigrad.processes.parallel.world import World
+
+# By which name, and at which place, torch's collectives are given the larger of their tensors.
+LARGER = {
+    "all_reduce": ("tensor", 0),
+    "all_gather_single": ("output", 0),
+    "reduce_scatter_single": ("input", 1),
+}
+
+
+def count_collectives() -> tuple[Counter, Counter]:
+    """From now on (calls, bytes of the whole tensor) of this process, by the name of the collective."""
+    calls, sizes = Counter(), Counter()
+
+    def watch(name: str, argument: str, place: int) -> None:
+        real = getattr(dist, name)
+
+        def watched(*given, **named):
+            whole = named[argument] if argument in named else given[place]
+            calls[name] += 1
+            sizes[name] += whole.numel() * whole.element_size()
+            return real(*given, **named)
+
+        setattr(dist, name, watched)
+
+    for name, where in LARGER.items():
+        watch(name, *where)
+    return calls, sizes
+
+
+def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24") -> None:
+    """Write `out`: for each budget of a micro-batch, a step of SFT of the same rows."""
+    calls, sizes = count_collectives()
+    found = []
+    for budget in map(int, budgets.split(",")):
+        model, _ = load(CASES["sft"], Path(folder), world)
+        optimizer, count = Optimizer(model.trainable(), Optim(), world=world), []
+        rank_gradients.BUDGET = budget
+        losses = CASES["sft"].losses(CASES["sft"], world, model, None, groups_of(int(prompts)), "")
+        timed = [_counting(loss, count) for loss in losses]
+        calls.clear()
+        sizes.clear()
+        begin = time.perf_counter()
+        add_up([optimizer], timed)
+        seconds = time.perf_counter() - begin
+        weights = sum(p.numel() * p.element_size() for p in model.trainable().values())
+        found.append({"micro": len(count), "seconds": seconds, "weights": weights, "calls": dict(calls), "bytes": dict(sizes)})
+    if world.rank == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+def _counting(loss, count):
+    def counted():
+        count.append(1)
+        return loss()
+
+    return counted
