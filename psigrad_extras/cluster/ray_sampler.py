@@ -45,7 +45,8 @@ class RolloutWorker:
     def __init__(self, make: Callable[[], tuple[LanguageModel, Sampler]], threads: int) -> None:
         torch.set_num_threads(threads)
         self.model, self.sampler = make()
-        self.version, self._at_work, self._turn = -1, 0, threading.Condition()
+        self.version, self._at = -1, self.sampler
+        self._at_work, self._turn = 0, threading.Condition()
 
     def ready(self) -> bool:
         """Answers when the model is there."""
@@ -59,10 +60,10 @@ class RolloutWorker:
                 import ray
 
                 self._load(ray.get(version.place[0]))
-                self.version = version.number
+                self.version, self._at = version.number, self.sampler.snapshot()
             self._at_work += 1
         try:
-            return version.number, self.sampler.sample(requests, params)
+            return version.number, self._at.sample(requests, params)
         finally:
             with self._turn:
                 self._at_work -= 1

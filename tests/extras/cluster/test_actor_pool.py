@@ -170,6 +170,15 @@ def test_other_weights_wait_until_a_worker_has_written_all_of_those_before(ray):
     assert at_work(pool)[2] == [3, 3, 3] and set(at_work(pool)[1]) <= {4}
 
 
+def test_collections_of_the_same_weights_share_a_flight(ray):
+    """As at the start of a run with a lag, and where an evaluation is beside a collection."""
+    pool = make(count=1, depth=4)
+    run(pool, [None])
+    ray.held.add(1)
+    first, second = begin(pool, ray, 2, needs=0), begin(pool, ray, 3, needs=0)
+    assert at_work(pool) == {1: [0, 0, 0, 0]} and (len(first.waiting), len(second.waiting)) == (0, 1)
+
+
 def test_the_jobs_of_a_lost_worker_all_go_to_others(ray):
     pool = make(count=2, depth=3)
     run(pool, [None] * 4)

@@ -21,7 +21,12 @@ class Writing:
     """Tells which weights were there when it began and when it ended, which it does when it is let go."""
 
     def __init__(self):
-        self.worker, self.begun, self.go = None, threading.Semaphore(0), threading.Semaphore(0)
+        self.worker, self.taken = None, []
+        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def snapshot(self):
+        self.taken = [*self.taken, self.worker.version]
+        return self
 
     def sample(self, requests, params):
         held = self.worker.version
@@ -52,6 +57,7 @@ def test_tasks_of_one_version_are_written_together_and_another_one_waits(worker)
         assert worker.sampler.begun.acquire(timeout=10.0)
         worker.sampler.go.release()
         assert new.result(10.0) == (1, [1, 1])
+    assert len(worker.sampler.taken) == 2, "it takes weights over once for each version"
 
 
 @pytest.mark.parametrize(("sampler", "parcel", "depth"), [("embedded", 2, 1), ("vllm", 2, 16), ("vllm", 3, 11), ("vllm", 99, 1)])
