@@ -182,6 +182,7 @@ class StickyDialogue(RestartedDialogue):
         groups = itertools.accumulate((a != b for a, b in itertools.pairwise(prompts)), initial=0)
         self._at, self._parcels = sampler, [group // sampler.whole.prompts_per_task for group in groups]
         self._affinities = {parcel: Affinity() for parcel in self._parcels}
+        self.joins = sampler.whole.joins
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
         def parts(first: int) -> list[Part]:
@@ -196,7 +197,7 @@ class StickyDialogue(RestartedDialogue):
             owners.extend(own)
             return parts(first)
 
-        return self._at.tasks(requests, self.params, parts(0), more if self._at.whole.joins else list)
+        return self._at.tasks(requests, self.params, parts(0), more if self.joins else list)
 
 
 def _ask(version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:

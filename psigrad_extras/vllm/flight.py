@@ -119,6 +119,7 @@ class JoiningDialogue(RestartedDialogue):
     """
 
     sampler: Snapshot
+    joins = True
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
         def more() -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 import random
 import threading
 from dataclasses import replace
@@ -169,8 +170,7 @@ def test_episodes_that_join_are_those_of_rounds(engine, monkeypatch, seed):
     sampler, calls = engine(), []
     turns = RestartedDialogue.turns
     monkeypatch.setattr(RestartedDialogue, "turns", lambda self, wanted: calls.append(len(wanted)) or turns(self, wanted))
-    monkeypatch.setattr(played_episodes, "LINGER", (0.0, 0.0))
-
+    monkeypatch.setattr(played_episodes, "LINGER", (0.0, 0.01))
     stopping = replace(PARAMS, stop_token_ids=tuple(range(256)))  # or each turn would be cut, and be the last
 
     def go(playing):
@@ -182,11 +182,19 @@ def test_episodes_that_join_are_those_of_rounds(engine, monkeypatch, seed):
         found = play(Episodes(playing), sampler, prompts, stopping, **seeds, **rules)
         return [(t.completion, t.mask, t.messages, t.step_rewards) for t in found], len(calls)
 
+    waits, wait = [], InProcess.wait
+
+    def waiting(self, count, patience=math.inf):
+        waits.append(patience)
+        return wait(self, count, patience)
+
+    monkeypatch.setattr(InProcess, "wait", waiting)
     joined, times = go(InProcess(Three))
+    assert {seconds for seconds in waits if seconds < math.inf} == {0.0}, "whoever may join at any time waits for nobody"
     with monkeypatch.context() as patch:
         patch.setattr(type(sampler), "dialogue", Sampler.dialogue)
         in_rounds, rounds = go(InProcess(Three))
-    assert joined == in_rounds and times == 1 < rounds == 3
+    assert joined == in_rounds and times == 1 < rounds == 3 and 0.01 in waits
     assert go(Late(Three, seed))[0] == in_rounds
 
 
