@@ -56,6 +56,7 @@ class Flight:
             place = len(ticket.requests)
             ticket.requests.append(request)
             ticket.written.append({})
+            ticket.complete += [] if request.seeds else [place]
             for k in range(len(request.seeds)):
                 self._whose[number := next(self._numbers)] = ticket, place, k
                 self._unsent.append(number)

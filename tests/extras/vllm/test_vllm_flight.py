@@ -228,6 +228,8 @@ def test_a_flight_tells_each_completion_once_and_forgets_who_left():
     flight.land(0, "", "", "stop")  # what was on its way
     flight.begin_again()
     assert [number for _, flat in flight.news()[0] for number, _, _ in flat] == [6, 7, 8]
+    flight.add(nothing := Ticket(PARAMS), [Request((1,), ())])
+    assert nothing.take() == [(0, [])] and nothing.left == 0, "no completion is complete at once"
 
 
 def flight_completion(seed: int):
