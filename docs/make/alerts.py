@@ -44,6 +44,11 @@ def section(rule: Rule) -> str:
     entry = texts()[rule.name]
     figure = SIGNAL_BY_NAME[rule.signal].title if rule.signal else ""
     when = f"Raised after {rule.patience} rows in a row." if rule.patience > 1 else "Raised at once."
+    when += (
+        ""
+        if rule.told_from == 1
+        else f" A run tells of it the {rule.told_from}rd time; the report and the studio have every time."
+    )
     drawn = f" It is drawn as *{figure}*." if figure else ""
     grave = " It is shown in red." if rule.grave else ""
     last = f"{when}{drawn}{grave} In a terminal: `psigrad explain {rule.name}`."

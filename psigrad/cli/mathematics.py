@@ -28,11 +28,16 @@ def name_of_mistake(message: str) -> str:
     return next((n for n, e in mistakes().items() if re.search(re.escape(e["says"]).replace("…", ".*"), message, re.DOTALL)), "")
 
 
-def tell(name: str) -> str:
-    """An entry, or what an alert of a run says, as text; empty where there is none of that name."""
+def entries() -> dict[str, dict[str, Any]]:
+    """The errors that users meet most, and what the alerts of a run say, by name."""
     from psigrad.records.warnings import texts
 
-    if (entry := (mistakes() | texts()).get(name)) is None:
+    return mistakes() | texts()
+
+
+def tell(name: str) -> str:
+    """An entry as text; empty where there is none of that name."""
+    if (entry := entries().get(name)) is None:
         return ""
     example = f"\n\nThis gives it: psigrad {entry['example']}" if "example" in entry else ""
     return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}{example}"

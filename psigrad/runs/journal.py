@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +116,7 @@ class Clock:
 
 class Announcer:
     """Tells once of each rule of `psigrad.records.warnings` that a run's figures raise: on stderr and as an event. What a solved
-    task explains is not told while it is solved.
+    task explains is not told while it is solved, and what happens once in a sound run not before it happens again.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -137,7 +138,9 @@ class Announcer:
 
     def _judge(self, step: float, row: Mapping[str, Any]) -> list[Alert]:
         self._watch.see(step, {self._names.of(key): value for key, value in rows.figures(row).items()})
-        standing = [alert for alert in self._watch.alerts() if alert.ended is None]
+        found = self._watch.alerts()
+        times = Counter(alert.rule for alert in found)
+        standing = [a for a in found if a.ended is None and times[a.rule] >= BY_NAME[a.rule].told_from]
         new = [a for a in standing if a.rule not in self._told and not self._watch.explains(a.rule)]
         self._told |= {alert.rule for alert in new}
         return new

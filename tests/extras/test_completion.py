@@ -40,6 +40,8 @@ def test_bash_completes_commands_flags_and_values(scripts):
     assert "--learning-rate" in offered(scripts["bash"], "psigrad", "grpo", "--learn")
     assert offered(scripts["bash"], "psigrad", "grpo", "--dtype", "") == ["float32", "bfloat16"]
     assert offered(scripts["bash"], "psigrad", "explain", "reinforce_p") == ["reinforce_pp", "reinforce_pp_baseline"]
+    assert offered(scripts["bash"], "psigrad", "explain", "dead_") == ["dead_groups"]
+    assert offered(scripts["bash"], "psigrad", "explain", "no-rew") == ["no-reward"]
     assert offered(scripts["bash"], "psigrad", "completion", "") == ["bash", "zsh", "fish"]
 
 

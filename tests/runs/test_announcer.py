@@ -10,6 +10,8 @@ from tiny_jobs import online_config
 from tiny_rewards import constant
 
 from psigrad.language.recipes import online
+from psigrad.records.read import load
+from psigrad.records.report.verdict import watched
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.journal import Announcer, Journal
 
@@ -45,3 +47,16 @@ def test_a_run_that_goes_on_is_told_of_nothing_twice(before, tmp_path, capsys):
             for step in steps:
                 journal.metrics(step, flat)
     assert len(events(tmp_path / "run")) == 1, "five rows in a row, some of them from before the stop"
+
+
+@pytest.mark.parametrize("leaps", [2, 3])
+def test_a_leap_of_the_gradient_is_told_when_it_comes_again_and_again(leaps, tmp_path, capsys):
+    at = (30, 90, 150)[:leaps]
+    with RunFolder.open(tmp_path / "run", {}) as folder:
+        journal = Journal(folder, announcer=Announcer(folder))
+        for step in range(1, 200):
+            journal.metrics(step, {"reward": 0.5, "reward_std": 0.3, "grad_norm": 30.0 if step in at else 1.0})
+    told = [(event["rule"], event["step"]) for event in events(tmp_path / "run")]
+    assert told == ([("grad_norm", 150)] if leaps == 3 else []) and ("leap" in capsys.readouterr().err) == (leaps == 3)
+    run = load(tmp_path / "run", rollouts=False)
+    assert [alert.rule for alert in watched(run).alerts()] == ["grad_norm"] * leaps, "the report has every time"
