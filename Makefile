@@ -22,7 +22,7 @@ help:
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
 	@echo "make test-long  the tests that take longer"
-	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own"
+	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own; and several processes"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
 	@echo "make bench-llama-cpp MODEL=PATH  sampling beside llama.cpp, with the same weights, in that environment"
@@ -127,11 +127,17 @@ test-slow: test-machine
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600 -o faulthandler_timeout=3700
 
+# What of several processes, engines and checkpoints needs no Ray: flights, rows, shards, meshes, files for launchers.
+RANKS = tests/extras/vllm tests/extras/mesh tests/extras/cluster tests/processes/parallel tests/runs/test_async_save.py \
+	tests/language/training/test_flights.py tests/language/rollout/test_spread.py tests/language/recipes/test_kept_rows.py \
+	tests/records/test_parts_of_rollouts.py
+
 # without a network and other processes, where that can be: nobody else has Ray's ports, and "auto" finds no cluster of others
 test-cluster: $(CLUSTER_VENV)/.installed
 	if unshare -rnpf --mount-proc true 2>/dev/null; then \
 	  unshare -rnpf --mount-proc sh -c 'ip link set lo up && PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900 -o faulthandler_timeout=1000'; \
 	else PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900 -o faulthandler_timeout=1000; fi
+	$(RUN) -m pytest $(RANKS) -m "not long and not vllm and not gpu and not cluster" --numprocesses auto --maxprocesses 8 --dist loadfile
 
 # vLLM pins its own torch and transformers, so it gets an environment of its own. VLLM=vllm takes the CUDA build.
 VLLM_VENV ?= .venv-vllm

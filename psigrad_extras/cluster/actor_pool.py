@@ -167,8 +167,7 @@ class ActorPool:
         if not owed:
             time.sleep(seconds)
             return []
-        ready, _ = self.ray.wait(list(owed), num_returns=1 if seconds else len(owed), timeout=seconds)
-        return list(ready)
+        return list(self.ray.wait(list(owed), num_returns=1 if seconds else len(owed), timeout=seconds)[0])
 
     def _hand_out(self) -> None:
         """Jobs of the oldest batch first, each to the worker that has the fewest."""
@@ -223,7 +222,7 @@ class ActorPool:
             affinity = batch.affinities[job]
             if affinity is None or affinity.worker is worker:
                 return job
-            if free is None and (affinity.worker not in self._workers or self._is_late(affinity.worker)):
+            if free is None and not (affinity.worker in self._workers and self._in_time(affinity.worker)):
                 free = job
         return free
 
@@ -298,9 +297,9 @@ class ActorPool:
 
     def _find_late(self) -> _Owed | None:
         """A job that is overdue and only one worker has."""
-        working = [(w, o) for w in self._workers for o in w.work.values() if o.wanted]
-        count = Counter((id(o.batch), o.job) for _, o in working)
-        late = [o for w, o in working if self._is_late(w) and count[id(o.batch), o.job] == 1]
+        working = [o for w in self._workers for o in w.work.values() if o.wanted]
+        count = Counter((id(o.batch), o.job) for o in working)
+        late = [o for o in working if self._is_late(o) and count[id(o.batch), o.job] == 1]
         if not late:
             return None
         oldest = min(late, key=lambda o: o.since)
@@ -309,16 +308,19 @@ class ActorPool:
         self._tell("worker_late", f"{self._a} has not answered for {waited:.0f} s; another does its work too.", seconds=waited)
         return oldest
 
-    def _is_late(self, worker: _Worker, times: float = 1.0) -> bool:
-        """Whether it owes an answer for longer than answers take, or than so many times that."""
+    def _is_late(self, owed: _Owed, times: float = 1.0) -> bool:
+        """Whether an answer is owed for longer than answers take, or than so many times that."""
         limit = times * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
-        return any(time.monotonic() - owed.since > limit for owed in worker.work.values())
+        return time.monotonic() - owed.since > limit
+
+    def _in_time(self, worker: _Worker, times: float = 1.0) -> bool:
+        return not any(self._is_late(owed, times) for owed in worker.work.values())
 
     def _tend(self) -> None:
         """Start workers that are wanted; end those that owe for too long what nobody waits for."""
         if self._head.silent:
             return
-        for worker in [w for w in self._workers if self._is_late(w, 3.0)]:
+        for worker in [w for w in self._workers if not self._in_time(w, 3.0)]:
             if not any(owed.wanted for owed in worker.work.values()):
                 self._workers.remove(worker)
                 self.entries["lost"] += 1

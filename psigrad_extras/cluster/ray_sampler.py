@@ -45,7 +45,8 @@ class RolloutWorker:
     def __init__(self, make: Callable[[], tuple[LanguageModel, Sampler]], threads: int) -> None:
         torch.set_num_threads(threads)
         self.model, self.sampler = make()
-        self.version, self._at_work, self._turn = -1, 0, threading.Condition()
+        self.version, self._at = -1, self.sampler
+        self._at_work, self._turn = 0, threading.Condition()
 
     def ready(self) -> bool:
         """Answers when the model is there."""
@@ -59,10 +60,10 @@ class RolloutWorker:
                 import ray
 
                 self._load(ray.get(version.place[0]))
-                self.version = version.number
+                self.version, self._at = version.number, self.sampler.snapshot()
             self._at_work += 1
         try:
-            return version.number, self.sampler.sample(requests, params)
+            return version.number, self._at.sample(requests, params)
         finally:
             with self._turn:
                 self._at_work -= 1
@@ -181,6 +182,7 @@ class StickyDialogue(RestartedDialogue):
         groups = itertools.accumulate((a != b for a, b in itertools.pairwise(prompts)), initial=0)
         self._at, self._parcels = sampler, [group // sampler.whole.prompts_per_task for group in groups]
         self._affinities = {parcel: Affinity() for parcel in self._parcels}
+        self.joins = sampler.whole.joins
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
         def parts(first: int) -> list[Part]:
@@ -195,7 +197,7 @@ class StickyDialogue(RestartedDialogue):
             owners.extend(own)
             return parts(first)
 
-        return self._at.tasks(requests, self.params, parts(0), more if self._at.whole.joins else list)
+        return self._at.tasks(requests, self.params, parts(0), more if self.joins else list)
 
 
 def _ask(version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:

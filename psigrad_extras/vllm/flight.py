@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from psigrad.language.rollout.types import Completion, Request, RestartedDialogue, SamplingParams
+from psigrad.language.models.fused.caches import ActivationCache
+from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
 
 Part = tuple[SamplingParams, list[tuple[int, list[int], int]]]
 """(number, prompt, seed) of completions from one distribution."""
@@ -55,6 +56,7 @@ class Flight:
             place = len(ticket.requests)
             ticket.requests.append(request)
             ticket.written.append({})
+            ticket.complete += [] if request.seeds else [place]
             for k in range(len(request.seeds)):
                 self._whose[number := next(self._numbers)] = ticket, place, k
                 self._unsent.append(number)
@@ -94,12 +96,31 @@ class Flight:
         self._unsent, self._dropped = list(self._whose), []
 
 
+class Snapshot(Sampler):
+    """An engine at the weights that it has: nobody looks whether others are there, which is a pass over all of them."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`."""
+        steps: Iterator[list[tuple[int, list[Completion]]]] = self.whole.write(requests, params)
+        return steps
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`."""
+        return JoiningDialogue(self, prompts, params)
+
+
 class JoiningDialogue(RestartedDialogue):
     """Episodes whose turns join those that are being written as soon as each was answered. What an episode has said and heard is
     in the engine's prefix cache.
     """
 
-    sampler: Any
+    sampler: Snapshot
+    joins = True
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
         def more() -> list[Request]:
@@ -107,7 +128,7 @@ class JoiningDialogue(RestartedDialogue):
             owners.extend(own)
             return joining
 
-        steps: Iterator[list[tuple[int, list[Completion]]]] = self.sampler.steps(requests, self.params, more=more)
+        steps: Iterator[list[tuple[int, list[Completion]]]] = self.sampler.whole.write(requests, self.params, more)
         return steps
 
 

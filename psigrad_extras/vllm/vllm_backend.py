@@ -13,6 +13,7 @@ import importlib.util
 import os
 import selectors
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from psigrad.processes.parallel.world import RankLost, Ranks
 from psigrad.processes.workers import Worker, WorkerGone
 from psigrad.processes.workers.worker_pool import SharedWait
 from psigrad_extras.vllm import vllm_weights
-from psigrad_extras.vllm.flight import Flight, JoiningDialogue, Ticket, numbers, settings_of
+from psigrad_extras.vllm.flight import Flight, Snapshot, Ticket, numbers, settings_of
 from psigrad_extras.vllm.vllm_engine import SLICE
 from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, log_probs, truth_of, truth_of_shards
 from psigrad_extras.vllm.vllm_weights import fingerprint
@@ -126,7 +127,7 @@ class VLLMSampler(Sampler):
         self._sent: tuple[tuple[int, int], ...] = ()
         self._sums: dict[str, int] = {}
         self._in_a_row, self._closed = 0, False
-        self._flight, self._watch, self._asked = Flight(), SharedWait(), False
+        self._flight, self._watch, self._asked, self._passing = Flight(), SharedWait(), False, threading.Lock()
         truth = None if model.root is None else truth_of_shards(model, whole)
         self._until(self.synchronise)
         try:
@@ -141,18 +142,20 @@ class VLLMSampler(Sampler):
         self._end()
 
     def steps(
-        self,
-        requests: list[Request],
-        params: SamplingParams,
-        cache: ActivationCache | None = None,
-        more: Callable[[], list[Request]] = list,
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`: each request as soon as its last completion has ended. What `more` gives meanwhile joins them. Raises
-        `UserError` where a prompt leaves no room for `max_tokens`, and where the engine is lost again and again.
+        """See `Sampler`: each request as soon as its last completion has ended. Raises `UserError` where a prompt leaves no room
+        for `max_tokens`, and where the engine is lost again and again.
         """
-        check_room(self.model, requests, params)
         if self.model.root is None:
             self._until(self.synchronise)
+        yield from self.write(requests, params)
+
+    def write(
+        self, requests: list[Request], params: SamplingParams, more: Callable[[], list[Request]] = list
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """The same by the weights that the engine has. What `more` gives meanwhile joins."""
+        check_room(self.model, requests, params)
         ticket = Ticket(params)
         with self._watch:
             self._flight.add(ticket, requests)
@@ -168,8 +171,9 @@ class VLLMSampler(Sampler):
                 self._flight.leave(ticket)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`."""
-        return JoiningDialogue(self, prompts, params)
+        """See `Sampler`: by the weights of now."""
+        at = self.snapshot() if self.model.root is None else Snapshot(self)
+        return at.dialogue(prompts, params)
 
     def _wait(self, ticket: Ticket) -> list[tuple[int, list[Completion]]]:
         """What of these requests is complete, after a moment at most."""
@@ -186,7 +190,8 @@ class VLLMSampler(Sampler):
             if self._worker is None:
                 with self._watch:
                     self._renew(fingerprint(self.model))
-            if not self._asked:
+            if not self._asked:  # it may sleep
+                self._make_room()
                 self._ask_on()
             for _, number, *written in self._hear("sample"):
                 with self._watch:
@@ -202,7 +207,6 @@ class VLLMSampler(Sampler):
             self._lost(error)
 
     def _ask_on(self) -> None:
-        self._make_room()
         with self._watch:
             parts, dropped = self._flight.news()
         self._asked = True
@@ -211,10 +215,9 @@ class VLLMSampler(Sampler):
         )
 
     def snapshot(self) -> Sampler:
-        """See `Sampler`: weights in shards are gathered here, where all processes are."""
-        if self.model.root is not None:
-            self._until(self.synchronise)
-        return self
+        """See `Sampler`: the engine takes the weights, in shards as they are gathered here, where all processes are."""
+        self._until(self.synchronise)
+        return Snapshot(self)
 
     def synchronise(self) -> None:
         """Give the engine the trainer's weights if they changed since the last time, and verify that it computes with them.
@@ -344,7 +347,7 @@ class VLLMSampler(Sampler):
         if self.model.root is not None:
             raise UserError("A model in shards has no log-probs of one process' completions; leave top_p, top_k and min_p out.")
         inputs = Groups([request.prompt_ids], [[c.ids for c in group]])
-        with torch.no_grad():
+        with torch.no_grad(), self._passing:
             logp = self.model.evaluate(inputs, temperature=params.temperature).logp.float().cpu()
         return [
             Completion(c.ids, tuple(logp[k, : len(c.ids)].tolist()), c.sampling_logprobs, c.finish_reason, c.seed)

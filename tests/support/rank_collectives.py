@@ -23,9 +23,9 @@ LARGER = {
 }
 
 
-def count_collectives() -> tuple[Counter, Counter]:
-    """From now on (calls, bytes of the whole tensor) of this process, by the name of the collective."""
-    calls, sizes = Counter(), Counter()
+def count_collectives() -> tuple[Counter, Counter, Counter]:
+    """From now on (calls, bytes of the whole tensor, seconds in them) of this process, by the name of the collective."""
+    calls, sizes, seconds = Counter(), Counter(), Counter()
 
     def watch(name: str, argument: str, place: int) -> None:
         real = getattr(dist, name)
@@ -34,18 +34,22 @@ def count_collectives() -> tuple[Counter, Counter]:
             whole = named[argument] if argument in named else given[place]
             calls[name] += 1
             sizes[name] += whole.numel() * whole.element_size()
-            return real(*given, **named)
+            begin = time.perf_counter()
+            try:
+                return real(*given, **named)
+            finally:
+                seconds[name] += time.perf_counter() - begin
 
         setattr(dist, name, watched)
 
     for name, where in LARGER.items():
         watch(name, *where)
-    return calls, sizes
+    return calls, sizes, seconds
 
 
 def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24") -> None:
     """Write `out`: for each budget of a micro-batch, a step of SFT of the same rows."""
-    calls, sizes = count_collectives()
+    counted = calls, sizes, spent = count_collectives()
     found = []
     for budget in map(int, budgets.split(",")):
         model, _ = load(CASES["sft"], Path(folder), world)
@@ -53,13 +57,15 @@ def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24")
         rank_gradients.BUDGET = budget
         losses = CASES["sft"].losses(CASES["sft"], world, model, None, groups_of(int(prompts)), "")
         timed = [_counting(loss, count) for loss in losses]
-        calls.clear()
-        sizes.clear()
+        world.all_gather(None)
+        for one in counted:
+            one.clear()
         begin = time.perf_counter()
         add_up([optimizer], timed)
         seconds = time.perf_counter() - begin
         weights = sum(p.numel() * p.element_size() for p in model.trainable().values())
-        found.append({"micro": len(count), "seconds": seconds, "weights": weights, "calls": dict(calls), "bytes": dict(sizes)})
+        sent = {"calls": dict(calls), "bytes": dict(sizes), "spent": sum(spent.values())}
+        found.append({"micro": len(count), "seconds": seconds, "weights": weights, **sent})
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))
 

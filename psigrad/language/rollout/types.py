@@ -176,8 +176,9 @@ class NextTurn(NamedTuple):
 class Dialogue(ABC):
     """Episodes under way, by their place among the prompts."""
 
+    joins: bool = False
+    """Whether it takes `more`: turns of episodes that were answered meanwhile, which join those being sampled."""
     more: Callable[[], Mapping[int, NextTurn]] = dict
-    """Turns that may join those being sampled, of episodes that were answered meanwhile. Who samples in rounds does not ask."""
 
     @abstractmethod
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:

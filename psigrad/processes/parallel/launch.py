@@ -117,6 +117,7 @@ def _watch(ranks: Sequence[_Rank]) -> int:
         if first is not None and time.monotonic() - since > GRACE:
             break
         time.sleep(0.05)
+    unaware = [str(rank.rank) for rank in ranks if rank.process.poll() is None]
     stopped = [rank for rank in ranks if rank.failed and rank.status != RankLost.exit_status]
     cause = first if first in stopped or not stopped else stopped[0]
     if cause is None:
@@ -126,15 +127,17 @@ def _watch(ranks: Sequence[_Rank]) -> int:
     own = ranks[0].status if ranks[0].failed else 0
     # rank 0 has said on the terminal what it failed of, unless a signal ended it
     if cause.process.returncode < 0 or (cause.rank and own in (0, RankLost.exit_status)):
-        _tell(cause, len(ranks))
+        _tell(cause, len(ranks), unaware)
         return cause.status
     return own or cause.status
 
 
-def _tell(rank: _Rank, size: int) -> None:
+def _tell(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     code = rank.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     print(f"psigrad: process {rank.rank} of 0 to {size - 1} {how}; the others were ended with it.", file=sys.stderr)
+    if unaware:  # a time-out of NCCL ends those that wait, by SIGABRT
+        print(f"psigrad: process {', '.join(unaware)} was still at work; did the others wait for it?", file=sys.stderr)
     time.sleep(0.1)  # its last words may be on their way
     if words := rank.words.decode(errors="replace").strip():
         print(words, file=sys.stderr)

@@ -170,6 +170,31 @@ def test_other_weights_wait_until_a_worker_has_written_all_of_those_before(ray):
     assert at_work(pool)[2] == [3, 3, 3] and set(at_work(pool)[1]) <= {4}
 
 
+def test_collections_of_the_same_weights_share_a_flight(ray):
+    """As at the start of a run with a lag, and where an evaluation is beside a collection."""
+    pool = make(count=1, depth=4)
+    run(pool, [None])
+    ray.held.add(1)
+    first, second = begin(pool, ray, 2, needs=0), begin(pool, ray, 3, needs=0)
+    assert at_work(pool) == {1: [0, 0, 0, 0]} and (len(first.waiting), len(second.waiting)) == (0, 1)
+
+
+def test_of_a_workers_jobs_the_late_one_alone_goes_to_another(ray):
+    pool = make(count=2, depth=2)
+    run(pool, [None] * 2)
+    ray.held |= {1, 2}
+    one, batch = pool._workers[0], pool.begin()
+    for job in range(2):
+        batch.add(partial(whose, job), Affinity(one))
+    assert batch.answers(0.0) == [] and at_work(pool) == {1: [None, None], 2: []}
+    late = next(iter(one.work.values()))
+    object.__setattr__(late, "since", late.since - 2 * actor_pool.PATIENCE)
+    assert batch.answers(0.0) == [] and pool.entries["again"] == 1
+    ray.held.discard(2)
+    answered = [one for _ in range(3) for one in batch.answers(0.0)]
+    assert answered == [(0, (0, 2))] and pool.entries["again"] == 1, "the other is in time"
+
+
 def test_the_jobs_of_a_lost_worker_all_go_to_others(ray):
     pool = make(count=2, depth=3)
     run(pool, [None] * 4)

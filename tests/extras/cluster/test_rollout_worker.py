@@ -6,10 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.sections import Sampling
+from psigrad.errors import UserError
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad_extras.cluster import ray_placement
 from psigrad_extras.cluster.ray_sampler import RolloutWorker, Version
@@ -21,7 +24,12 @@ class Writing:
     """Tells which weights were there when it began and when it ended, which it does when it is let go."""
 
     def __init__(self):
-        self.worker, self.begun, self.go = None, threading.Semaphore(0), threading.Semaphore(0)
+        self.worker, self.taken = None, []
+        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def snapshot(self):
+        self.taken = [*self.taken, self.worker.version]
+        return self
 
     def sample(self, requests, params):
         held = self.worker.version
@@ -52,6 +60,18 @@ def test_tasks_of_one_version_are_written_together_and_another_one_waits(worker)
         assert worker.sampler.begun.acquire(timeout=10.0)
         worker.sampler.go.release()
         assert new.result(10.0) == (1, [1, 1])
+    assert len(worker.sampler.taken) == 2, "it takes weights over once for each version"
+
+
+def test_a_weight_that_is_missing_or_new_is_a_sentence():
+    own = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    made = RolloutWorker(lambda: (SimpleNamespace(trainable=lambda: own), Writing()), 1)
+    made._load({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)})
+    assert all(bool((weight == 1).all()) for weight in own.values())
+    for names in ("a", "abc"):
+        with pytest.raises(UserError, match="weights have other names than the worker's"):
+            made._load({name: np.zeros(2, np.float32) for name in names})
+    assert all(bool((weight == 1).all()) for weight in own.values()), "they arrive whole or not at all"
 
 
 @pytest.mark.parametrize(("sampler", "parcel", "depth"), [("embedded", 2, 1), ("vllm", 2, 16), ("vllm", 3, 11), ("vllm", 99, 1)])

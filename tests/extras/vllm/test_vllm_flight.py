@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 import random
 import threading
 from dataclasses import replace
@@ -19,6 +20,7 @@ from psigrad.language.rollout.episodes import episodes as played_episodes
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.types import Completion, NextTurn, Request, RestartedDialogue, Sampler, SamplingParams
+from psigrad_extras.vllm import vllm_backend
 from psigrad_extras.vllm.flight import Flight, Ticket
 
 MORE = [Request((20, 21), (7, 8)), Request((22,), (9,))]
@@ -49,6 +51,18 @@ def test_requests_join_those_that_are_being_written(engine, tmp_path):
     assert sorted(set(itertools.chain(*flights(tmp_path)))) == list(range(9)) and sampler.losses == 0
 
 
+def test_a_snapshot_stays_and_does_not_look_at_the_weights_again(engine, monkeypatch):
+    sampler, looks = engine(), []
+    look = vllm_backend.fingerprint
+    monkeypatch.setattr(vllm_backend, "fingerprint", lambda model: looks.append(1) or look(model))
+    at, before = sampler.snapshot(), expected(sampler.model)
+    nudge(sampler.model)
+    talk = at.dialogue([REQUESTS[0].prompt_ids], PARAMS)
+    assert ids(at.sample(REQUESTS, PARAMS)) == ids(at.sample(REQUESTS, PARAMS)) == before
+    assert next(iter(talk.turns({0: NextTurn((), 1)})))[1].ids == before[0][0] and len(looks) == 1
+    assert ids(sampler.snapshot().sample(REQUESTS, PARAMS)) == expected(sampler.model) != before
+
+
 def test_the_engine_is_asked_to_go_on_before_anybody_looks_at_what_it_wrote(engine, tmp_path):
     sampler = engine()
     steps = sampler.steps(REQUESTS, PARAMS)
@@ -66,6 +80,18 @@ def test_weights_wait_for_what_was_begun_with_the_ones_before(engine):
     nudge(sampler.model)
     assert groups(sampler.steps(MORE, PARAMS)) == written(sampler, MORE, PARAMS)
     assert groups([*begun, *first]) == old != expected(sampler.model)
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_torch_gives_its_memory_back_before_an_engine_that_sleeps_is_woken_and_only_then(engine, monkeypatch, sleeps):
+    sampler, given_back = engine(), []
+    sampler._sleep = sleeps
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: given_back.append(sampler.version))
+    sampler.sample(REQUESTS, PARAMS)
+    assert given_back == [1] * sleeps, "once for a flight, however often its engine is asked"
+    nudge(sampler.model)
+    sampler.sample(REQUESTS, PARAMS)
+    assert given_back == [1, 2, 2] * sleeps, "before an update, and before the next flight"
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -144,8 +170,7 @@ def test_episodes_that_join_are_those_of_rounds(engine, monkeypatch, seed):
     sampler, calls = engine(), []
     turns = RestartedDialogue.turns
     monkeypatch.setattr(RestartedDialogue, "turns", lambda self, wanted: calls.append(len(wanted)) or turns(self, wanted))
-    monkeypatch.setattr(played_episodes, "LINGER", (0.0, 0.0))
-
+    monkeypatch.setattr(played_episodes, "LINGER", (0.0, 0.01))
     stopping = replace(PARAMS, stop_token_ids=tuple(range(256)))  # or each turn would be cut, and be the last
 
     def go(playing):
@@ -157,11 +182,19 @@ def test_episodes_that_join_are_those_of_rounds(engine, monkeypatch, seed):
         found = play(Episodes(playing), sampler, prompts, stopping, **seeds, **rules)
         return [(t.completion, t.mask, t.messages, t.step_rewards) for t in found], len(calls)
 
+    waits, wait = [], InProcess.wait
+
+    def waiting(self, count, patience=math.inf):
+        waits.append(patience)
+        return wait(self, count, patience)
+
+    monkeypatch.setattr(InProcess, "wait", waiting)
     joined, times = go(InProcess(Three))
+    assert {seconds for seconds in waits if seconds < math.inf} == {0.0}, "whoever may join at any time waits for nobody"
     with monkeypatch.context() as patch:
         patch.setattr(type(sampler), "dialogue", Sampler.dialogue)
         in_rounds, rounds = go(InProcess(Three))
-    assert joined == in_rounds and times == 1 < rounds == 3
+    assert joined == in_rounds and times == 1 < rounds == 3 and 0.01 in waits
     assert go(Late(Three, seed))[0] == in_rounds
 
 
@@ -195,6 +228,8 @@ def test_a_flight_tells_each_completion_once_and_forgets_who_left():
     flight.land(0, "", "", "stop")  # what was on its way
     flight.begin_again()
     assert [number for _, flat in flight.news()[0] for number, _, _ in flat] == [6, 7, 8]
+    flight.add(nothing := Ticket(PARAMS), [Request((1,), ())])
+    assert nothing.take() == [(0, [])] and nothing.left == 0, "no completion is complete at once"
 
 
 def flight_completion(seed: int):

@@ -25,6 +25,7 @@ def models(tmp_path_factory):
 
 def test_whole_models_send_their_gradient_once_for_a_step(models):
     steps = sent(models, "1000,100", False)
+    print(steps)
     few, many = steps
     assert many["micro"] >= 4 * few["micro"]
     assert few["calls"] == many["calls"] and few["bytes"] == many["bytes"]

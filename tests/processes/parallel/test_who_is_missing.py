@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
@@ -56,7 +59,32 @@ def test_the_launcher_says_what_ended_a_process_and_rank_0_too(capsys, codes, to
         assert f"process {told} of 0 to 1 {how}" in said and "last words" in said
 
 
-def rank_of(number: int, code: int):
+def test_where_those_that_wait_are_ended_by_a_signal_who_is_still_at_work_is_named(capsys, monkeypatch):
+    """As NCCL's own time-out does: process 1 stands still, and the others are aborted."""
+    monkeypatch.setattr(launch, "GRACE", 0.1)
+    status = launch._watch([rank_of(0, -6), rank_of(1, None), rank_of(2, -6)])
+    said = capsys.readouterr().err
+    assert status == 134 and "process 0 of 0 to 2 was ended by SIGABRT" in said and "process 1 was still at work" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hung", [0, 1])
+def test_of_real_processes_the_one_that_stands_still_is_named_soon_after_the_bound(monkeypatch, hung):
+    monkeypatch.setattr(ranks, "MINUTES", 0.25)
+    with tempfile.TemporaryDirectory() as folder:
+        group = ranks.start(3, "rank_hangs", "main", hung, folder=folder)
+        try:
+            began = time.monotonic()
+            said = {rank: group[rank].communicate(timeout=60 * ranks.MINUTES + 60)[1] for rank in range(3) if rank != hung}
+            assert time.monotonic() - began > 10, "it was waited for"
+        finally:
+            for rank in group:
+                rank.end()
+    for rank, words in said.items():
+        assert f"Process {hung} of 0 to 2 of this run has ended or does not answer" in words, (rank, words[-2000:])
+
+
+def rank_of(number: int, code: int | None):
     rank = launch._Rank.__new__(launch._Rank)
     rank.rank, rank.words = number, b"last words"
     rank.process = SimpleNamespace(returncode=code, poll=lambda: code)

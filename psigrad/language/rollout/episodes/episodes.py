@@ -248,7 +248,7 @@ def play(
         waiting.difference_update(answers)
         return sorted(i for i in answers if not episodes[i].over)
 
-    if not rules.together:
+    if dialogue.joins and not rules.together:
         dialogue.more = lambda: {i: episodes[i].next_turn for i in hear(playing.answers(0.0))}
     while ready or waiting:
         started = time.monotonic()
@@ -257,8 +257,8 @@ def play(
             episodes[i].say(completion, text)
             playing.ask({i: text})
             waiting.add(i)
-        patience = math.inf if rules.together else max(LINGER[0] * (time.monotonic() - started), LINGER[1])
-        ready = hear(playing.wait(len(waiting), patience))
+        linger = 0.0 if dialogue.joins else max(LINGER[0] * (time.monotonic() - started), LINGER[1])
+        ready = hear(playing.wait(len(waiting), math.inf if rules.together else linger))
     trajectories = [_trajectory(e, version, tokenizer) for e in episodes]
     return settle(sampler, trajectories, params) if playing.paced and not rules.together else trajectories
 

@@ -47,7 +47,8 @@ def next_collection(
     """
     pending = list(state.pending)
     wanted = begun_by(state.step, run.config.lag, run.total_steps) - state.step
-    sampled = replace(run, sampler=run.sampler.snapshot()) if len(pending) < wanted else run
+    with phase("time/sample"):  # it may take long to hand over weights
+        sampled = replace(run, sampler=run.sampler.snapshot()) if len(pending) < wanted else run
     central = run.sampler.central
     while len(pending) < wanted:
         last = pending[-1] if pending else None
