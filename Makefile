@@ -22,7 +22,7 @@ help:
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
 	@echo "make test-long  the tests that take longer"
-	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own; and several processes"
+	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own, and what several processes do"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
 	@echo "make bench-llama-cpp MODEL=PATH  sampling beside llama.cpp, with the same weights, in that environment"

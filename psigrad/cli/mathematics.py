@@ -19,7 +19,7 @@ def mistakes() -> dict[str, dict[str, Any]]:
     """
     import yaml
 
-    found: dict[str, dict[str, Any]] = yaml.safe_load(resources.files("psigrad.cli").joinpath("mistakes.yaml").read_text())
+    found: dict[str, dict[str, Any]] = yaml.safe_load(resources.files("psigrad.cli").joinpath("mistakes.yaml").read_text("utf-8"))
     return found
 
 

@@ -168,7 +168,8 @@ def texts() -> dict[str, dict[str, Any]]:
     """
     import yaml
 
-    found: dict[str, dict[str, Any]] = yaml.safe_load(resources.files("psigrad.records").joinpath("alerts.yaml").read_text())
+    written = resources.files("psigrad.records").joinpath("alerts.yaml").read_text("utf-8")
+    found: dict[str, dict[str, Any]] = yaml.safe_load(written)
     return found
 
 

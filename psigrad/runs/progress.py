@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 
 class _Unheard:
-    """A stream whose reader may leave, as `head` does: what is written then goes nowhere, and nothing is raised."""
+    """A stream whose reader may leave, as `head` does: what is written then goes nowhere, and nothing is raised. A sign that its
+    encoding lacks becomes a question mark.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream or io.StringIO()  # None where the shell has closed it: `>&-`
@@ -24,7 +26,10 @@ class _Unheard:
 
     def write(self, text: str) -> int:
         with self._or_nowhere():
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:

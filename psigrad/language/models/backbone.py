@@ -385,7 +385,7 @@ def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
 @without_bars()
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""
-    model.save_pretrained(folder, safe_serialization=True)
+    save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
     umask = os.umask(0)
     os.umask(umask)
