@@ -94,15 +94,15 @@ def row(name: str, tokenizer: Any) -> str:
 
 def ratio(name: str, computed: str) -> str:
     """TRL's seconds over ours, with the 95 % interval, as `benchmarks/family_ratio.py` wrote them down, and how the model there was
-    computed where that is another way; empty where it was not compared.
+    computed where that is another way.
     """
     lines = map(json.loads, MEASURED.read_text().splitlines() if MEASURED.exists() else ())
     found = next((line for line in lines if line["family"] == name and "pairs" in line), None)
     if found is None:
-        return ""
+        return "not measured"
     middle, low, high = interval([theirs / ours for ours, theirs in found["pairs"]])
     other = f" ({found['way']})" if found["way"] != computed else ""
-    return f"{middle:.1f} [{low:.1f}, {high:.1f}]{other}"
+    return f"{middle:.1f}\N{NO-BREAK SPACE}[{low:.1f},\N{NO-BREAK SPACE}{high:.1f}]{other}"
 
 
 def way(model: LanguageModel) -> str:
