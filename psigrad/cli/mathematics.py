@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from importlib import resources
 from typing import Any
 
@@ -36,10 +37,13 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def tell(name: str) -> str:
-    """An entry as text; empty where there is none of that name."""
-    if (entry := entries().get(name)) is None:
+    """An entry as text, with dashes or underlines in its name; empty where there is none."""
+    known = entries()
+    if (entry := known.get(name) or known.get(name.replace("-", "_"))) is None:
         return ""
     example = f"\n\nThis gives it: psigrad {entry['example']}" if "example" in entry else ""
+    for file, text in entry.get("files", {}).items():
+        example += f"\n\n{file}:\n{textwrap.indent(text.rstrip(), '  ')}"
     return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}{example}"
 
 

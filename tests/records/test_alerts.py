@@ -62,6 +62,8 @@ def test_explain_prints_an_alert(capsys):
     assert cli.main(["explain", "dead_groups"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("More than 80 %") and "Do:  Take rows" in said and "This gives it: psigrad grpo --model base" in said
+    assert said.endswith("same.py:\n  def same(completions, **columns):\n      return [0.5] * len(completions)\n")
+    assert cli.main(["explain", "dead-groups"]) == 0 and capsys.readouterr().out == said
     assert cli.main(["explain", "longer"]) == 0
     assert "This gives it" not in capsys.readouterr().out
 
