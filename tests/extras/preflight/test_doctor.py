@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import time
 import tomllib
 from pathlib import Path
 
@@ -92,7 +93,11 @@ def test_free_memory_falls_when_some_is_taken():
                 taken[page] = 1
             return 0 < hardware.available_memory() < before - 100 * 2**20
 
-    assert any(fell() for _ in range(5))
+    def fell_later() -> bool:
+        time.sleep(0.3)  # a process that ends gives its memory back for a while
+        return fell()
+
+    assert fell() or any(fell_later() for _ in range(10))
 
 
 def test_a_compiler_that_is_absent_or_does_not_run(monkeypatch):
