@@ -222,6 +222,11 @@ class Sampling:
     """With sampler=embedded on a GPU: record a decoding step once for each size of the batch and replay it, several tokens at a
     time. The cache then stays in memory; where it would take more than a fifth of the GPU's, steps are not recorded."""
 
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are drawn from another distribution than the policy's."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -17,6 +17,8 @@ from psigrad.runs.journal import Journal, Stopped
 from psigrad.runs.progress import bar
 
 S = TypeVar("S", bound=RunState)
+# Seconds that processes which hold a model in shards give a save beside the steps once one has failed: another may be gone.
+LEFT = 20.0
 
 
 def cycle(
@@ -31,11 +33,12 @@ def cycle(
     journal: Journal,
     updates: Callable[[], int],
     less_memory: str = "",
-    wait: Callable[[], None] = lambda: None,
+    wait: Callable[[float | None], None] = lambda seconds: None,
 ) -> S:
     """From `state` to step `total`. `step` returns the next state and a note for the progress bar; `updates` counts the updates
     of the weights, and of whatever else a state does not hold. `eval_steps` and `save_steps` count turns of the cycle.
-    `less_memory` says what to do about a step that ran out of it; `wait` ends when what `save` does beside the steps is done.
+    `less_memory` says what to do about a step that ran out of it; `wait` ends when what `save` does beside the steps is done, or
+    after so many seconds.
 
     The journal's callbacks are told, and what they ask for is done. Everything of step s is in the run folder before checkpoint
     s is, so a resumed run repeats nothing and lacks nothing. A stop that was asked for is served between steps: the state is
@@ -120,16 +123,17 @@ class _Saves(Generic[S]):
         return after, note
 
     @contextlib.contextmanager
-    def rescue(self, wait: Callable[[], None]) -> Iterator[None]:
+    def rescue(self, wait: Callable[[float | None], None]) -> Iterator[None]:
         """A block for the whole loop. A callback that fails fails on all ranks and has moved no weight."""
         try:
             yield
-            wait()
+            wait(None)
         except BaseException as error:
             if isinstance(error, CallbackError):
                 self._rescue()
-            with contextlib.suppress(*(() if isinstance(error, Stopped) else (Exception,))):  # one that was asked for is saved
-                wait()
+            stopped = isinstance(error, Stopped)  # such a state is saved
+            with contextlib.suppress(*(() if stopped else (Exception,))):
+                wait(None if stopped or not self.journal.world.lockstep else LEFT)
             raise
 
     def _rescue(self) -> None:

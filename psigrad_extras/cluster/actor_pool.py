@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, name_reason, reason_of
@@ -30,10 +29,8 @@ from psigrad.processes.workers.worker_pool import SharedWait
 PATIENCE, TIMES = 60.0, 5.0
 # Seconds until the thread that waits for answers looks for jobs that others have given out.
 SLICE = 0.05
-# Bytes that the file of what actors print may have.
-LOG_BYTES = 64 << 20
-# Workers in a row that may fail to start; seconds after which people are told that none has.
-STARTS, NOTICE = 6, 20.0
+# Workers that may be lost in a row while they start, or at one job; seconds after which people are told that none is there.
+LOSSES, NOTICE = 6, 20.0
 # Seconds in which the head of the cluster does not answer, after which it is lost. Ray ends its driver after 60.
 HEAD = 30.0
 # Characters that are kept of the beginning and of the end of what Ray says of a loss.
@@ -172,7 +169,9 @@ class ActorPool:
     def _hand_out(self) -> None:
         """Jobs of the oldest batch first, each to the worker that has the fewest."""
         here = [w for w in self._workers if w.starting is None]
-        while chosen := next(filter(None, map(self._choose, sorted(here, key=lambda w: len(w.work)))), None):
+        in_time = set(filter(self._in_time, self._workers))
+        choose = partial(self._choose, in_time)
+        while chosen := next(filter(None, map(choose, sorted(here, key=lambda w: len(w.work)))), None):
             worker, batch, job = chosen
             batch.waiting.remove(job)
             self._issue(worker, job, batch)
@@ -180,12 +179,15 @@ class ActorPool:
             if late := self._find_late():
                 self._issue(worker, late.job, late.batch)
 
-    def _enter(self, batch: JobBatch) -> None:
-        with self._watch:
+    def _enter(self, batch: JobBatch, job: Job, affinity: Affinity | None) -> None:
+        with self._watch:  # other threads look at what waits
             if not self._batches:
                 self._alone_since = time.monotonic()
             if batch not in self._batches:
                 self._batches.append(batch)
+            batch.jobs.append(job)
+            batch.affinities.append(affinity)
+            batch.waiting.append(len(batch.jobs) - 1)
 
     def _leave(self, batch: JobBatch) -> None:
         with self._watch:
@@ -208,21 +210,21 @@ class ActorPool:
             self._noticed = True
             self._tell("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
 
-    def _choose(self, worker: _Worker) -> tuple[_Worker, JobBatch, int] | None:
+    def _choose(self, in_time: set[_Worker], worker: _Worker) -> tuple[_Worker, JobBatch, int] | None:
         """What this worker is to do next: of the oldest batch that has something for it, if that may join what it is at."""
         for batch in self._batches if len(worker.work) < self._depth else ():
-            if (job := self._next(worker, batch)) is not None:
+            if (job := self._next(worker, batch, in_time)) is not None:
                 return (worker, batch, job) if all(owed.batch.needs == batch.needs for owed in worker.work.values()) else None
         return None
 
-    def _next(self, worker: _Worker, batch: JobBatch) -> int | None:
+    def _next(self, worker: _Worker, batch: JobBatch, in_time: set[_Worker]) -> int | None:
         """What waits for this worker, or else for none that is there and in time."""
         free = None
         for job in batch.waiting:
             affinity = batch.affinities[job]
             if affinity is None or affinity.worker is worker:
                 return job
-            if free is None and not (affinity.worker in self._workers and self._in_time(affinity.worker)):
+            if free is None and affinity.worker not in in_time:
                 free = job
         return free
 
@@ -244,7 +246,7 @@ class ActorPool:
                 owed.batch.error = self._explain(error)
             return
         except self.ray.exceptions.RayError as error:
-            self._lose(worker, error)
+            self._lose(worker, *_cause_of(error))
             return
         if ref is worker.starting:
             worker.starting, self._failed = None, 0
@@ -272,20 +274,23 @@ class ActorPool:
     def _here(self) -> int:
         return sum(w.starting is None for w in self._workers)
 
-    def _lose(self, worker: _Worker, error: Exception) -> None:
+    def _lose(self, worker: _Worker, reason: str, said: str = "") -> None:
         self._workers.remove(worker)
         self._kill(worker)
-        reason, said = _cause_of(error)
         if worker.starting is not None:
             self._failed += 1
-            if self._failed >= STARTS:
+            if self._failed >= LOSSES:
                 began = f"{self._failed} {self._name}s in a row could not start on the cluster"
-                self._broken = UserError(f"{began}: {reason}. {said}")
+                self._broken = UserError(f"{began}: {reason}. {said}".rstrip())
                 return
         self.entries["lost"] += 1
         shared = {(id(o.batch), o.job) for w in self._workers for o in w.work.values()}
-        for owed in reversed(worker.work.values()):
-            if owed.wanted and (id(owed.batch), owed.job) not in shared:
+        for owed in filter(lambda owed: owed.wanted, reversed(worker.work.values())):
+            owed.batch.losses[owed.job] += 1
+            if owed.batch.losses[owed.job] == LOSSES:
+                began = f"{LOSSES} {self._name}s were lost at the same work"
+                owed.batch.error = UserError(f"{began}; the last: {reason}. {said}".rstrip())
+            elif (id(owed.batch), owed.job) not in shared:
                 self.entries["again"] += 1
                 owed.batch.waiting.appendleft(owed.job)
         self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
@@ -317,15 +322,13 @@ class ActorPool:
         return not any(self._is_late(owed, times) for owed in worker.work.values())
 
     def _tend(self) -> None:
-        """Start workers that are wanted; end those that owe for too long what nobody waits for."""
+        """Start workers that are wanted; end those that owe for too long what nobody waits for, or that nobody else could do."""
         if self._head.silent:
             return
         for worker in [w for w in self._workers if not self._in_time(w, 3.0)]:
-            if not any(owed.wanted for owed in worker.work.values()):
-                self._workers.remove(worker)
-                self.entries["lost"] += 1
-                self._kill(worker)
-                self._tell("worker_lost", f"{self._a} that no longer answers was ended.", reason="no answer")
+            waited = time.monotonic() - min(owed.since for owed in worker.work.values())
+            if waited > 60 * self._minutes or not any(owed.wanted for owed in worker.work.values()):
+                self._lose(worker, f"no answer for {waited:.0f} s")
         for _ in range(len(self._workers), self.wanted):
             actor = self._remote.remote(*self._arguments)
             self._workers.append(_Worker(actor, actor.ready.remote()))
@@ -382,15 +385,14 @@ class JobBatch:
         self.waiting, self.done, self.closed = deque[int](), set[int](), False
         self.found: list[tuple[int, Any]] = []
         """(place, answer) of what has come in and was not asked for yet."""
+        self.losses = Counter[int]()
+        """How many workers were lost at each job."""
         self.error: UserError | None = None
         """What a worker raised at one of its jobs."""
 
     def add(self, job: Job, affinity: Affinity | None = None) -> None:
         """One more; its place is how many there were."""
-        self._pool._enter(self)
-        self.jobs.append(job)
-        self.affinities.append(affinity)
-        self.waiting.append(len(self.jobs) - 1)
+        self._pool._enter(self, job, affinity)
 
     @property
     def pending(self) -> bool:
@@ -467,34 +469,3 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10.0).close()
     except OSError as error:
         raise UserError(f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`.") from error
-
-
-@contextlib.contextmanager
-def keep_output(kind: str, file: Path) -> Iterator[None]:
-    """Append to `file` what actors of the class named `kind` print for the length of the block: time, kind, process, machine.
-
-    On the driver's terminal Ray shows it too, and leaves out lines that come often.
-    """
-    try:
-        # no public interface of Ray's has the lines on the driver
-        from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
-    except ImportError:
-        yield
-        return
-    name = f"psigrad {kind}"
-    with file.open("a", buffering=1, encoding="utf-8") as stream:
-
-        def write(data: dict[str, Any]) -> None:
-            if data.get("actor_name") != kind or stream.closed or stream.tell() > LOG_BYTES:
-                return
-            begin = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {kind} {data.get('pid')}@{data.get('ip')}"
-            with contextlib.suppress(OSError, ValueError):  # a full disk must not end Ray's thread
-                stream.writelines(f"{begin}: {line}\n" for line in data.get("lines", ()))
-                if stream.tell() > LOG_BYTES:
-                    stream.write(f"psigrad: workers print more than {LOG_BYTES >> 20} MiB; the rest is dropped\n")
-
-        streams.add_handler(name, write)
-        try:
-            yield
-        finally:
-            streams.remove_handler(name)

@@ -19,10 +19,11 @@ from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Sampler
 from psigrad.processes.parallel import sharded
 from psigrad.runs.journal import Journal
-from psigrad_extras.cluster.actor_pool import ActorPool, keep_output
+from psigrad_extras.cluster.actor_pool import ActorPool
 from psigrad_extras.cluster.ray_environments import EnvironmentWorker, RayEnvironments
 from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
 from psigrad_extras.cluster.ray_scorer import RayScorer, RewardWorker
+from psigrad_extras.cluster.worker_output import keep_output
 
 
 @contextlib.contextmanager

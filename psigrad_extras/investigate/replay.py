@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from psigrad.config import OnlineConfig, Placement, Sampling
+from psigrad.config import OnlineConfig, Placement
 from psigrad.config.load import from_dict
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
@@ -276,16 +276,12 @@ def _settings(path: Path, number: int) -> OnlineConfig:
             found = manifest.get("settings") or found
             break
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
-    if config.asks and (config.model.dtype != "float32" or _filters(config.sampling)):
+    if config.asks and (config.model.dtype != "float32" or config.sampling.filtered):
         raise UserError(
             f"{path} trained an agent in {config.model.dtype} or with a filter (top_p, top_k, min_p): then log-probs are those "
             "of sampling, for which agents would have to be started."
         )
     return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
-
-
-def _filters(sampling: Sampling) -> bool:
-    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
 
 
 def _other(config: OnlineConfig, name: str, spec: Any) -> Method:

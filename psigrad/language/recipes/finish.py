@@ -89,7 +89,7 @@ def sampler_of(
     tell = None if journal is None else journal.tell
     drawn = config.sampling
     # vLLM takes weights out of shards; the policy's log-probs of a filtered draw come of a whole copy
-    itself = model.root is None or (drawn.sampler == "vllm" and not (drawn.top_p < 1 or drawn.top_k or drawn.min_p))
+    itself = model.root is None or (drawn.sampler == "vllm" and not drawn.filtered)
     twin = model if itself else load_model(config.model, config.run, None)
     whole = partial(load_model, config.model, replace(config.run, device="cpu"), None)
     with contextlib.closing(samplers.make(drawn, twin, tell, longest, whole)) as sampler:

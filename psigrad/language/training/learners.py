@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -210,10 +212,9 @@ class Keeper:
     def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
         self._config, self._journal, self._learners, self._pinned = config, journal, learners, pinned
         # a callback is shown a checkpoint that is there
-        beside = config.run.async_save and not journal.callbacks
-        make: Callable[[], World] | None = getattr(journal.world, "beside", None) if beside else None
+        self._beside = config.run.async_save and not journal.callbacks
+        make: Callable[[], World] | None = getattr(journal.world, "beside", None) if self._beside else None
         self._world: World = make() if make is not None and journal.world.lockstep else journal.world
-        self._thread = ThreadPoolExecutor(1, "save") if beside else None
         self._job: Future[None] | None = None
 
     def __call__(self, now: State) -> None:
@@ -225,11 +226,11 @@ class Keeper:
         # the rows are on the disk before the checkpoint that vouches for them
         journal.folder.flush(now.step, getattr(self._config, "record_rows", 0))
         meta = {**machine.versions(), **self._pinned, **session.vouch_for(journal)}
-        write = stage(now, self._learners, world, copies=self._thread is not None)
-        if self._thread is None:
-            self._finish(now, write, meta)
+        write = stage(now, self._learners, world, copies=self._beside)
+        if self._beside:
+            self._job = _in_thread(partial(self._finish, now, write, meta))
         else:
-            self._job = self._thread.submit(self._finish, now, write, meta)
+            self._finish(now, write, meta)
 
     def _finish(self, now: State, write: Write, meta: Mapping[str, Any]) -> None:
         folder = self._journal.folder
@@ -239,11 +240,25 @@ class Keeper:
             folder.checkpoint_bytes = checkpoint.size_of(path)
         folder.event("saved", step=now.step)
 
-    def wait(self) -> None:
-        """Until the checkpoint is there. Raises what its writing raised, once."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until the checkpoint is there, or for so many seconds (`TimeoutError`). Raises what its writing raised, once."""
         job, self._job = self._job, None
         if job is not None:
-            job.result()
+            job.result(seconds)
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    """What comes of `work` in a thread. It may wait for a process that stands still, so Python ends without it."""
+    found: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="save", daemon=True).start()
+    return found
 
 
 @dataclass(frozen=True)

@@ -77,12 +77,18 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
-    """Each process writes what it holds of the tensors to `folder`; all of them, or those of the `group`, must call this."""
+    """Each process writes what it holds of the tensors to `folder`; all of them, or those of the `group`, must call this. Where
+    one cannot, all raise what it did.
+    """
     dcp = _checkpoints()
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach() for name, tensor in tensors.items()}
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(state, storage_writer=writer, process_group=group)
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group)
+    except dcp.api.CheckpointException as error:  # no Exception; it has what each process raised
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from error
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -208,6 +208,11 @@ def join_world(
         yield ALONE
         return
     given = dist.is_initialized()  # Ray Train makes the group itself
+    if given and "cpu:" not in (have := dist.get_backend_config()):
+        raise UserError(
+            f"The process group that is there ({have}) carries nothing between CPUs; make it with backend cpu:gloo,cuda:nccl (in "
+            'Ray Train: torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl")).'
+        )
     if not given:
         _make_group(device, size, minutes)
     try:
@@ -225,6 +230,8 @@ def _make_group(device: str, size: int, minutes: float) -> None:
     rank, limit = int(os.environ.get("RANK", "0")), timedelta(minutes=minutes)
     cuda = device.startswith("cuda")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda and size > 1 and torch.device(device).index is not None:
+        raise UserError(f"device is {device!r} and there are {size} processes, each with a GPU of its own; give device=cuda.")
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if size == 1 and "MASTER_ADDR" not in os.environ:

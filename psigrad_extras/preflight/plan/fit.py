@@ -65,8 +65,9 @@ def free_memory(where: str) -> int:
     """
     if where == "cpu":
         return available_memory()
-    free, total = torch.cuda.mem_get_info(where)
-    return int(total if launch.is_rank() else free)
+    if launch.is_rank():  # asking for what is free takes some of GPU 0, once for each of them
+        return int(torch.cuda.get_device_properties(where).total_memory)
+    return int(torch.cuda.mem_get_info(where)[0])
 
 
 def _value(config: Config, name: str) -> Any:

@@ -53,12 +53,15 @@ class Split:
     """Bytes that vLLM lacks on a device of its own."""
 
     @property
-    def fits(self) -> bool:
-        """Whether a trainer and a sampler stay below the memory of a device, whatever the prediction's error."""
-        if self.starved or self.plan.starved:
-            return False
+    def lack(self) -> float:
+        """Bytes that a trainer or a sampler has too few on a device, with the prediction's error."""
         peaks = [self.plan.memory.peak, *([self.sampler.peak] if self.sampler is not None else [])]
-        return max(peaks) * (1 + MARGIN) <= self.plan.machine.memory
+        return max(self.starved, self.plan.starved, max(peaks) * (1 + MARGIN) - self.plan.machine.memory, 0.0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both stay below the memory of a device, whatever the prediction's error."""
+        return not self.lack
 
     def seconds(self, lag: int) -> float:
         """Seconds of a step. With a lag samplers work while trainers do."""

@@ -17,7 +17,7 @@ from psigrad.runs.machine import device as device_of
 from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
 from psigrad_extras.preflight.plan.hardware import machine, named_gpu
 from psigrad_extras.preflight.plan.memory import count
-from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
+from psigrad_extras.preflight.plan.placements import ALONE, ASSUMED, Split, smallest, splits
 from psigrad_extras.preflight.plan.predict import MARGIN, Plan, filling, lengths_of, predict
 from psigrad_extras.preflight.settings import PlanConfig
 
@@ -236,32 +236,40 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
         )
     wide = [max(len(row[k]) for row in rows) for k in range(len(heads))]
     lines = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
-    needs = (
-        f"In shards it fits on {fewest} training device{'s' * (fewest > 1)}."
-        if fewest
-        else "No number of devices up to 1,024 is enough."
-    )
-    if best.fits:
-        chosen = f"placement.processes={best.trainers} placement.strategy={best.strategy}"
-        others = f" and {best.samplers} samplers (--cluster, lag=1)" if best.samplers else ""
-        needs = f"Best: {chosen}{others}. {needs}"
-    else:
-        too_large = whole.memory.peak > whole.machine.memory
-        where = "a trainer" if too_large else "a sampler"
-        ways = ", ".join(name for name, _ in whole.ways[:3]) if too_large else "sampling.max_decode_batch"
-        needs = f"Nothing fits: {where} needs more than a device has. What takes less: {ways}. {needs}"
     return "\n".join(
         [
             f"{devices} devices of {show_size(whole.machine.memory)}; memory of one process each, seconds of a step",
             "",
             *lines,
             "",
-            needs,
+            _advice(found, fewest),
             *_arithmetic(replace(whole, share=whole.work), source)[:2],
             *([] if timed else ["speed      give --tflops for the times"]),
             f"assumed    {ASSUMED}.",
         ]
     )
+
+
+def _advice(found: Sequence[Split], fewest: int) -> str:
+    """What to give; where nothing fits, what keeps the division that lacks least from it."""
+    training = f"In shards it fits on {fewest} training device{'s' * (fewest > 1)}."
+    training = training if fewest else "No number of devices up to 1,024 is enough."
+    best = found[0]
+    if best.fits:
+        chosen = f"placement.processes={best.trainers} placement.strategy={best.strategy}"
+        others = f" and {best.samplers} samplers (--cluster, lag=1)" if best.samplers else ""
+        return f"Best: {chosen}{others}. {training}"
+    near = min(found, key=lambda split: split.lack)
+    memory, work = near.plan.machine.memory, near.plan.work
+    if starved := near.starved or near.plan.starved:
+        taken = (ALONE if near.samplers else work.engine) * memory
+        times = 1 << math.ceil(math.log2(1 + starved / taken))
+        where, ways = "vLLM's engine", f"sampling.tensor_parallel_size={times * work.tensor}"
+    elif near.plan.memory.peak * (1 + MARGIN) > memory:
+        where, ways = "a trainer", ", ".join(name for name, _ in near.plan.ways[:3])
+    else:
+        where, ways = "a sampler", "sampling.max_decode_batch"
+    return f"Nothing fits: {where} needs more than a device has. What takes less: {ways}. {training}"
 
 
 def placements(found: Sequence[Split]) -> list[dict[str, Any]]:

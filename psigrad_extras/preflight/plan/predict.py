@@ -144,12 +144,12 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items = _models(config, parts, policy, work)
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     engine, starved = _engine(config, work, policy, machine)
-    items += [*load_items(parts), *engine]
+    cpu = machine.kind == "cpu"
+    items += [*(load_items(parts) if cpu else ()), *engine]  # a GPU has no pages of the file
     items = _with_codes(items, policy, width, coded) if coded else items
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     cost = cost.with_head_again(work, policy) if again[0] else cost
-    cpu = machine.kind == "cpu"
     light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
@@ -181,7 +181,10 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
     if placement.processes == 1:
         return [item for part in parts for item in part.items()]
     if placement.strategy == "fsdp":
-        items = list(sharded_items(parts, policy, placement.processes, work.samples))
+        # vLLM takes weights out of shards, but the policy's log-probs of a filtered draw come of a whole copy
+        filtered = isinstance(config, OnlineConfig) and config.sampling.filtered
+        copied = work.samples and (filtered or not work.engine)
+        items = list(sharded_items(parts, policy, placement.processes // placement.dp_replicate_size, copied))
     else:
         items = [item for part in parts for item in part.items()]
     others = AMONG_OTHERS[placement.strategy]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -207,6 +209,50 @@ def test_the_jobs_of_a_lost_worker_all_go_to_others(ray):
         answered += batch.answers(0.1)
     assert sorted(place for place, _ in answered) == list(range(6)) and {by for _, (_, by) in answered} <= {2, 3}
     assert pool.entries["lost"] == 1 and pool.entries["again"] == 3
+
+
+def test_a_job_that_ends_every_worker_ends_the_run(ray):
+    """As one that needs more memory than a machine has: each worker starts well, and none comes back from it."""
+    told = []
+    pool = make(tell=lambda kind, text, **fields: told.append(kind))
+
+    def deadly(worker):
+        ray.dead.add(worker.number)
+        return Ref(worker.number, None)
+
+    with pytest.raises(UserError, match=r"^6 workers were lost at the same work; the last: Lost"):
+        list(pool.run([deadly]))
+    assert told.count("worker_lost") == pool.entries["lost"] == 6 and pool.entries["again"] == 5
+
+
+def test_an_only_worker_that_stands_still_is_replaced(ray, monkeypatch):
+    """Nobody else could do its work; a worker that is late and no more goes on."""
+    monkeypatch.setattr(actor_pool, "PATIENCE", 0.0)
+    monkeypatch.setattr(actor_pool, "TIMES", 0.0)
+    pool = make(count=1, minutes=0.01)
+    assert run(pool, [None]) == {0: 1}
+    ray.held.add(1)
+    began = time.monotonic()
+    assert run(pool, [None] * 2) == {0: 2, 1: 2} and time.monotonic() - began > 0.6
+    assert pool.entries["lost"] == 1 and 1 in ray.dead
+
+
+def test_threads_add_jobs_while_others_are_given_out(ray, monkeypatch):
+    pool = make(count=2)
+    run(pool, [None] * 2)
+    ray.held |= {1, 2}
+    one, batch, other = pool._workers[0], pool.begin(), begin(pool, ray, 1)
+    adding = threading.Thread(target=lambda: [batch.add(partial(whose, job), Affinity(one)) for job in range(400)])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        adding.start()
+        while adding.is_alive():
+            assert other.answers(0.0) == []  # it looks through all that waits
+    finally:
+        sys.setswitchinterval(before)
+    adding.join()
+    assert len(batch.waiting) + sum(len(w.work) for w in pool._workers) == 401
 
 
 @pytest.mark.parametrize(("settings", "wanted"), [({}, 4), ({"spare_cpus": 3}, 1), ({"spare_cpus": 9}, 1), ({"gpus": 0.5}, 2)])

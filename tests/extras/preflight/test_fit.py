@@ -82,7 +82,9 @@ def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
         "on cuda: micro_batch_tokens=8192, model.dtype=bfloat16, model.gradient_checkpointing=True, run.async_save=True." in said
     )
     monkeypatch.setattr(fit.launch, "is_rank", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(total_memory=500_000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: pytest.fail("it takes memory of GPU 0 for each rank"))
     assert fit.fit(config).micro_batch_tokens == 32768, "ranks see the whole device, which is the same for all"
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (1, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(total_memory=1))
     assert fit.fit(config).micro_batch_tokens == 1024, "the run itself says that it does not fit"
     assert fit.fit(replace(config, micro_batch_tokens=7)).micro_batch_tokens == 7

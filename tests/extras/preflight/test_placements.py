@@ -18,8 +18,8 @@ LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_comp
 
 
 def settings(folder, **given) -> OnlineConfig:
-    sampling = Sampling(max_completion_length=64)
-    return OnlineConfig(model=Model(path=str(folder)), run=Run(max_steps=5, device="cpu"), sampling=sampling, **given)
+    usual = {"run": Run(max_steps=5, device="cpu"), "sampling": Sampling(max_completion_length=64)}
+    return OnlineConfig(model=Model(path=str(folder)), **{**usual, **given})
 
 
 def placed(folder, processes: int, strategy: str, cluster: str = "", **given) -> plan.Plan:
@@ -45,7 +45,20 @@ def test_in_shards_each_process_holds_its_share_and_replicated_the_whole(folder,
         assert copied[name] == one[name] and shards[name] * ranks == pytest.approx(one[name])
     assert shards["sampling copy"] == one["policy"] and "sampling copy" not in copied
     assert "sampling copy" not in named(placed(folder, ranks, "fsdp", "auto")), "others sample"
+    for top_k, copied_too in ((0, False), (5, True)):  # vLLM's weights come out of shards, a filtered draw's log-probs do not
+        drawn = Sampling(max_completion_length=64, sampler="vllm", top_k=top_k)
+        assert ("sampling copy" in named(placed(folder, ranks, "fsdp", sampling=drawn))) == copied_too
     assert (copied["other processes"], shards["other processes"]) == (AMONG_OTHERS["ddp"], AMONG_OTHERS["fsdp"])
+
+
+def test_groups_that_hold_the_model_each_have_larger_shards(folder):
+    config = settings(folder)
+    divided = Placement(processes=8, strategy="fsdp", dp_replicate_size=4)
+    groups = plan.predict(replace(config, placement=divided), LENGTHS, MACHINE, quick=True)
+    two = plan.predict(replace(config, placement=Placement(processes=2, strategy="fsdp")), LENGTHS, MACHINE, quick=True)
+    for name in ("policy", "policy: gradients", "policy: optimizer"):
+        assert named(groups)[name] == named(two)[name], name
+    assert 4 * groups.share.rows == two.share.rows
 
 
 def test_processes_share_the_work_of_a_step(folder):

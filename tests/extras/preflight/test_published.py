@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from psigrad import cli
-from psigrad.config import Model, OnlineConfig, Run, Sampling
+from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan import shape
 from psigrad_extras.preflight.plan.hardware import named_gpu
@@ -143,6 +143,30 @@ def test_vllms_pages_fit_where_rooms_as_long_as_the_longest_would_not(model, ten
     assert best.fits and best.samplers
     starved = splits(settings(str(tmp_path / model), 1, 1), lengths, replace(h100, memory=20 * 10**9), 64, 50e9)
     assert not any(s.fits for s in starved) and any(s.starved for s in starved)
+
+
+def test_what_an_engine_lacks_is_said_where_trainers_fit(tmp_path, capsys):
+    """70 billion weights of 2 bytes: 64 devices of 80 GB train them, and four together sample with them. A GPU has no pages of the
+    file that they are read from, whose 141 GB would fit nowhere.
+    """
+    own = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    config = LlamaConfig(**own, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
+    config.save_pretrained(tmp_path / "large")
+    arguments = ["plan", "grpo", "--model", str(tmp_path / "large"), "--prompt-length", "130", "--sampler", "vllm"]
+    arguments += ["--device", "cuda", "--gpu", "h100", "--devices", "64"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "Nothing fits: vLLM's engine needs more than a device has. What takes less: sampling.tensor_parallel_size=4." in out
+    assert "In shards it fits on 64 training devices." in out
+    assert cli.main([*arguments, "--tensor-parallel-size", "4"]) == 0
+    assert "Best: placement.processes=" in capsys.readouterr().out
+
+
+def test_an_adapter_of_eight_billion_weights_fits_a_gpu_of_24_gb(tmp_path):
+    path = folder_of("llama-3.1-8b", tmp_path)
+    config = SFTConfig(model=Model(path=path, dtype="bfloat16", lora_rank=16, gradient_checkpointing=True), run=Run(device="cuda"))
+    found = plan.predict(config, plan.Lengths(130, 300, 130, 300), named_gpu("l4", "bfloat16"), quick=True)
+    assert found.fits and found.memory.phase == "train" and 18e9 < found.memory.peak < 21e9
 
 
 def test_slots_of_the_embedded_sampler_are_counted_and_do_not_fit_where_pages_do(tmp_path):

@@ -1,0 +1,43 @@
+"""What workers on a cluster print, in a file of the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Bytes that the file may have.
+LOG_BYTES = 64 << 20
+
+
+@contextlib.contextmanager
+def keep_output(kind: str, file: Path) -> Iterator[None]:
+    """Append to `file` what actors of the class named `kind` print for the length of the block: time, kind, process, machine.
+
+    On the driver's terminal Ray shows it too, and leaves out lines that come often.
+    """
+    try:
+        # no public interface of Ray's has the lines on the driver
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
+    except ImportError:
+        yield
+        return
+    name = f"psigrad {kind}"
+    with file.open("a", buffering=1, encoding="utf-8") as stream:
+
+        def write(data: dict[str, Any]) -> None:
+            if data.get("actor_name") != kind or stream.closed or stream.tell() > LOG_BYTES:
+                return
+            begin = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {kind} {data.get('pid')}@{data.get('ip')}"
+            with contextlib.suppress(OSError, ValueError):  # a full disk must not end Ray's thread
+                stream.writelines(f"{begin}: {line}\n" for line in data.get("lines", ()))
+                if stream.tell() > LOG_BYTES:
+                    stream.write(f"psigrad: workers print more than {LOG_BYTES >> 20} MiB; the rest is dropped\n")
+
+        streams.add_handler(name, write)
+        try:
+            yield
+        finally:
+            streams.remove_handler(name)
