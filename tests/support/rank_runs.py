@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -131,6 +132,25 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
     whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in held.items()}
     if world.rank == 0:
         save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")
+
+
+def full(world: World, folder: str, to: str) -> None:
+    """A checkpoint for which the disk of the last rank has no room; write down what each rank says."""
+    from rank_gradients import CASES
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    model, _ = load(CASES["dapo"], Path(folder), world)
+    learners = [Learner(model, Optimizer(model.trainable(), Optim(learning_rate=1e-2), world=world))]
+    if world.rank == world.size - 1:
+        HuggingFaceStorageWriter.write_data = _no_room
+    try:
+        saved.commit(Path(to), 3, saved.stage(State(step=3), learners, world, copies=False), world, {})
+    except Exception as error:
+        Path(f"{to}-{world.rank}.error").write_text(f"{type(error).__name__}: {error}")
+
+
+def _no_room(self, plan, planner):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def poisoned(world: World, folder: str) -> None:

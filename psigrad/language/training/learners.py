@@ -9,6 +9,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from psigrad.processes.parallel.world import World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
+from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
 
 R = TypeVar("R")
@@ -244,7 +246,17 @@ class Keeper:
         """Until the checkpoint is there, or for so many seconds (`TimeoutError`). Raises what its writing raised, once."""
         job, self._job = self._job, None
         if job is not None:
-            job.result(seconds)
+            job.result(self._meet(job) if seconds is None and self._journal.world.lockstep else seconds)
+
+    def _meet(self, job: Future[None]) -> float | None:
+        """Wait until all have written, or one has failed: then so many seconds are left. By this one that stands still is missed
+        as in a step; what is written would wait for it for hours.
+        """
+        states = [0]
+        while 0 in states and 2 not in states:
+            ended = bool(futures.wait([job], 1.0).done)
+            states = self._journal.world.all_gather(0 if not ended else 1 if job.exception() is None else 2)
+        return LEFT if 2 in states else None
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:

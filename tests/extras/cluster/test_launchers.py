@@ -119,6 +119,7 @@ def test_the_documented_ray_train_script(settings, by_itself, tmp_path):
         code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/scale.md").read_text(), re.S) if "ray.train" in code
     ]
     here = block.replace("/shared/run.yaml", str(file)).replace("use_gpu=True", "use_gpu=False")
+    here = here.replace('"cpu:gloo,cuda:nccl"', '"cpu:gloo"')  # this torch has no NCCL
     assert here.count(str(file)) == 1 and "use_gpu=False" in here
     script = tmp_path / "train.py"
     script.write_text(f"import ray\nray.init(num_cpus=2, include_dashboard=False)\n{here}")

@@ -146,7 +146,7 @@ def test_vllms_pages_fit_where_rooms_as_long_as_the_longest_would_not(model, ten
 
 
 def test_what_an_engine_lacks_is_said_where_trainers_fit(tmp_path, capsys):
-    """70 billion weights of 2 bytes: 64 devices of 80 GB train them, and four together sample with them. A GPU has no pages of the
+    """70 billion weights of 2 bytes: 64 devices of 80 GB train them, and four together sample with them. No GPU has pages of the
     file that they are read from, whose 141 GB would fit nowhere.
     """
     own = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
@@ -163,8 +163,8 @@ def test_what_an_engine_lacks_is_said_where_trainers_fit(tmp_path, capsys):
 
 
 def test_an_adapter_of_eight_billion_weights_fits_a_gpu_of_24_gb(tmp_path):
-    path = folder_of("llama-3.1-8b", tmp_path)
-    config = SFTConfig(model=Model(path=path, dtype="bfloat16", lora_rank=16, gradient_checkpointing=True), run=Run(device="cuda"))
+    model = Model(folder_of("llama-3.1-8b", tmp_path), dtype="bfloat16", lora_rank=16, gradient_checkpointing=True)
+    config = SFTConfig(model=model, run=Run(device="cuda"))
     found = plan.predict(config, plan.Lengths(130, 300, 130, 300), named_gpu("l4", "bfloat16"), quick=True)
     assert found.fits and found.memory.phase == "train" and 18e9 < found.memory.peak < 21e9
 

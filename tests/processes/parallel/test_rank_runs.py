@@ -134,6 +134,15 @@ def saved(tmp_path_factory):
     return of
 
 
+def test_a_disk_that_is_full_on_one_process_is_said_by_the_one_that_speaks(tmp_path):
+    make_models(tmp_path)
+    ranks.run(2, "rank_runs", "full", tmp_path, tmp_path / "saved", lockstep=True)
+    first, second = ((tmp_path / f"saved-{rank}.error").read_text() for rank in (0, 1))
+    assert first.startswith("CheckpointError: The checkpoint of step 3 could not be written") and "make room" in first
+    assert "No space left on device" in first and second == "OSError: [Errno 28] No space left on device"
+    assert not list((tmp_path / "saved").iterdir()), "nothing half written is left"
+
+
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_gradient_that_is_not_finite_on_one_process_moves_no_weight_on_any(tmp_path, sharded):
     make_models(tmp_path)
@@ -209,10 +218,10 @@ def command(job: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "psigrad", "sft", *settings, *quiet, *more]
 
 
-def started(job: Path, out: Path) -> subprocess.Popen[str]:
+def started(job: Path, out: Path, *more: str) -> subprocess.Popen[str]:
     """The command, on two processes, that has written rows of metrics and would go on for ever."""
     environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
-    endless = command(job, out, "--processes", "2", "--max-steps", "100000")
+    endless = command(job, out, "--processes", "2", "--max-steps", "100000", *more)
     metrics = out / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
     run = subprocess.Popen(endless, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -222,15 +231,31 @@ def started(job: Path, out: Path) -> subprocess.Popen[str]:
     return run
 
 
+def ranks_of(run: subprocess.Popen[str]) -> dict[bytes, int]:
+    """The process of each rank."""
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    return {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
+
+
 def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_path):
     run = started(job, tmp_path / "run")
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    by_rank = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
-    os.kill(by_rank[b"1"], signal.SIGKILL)
+    os.kill(ranks_of(run)[b"1"], signal.SIGKILL)
     said = run.communicate(timeout=240)[1]
     assert run.returncode == 137
     assert "process 1 of 0 to 1 was ended by SIGKILL" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_while_all_save_beside_the_steps_is_named_soon(job, tmp_path):
+    """Its save waits for it for hours; neither the end of the run nor that of Python waits for the save."""
+    more = ["--strategy", "fsdp", "--async-save", "--save-steps", "1", "--timeout-minutes", "0.2"]
+    run = started(job, tmp_path / "run", *more)
+    os.kill(ranks_of(run)[b"1"], signal.SIGSTOP)
+    began = time.monotonic()
+    said = run.communicate(timeout=120)[1]
+    assert run.returncode == 75 and "Process 1 of 0 to 1 of this run has ended or does not answer" in said, said[-3000:]
+    assert time.monotonic() - began < 12 + 60
 
 
 @pytest.mark.slow

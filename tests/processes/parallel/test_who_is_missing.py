@@ -13,6 +13,7 @@ import ranks
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
+from psigrad.errors import UserError
 from psigrad.processes.parallel import launch, world
 
 
@@ -82,6 +83,24 @@ def test_of_real_processes_the_one_that_stands_still_is_named_soon_after_the_bou
                 rank.end()
     for rank, words in said.items():
         assert f"Process {hung} of 0 to 2 of this run has ended or does not answer" in words, (rank, words[-2000:])
+
+
+def test_a_group_that_carries_nothing_between_cpus_is_refused_with_the_one_to_make(monkeypatch):
+    """As Ray Train makes it for workers with GPUs, unless it is told otherwise."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r'TorchConfig\(backend="cpu:gloo,cuda:nccl"\)'), world.join_world():
+        pass
+
+
+def test_one_gpu_for_all_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(UserError, match="2 processes, each with a GPU of its own; give device=cuda"),
+        world.join_world(device="cuda:1"),
+    ):
+        pass
 
 
 def rank_of(number: int, code: int | None):
