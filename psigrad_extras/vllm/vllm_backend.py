@@ -126,7 +126,8 @@ class VLLMSampler(Sampler):
         self._worker: Worker | None = None
         self._sent: tuple[tuple[int, int], ...] = ()
         self._sums: dict[str, int] = {}
-        self._in_a_row, self._closed = 0, False
+        self._in_a_row = 0
+        self._closed: UserError | None = None
         self._flight, self._watch, self._asked, self._passing = Flight(), SharedWait(), False, threading.Lock()
         truth = None if model.root is None else truth_of_shards(model, whole)
         self._until(self.synchronise)
@@ -138,8 +139,13 @@ class VLLMSampler(Sampler):
 
     def close(self) -> None:
         """Stop the engine and give its memory back."""
-        self._closed = True
+        self._fail(UserError("This vLLM sampler was closed; make a new one."))
+
+    def _fail(self, error: UserError) -> UserError:
+        """Close it for this reason, which whoever asks it later hears too: they may be at work in other threads."""
+        self._closed = self._closed or error
         self._end()
+        return error
 
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
@@ -234,7 +240,7 @@ class VLLMSampler(Sampler):
 
     def _renew(self, now: tuple[tuple[int, int], ...]) -> None:
         if self._closed:
-            raise UserError("This vLLM sampler was closed; make a new one.")
+            raise self._closed
         if self._worker is None:
             self._start()
         self._update()
@@ -267,12 +273,12 @@ class VLLMSampler(Sampler):
         held, wrong, unknown, stale = self._transfer()
         self._in_a_row = 0
         if wrong or unknown or stale or held != self.version:
-            self.close()
             missed = wrong or [f"{name} (in an arrangement that is not known here)" for name in unknown]
             more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
             what = f"it does not compute with the weight {missed[0]}{more} as it was sent" if missed else ""
             what = what or (f"its prefix cache kept {stale} tokens of old weights" if stale else f"it holds version {held}")
-            raise UserError(f"vLLM did not take update {self.version} of the weights: {what}. Sample with sampler=embedded.")
+            said = f"vLLM did not take update {self.version} of the weights: {what}. Sample with sampler=embedded."
+            raise self._fail(UserError(said))
 
     def _transfer(self) -> tuple[int, list[str], list[str], int]:
         """Send all weights, in place: (the version that it then holds, weights that it does not compute with, parameters that
@@ -378,8 +384,7 @@ class VLLMSampler(Sampler):
             reason = content.partition(": ")[2] or content
             if self._alone and "lora" in reason.lower():
                 return self._merge(reason)
-            self.close()
-            raise _unfit(reason)
+            raise self._fail(_unfit(reason))
 
     def _merge(self, reason: str) -> None:
         """Another engine, which gets the adapter in whole weights."""
@@ -409,22 +414,18 @@ class VLLMSampler(Sampler):
 
     def _lost(self, error: EngineLostError) -> None:
         self._end()
+        lost = f"vLLM's engine was lost: {error}."
         if self.model.root is not None:  # the others would have to gather weights for it, and are elsewhere
-            self.close()
-            raise RankLost(f"vLLM's engine was lost: {error}. The same command goes on from the newest checkpoint.") from error
+            raise self._fail(RankLost(f"{lost} The same command goes on from the newest checkpoint.")) from error
         self.losses += 1
         self._in_a_row += 1
         if self._in_a_row >= LOSSES:
-            self.close()
-            raise UserError(
+            said = (
                 f"vLLM's engine was lost {self._in_a_row} times in a row, last because {error}; its own output tells more. Give "
                 "it more memory (sampling.vllm_memory, VLLM_CPU_KVCACHE_SPACE) or sample with sampler=embedded."
-            ) from error
-        self._tell(
-            "engine_lost",
-            f"vLLM's engine was lost: {error}. Another is started, and samples what is not complete.",
-            reason=str(error),
-        )
+            )
+            raise self._fail(UserError(said)) from error
+        self._tell("engine_lost", f"{lost} Another is started, and samples what is not complete.", reason=str(error))
 
     def _say(self, name: str, *arguments: Any) -> None:
         for _ in self._answers(name, *arguments):
@@ -447,8 +448,7 @@ class VLLMSampler(Sampler):
             if answer[0] == "failed":
                 if name == "adapt":
                     raise AdapterRefusedError(answer[1])
-                self.close()
-                raise _unfit(answer[1])
+                raise self._fail(_unfit(answer[1]))
             if answer[0] != "done":
                 yield answer
             if answer[0] == last:

@@ -81,7 +81,10 @@ def test_what_cannot_go_on_ends_in_a_sentence_and_leaves_no_process(engine, faul
         nudge(sampler.model)
         sampler.sample(REQUESTS, PARAMS)
     if fault not in ("mute", "broken"):
-        with pytest.raises(UserError, match="was closed"):
+        with pytest.raises(UserError, match=sentence):  # as whoever is at work in another thread does
+            sampler.sample(REQUESTS, PARAMS)
+        sampler.close()
+        with pytest.raises(UserError, match=sentence):
             sampler.sample(REQUESTS, PARAMS)
 
 
