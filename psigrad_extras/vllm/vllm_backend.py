@@ -488,9 +488,9 @@ def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None
     on_gpu = model.device.type == "cuda"
     if sleep and not on_gpu:
         raise UserError(f"sampling.vllm_sleep frees a GPU's memory and the model is on {model.device}; leave it off.")
-    if on_gpu and tensor_parallel_size > torch.cuda.device_count():
+    if on_gpu and (model.device.index or 0) + tensor_parallel_size > torch.cuda.device_count():
         raise UserError(
-            f"sampling.tensor_parallel_size is {tensor_parallel_size} and this process sees {torch.cuda.device_count()} GPUs; "
+            f"sampling.tensor_parallel_size is {tensor_parallel_size}, and from {model.device} on this process sees fewer GPUs; "
             "lower it, or give the process more."
         )
 

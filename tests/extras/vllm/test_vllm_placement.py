@@ -15,7 +15,7 @@ from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.recipes.online import longest_of
-from psigrad_extras.vllm import vllm_probe
+from psigrad_extras.vllm import vllm_backend, vllm_probe
 from psigrad_extras.vllm.vllm_backend import VLLMSampler, devices_of
 from psigrad_extras.vllm.vllm_engine import Engine
 from psigrad_extras.vllm.vllm_probe import exactly, log_probs, written
@@ -40,6 +40,19 @@ def test_each_ranks_engine_is_on_the_ranks_device(device, count, visible, expect
 def test_more_devices_than_there_are_is_a_sentence():
     with pytest.raises(UserError, match="tensor_parallel_size is 2 and the trainer on cuda:1 sees 2 devices"):
         devices_of(torch.device("cuda:1"), 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+@pytest.mark.parametrize(("device", "count", "fits"), [("cuda:0", 2, True), ("cuda:1", 2, False), ("cuda:1", 1, True)])
+def test_an_engine_has_no_device_beyond_the_last(monkeypatch, device, count, fits):
+    """As the second of two ranks that would divide each engine among two GPUs, of which there are two."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model = SimpleNamespace(device=torch.device(device))
+    if fits:
+        vllm_backend._check(model, count, sleep=False)
+        return
+    with pytest.raises(UserError, match="tensor_parallel_size is 2, and from cuda:1 on this process sees fewer GPUs"):
+        vllm_backend._check(model, count, sleep=False)
 
 
 class Recorder:
