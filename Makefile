@@ -237,7 +237,7 @@ bench-real: $(INSTALLED) .trl-packages/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .trl-packages bitsandbytes==0.50.2
 	@touch .trl-packages/.installed
 
-# Runs on 1, 2 and 4 processes beside each other. On a cluster: make bench-cluster CLUSTER="--cluster ray://… --samplers 1 2 4 8".
+# Runs on 1, 2 and 4 processes beside each other. On a cluster: make bench-cluster CLUSTER="--cluster HOST:6379 --samplers 1 2 4 8".
 CLUSTER ?=
 bench-cluster: $(INSTALLED)
 	$(RUN) benchmarks/cluster.py $(CLUSTER)
