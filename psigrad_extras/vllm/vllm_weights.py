@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from psigrad.language.models import lora
-from psigrad.language.models.backbone import save_pretrained
 from psigrad.language.models.coded_linear import CodedLinear
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.language_model import LanguageModel
@@ -75,11 +74,11 @@ def describe(model: LanguageModel, folder: Path) -> None:
 
 
 def write_base(model: LanguageModel, folder: Path) -> None:
-    """What lies below the adapter, as a checkpoint."""
-    weights = {n: w for n, w in sharded.gather(model) if ".lora_" not in n}
-    state = {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
+    """What lies below the adapter, as a checkpoint of a file for each bucket: what is gathered of shards is whole no longer."""
     describe(model, folder)
-    save_pretrained(model.network, folder, state_dict=state)
+    below = ((name.replace(".base_layer.", "."), weight) for name, weight in sharded.gather(model) if ".lora_" not in name)
+    for bucket in in_buckets(pair for name, weight in below for pair in _as_saved(model.network, name, weight)):
+        as_file(bucket, folder)
 
 
 def write_adapter(model: LanguageModel, folder: Path) -> None:

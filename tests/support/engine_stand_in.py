@@ -36,9 +36,9 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
         raise RuntimeError("Tiny does not support LoRA yet.")
     folder = Path(payload["folder"])
     assert json.loads((folder / "config.json").read_text())["architectures"]
-    below = folder / "model.safetensors"
-    assert (settings.get("load_format") == "dummy") != below.exists(), "whole weights come by an update, a base from its folder"
-    held = {"version": 0, "weights": load_file(below) if below.exists() else {}, "at": "settle"}
+    below = [load_file(path) for path in folder.glob("*.safetensors")]
+    assert (settings.get("load_format") == "dummy") != bool(below), "whole weights come by an update, a base from its folder"
+    held = {"version": 0, "weights": {name: w for part in below for name, w in part.items()}, "at": "settle"}
     return partial(answered, {**held, "room": settings["max_model_len"]}, fault)
 
 

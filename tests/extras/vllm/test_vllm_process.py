@@ -318,6 +318,30 @@ def test_weights_leave_under_a_checkpoints_names_in_buckets_of_whole_layers(tmp_
     assert len(list(vllm_weights.in_buckets(sent.items()))) == 1
 
 
+def test_what_lies_below_an_adapter_is_written_layer_by_layer(tmp_path, monkeypatch):
+    """In shards each weight is gathered for it: of all of them few may be whole at once."""
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    model = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=6, heads=2), tokenizer, lora=Lora(4))
+    made, most, gather = [], [], vllm_weights.sharded.gather
+
+    def whole(of):
+        for name, weight in gather(of):
+            made.append((weakref.ref(own := weight.clone()), own.numel()))
+            most.append(sum(count for held, count in made if held() is not None))
+            yield name, own
+            del own
+
+    monkeypatch.setattr(vllm_weights.sharded, "gather", whole)
+    monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
+    vllm_weights.write_base(model, tmp_path)
+    files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
+    written = {name: w for file in files for name, w in file.items()}
+    base = {n.replace(".base_layer.", "."): p for n, p in model.network.named_parameters() if ".lora_" not in n}
+    assert written.keys() == base.keys() and all(torch.equal(written[name], base[name]) for name in base)
+    assert len(files) == 8 and sum(map(len, files)) == len(base), "the embedding, six layers, and what is behind them"
+    assert max(most) < 0.5 * sum(map(torch.numel, base.values()))
+
+
 def test_an_update_is_begun_sent_finished_compared_and_settled(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_weights, "BUCKET", 1)
     monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
