@@ -70,11 +70,11 @@ def open_actors(
 
 @contextlib.contextmanager
 def open_sampler(
-    config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal
+    config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal, longest: int = 0
 ) -> Iterator[Sampler]:
-    """A sampler on the cluster, which gets the weights of `model`. Rank 0 has the workers."""
+    """A sampler on the cluster, which gets the weights of `model`. Rank 0 has the workers. `longest` as in `samplers.make`."""
     placement = config.placement
-    arguments = (partial(_load_sampler, config), placement.sampler_cpus)
+    arguments = (partial(_load_sampler, config, longest), placement.sampler_cpus)
     wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
     wants["depth"] = _tasks_at_once(config)
     with contextlib.ExitStack() as stack:
@@ -125,8 +125,8 @@ def _weights_of(model: LanguageModel) -> Any:
     return iter(learns.items()) if model.root is None else sharded.gather(model, set(learns))
 
 
-def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
+def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig, longest: int) -> tuple[LanguageModel, Sampler]:
     """A model to sample with, on a worker: its first weights are those of the beginning. vLLM has its GPU to itself."""
     run = replace(config.run, device="cpu") if config.sampling.sampler == "vllm" else config.run
     model = load_model(config.model, run, None)
-    return model, samplers.make(config.sampling, model)
+    return model, samplers.make(config.sampling, model, longest=longest)

@@ -83,7 +83,7 @@ def sampler_of(
     is vLLM's. `longest` bounds prompt and completion together, where that is known.
     """
     if config.placement.cluster and journal is not None:
-        with extras.load("cluster").open_sampler(config, model, journal) as sampler:
+        with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
             yield sampler
         return
     tell = None if journal is None else journal.tell

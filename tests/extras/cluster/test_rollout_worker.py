@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,7 +15,9 @@ import torch
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.sections import Sampling
 from psigrad.errors import UserError
+from psigrad.language.recipes import finish
 from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.processes.parallel.world import ALONE
 from psigrad_extras.cluster import ray_placement
 from psigrad_extras.cluster.ray_sampler import RolloutWorker, Version
 
@@ -72,6 +76,25 @@ def test_a_weight_that_is_missing_or_new_is_a_sentence():
         with pytest.raises(UserError, match="weights have other names than the worker's"):
             made._load({name: np.zeros(2, np.float32) for name in names})
     assert all(bool((weight == 1).all()) for weight in own.values()), "they arrive whole or not at all"
+
+
+def test_an_engine_on_the_cluster_has_room_for_the_runs_longest_text(monkeypatch):
+    """And not for the model's, whose pages may take more than there is."""
+    made = []
+    monkeypatch.setattr(ray_placement, "load_model", lambda model, run, checkpoint: run.device)
+    monkeypatch.setattr(ray_placement.samplers, "make", lambda sampling, model, **how: made.append((model, how)))
+    monkeypatch.setattr(ray_placement, "RaySampler", lambda *given, **settings: None)
+
+    @contextlib.contextmanager
+    def actors(placement, journal, kind, arguments, **wants):
+        pickle.loads(pickle.dumps(arguments[0]))()
+        yield None
+
+    monkeypatch.setattr(ray_placement, "open_actors", actors)
+    config = OnlineConfig(sampling=Sampling(sampler="vllm"), placement=Placement(cluster="auto"))
+    journal = SimpleNamespace(world=ALONE)
+    with finish.sampler_of(config, SimpleNamespace(root=None), journal, longest=321):
+        assert made == [("cpu", {"longest": 321})]
 
 
 @pytest.mark.parametrize(("sampler", "parcel", "depth"), [("embedded", 2, 1), ("vllm", 2, 16), ("vllm", 3, 11), ("vllm", 99, 1)])
