@@ -208,7 +208,8 @@ class Sampling:
     """Who samples: embedded (psigrad's own), transformers (its generate), vllm (its engine, in a process of its own), or
     module:Class of your own."""
     vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED, Needs("sampling.sampler=vllm")] = 0.4
-    """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
+    """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache. A sampler of a cluster has its
+    GPU to itself: there it is 0.8 unless another than 0.4 is given."""
     vllm_sleep: Annotated[bool, RECORDED] = False
     """With sampler=vllm on the GPU that trains: vLLM leaves its memory while the run trains (sleep level 1)."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
@@ -221,6 +222,10 @@ class Sampling:
     cuda_graphs: bool = True
     """With sampler=embedded on a GPU: record a decoding step once for each size of the batch and replay it, several tokens at a
     time. The cache then stays in memory; where it would take more than a fifth of the GPU's, steps are not recorded."""
+
+    def vllm_memory_alone(self, gpus: float = 1.0) -> float:
+        """The share of vLLM's engine on `gpus` of its own."""
+        return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
     def filtered(self) -> bool:

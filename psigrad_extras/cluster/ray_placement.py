@@ -127,6 +127,9 @@ def _weights_of(model: LanguageModel) -> Any:
 
 def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig, longest: int) -> tuple[LanguageModel, Sampler]:
     """A model to sample with, on a worker: its first weights are those of the beginning. vLLM has its GPU to itself."""
-    run = replace(config.run, device="cpu") if config.sampling.sampler == "vllm" else config.run
+    run, sampling = config.run, config.sampling
+    if sampling.sampler == "vllm":
+        run = replace(run, device="cpu")
+        sampling = replace(sampling, vllm_memory=sampling.vllm_memory_alone(config.placement.sampler_gpus or 1.0))
     model = load_model(config.model, run, None)
-    return model, samplers.make(config.sampling, model, longest=longest)
+    return model, samplers.make(sampling, model, longest=longest)

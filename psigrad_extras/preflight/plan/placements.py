@@ -22,15 +22,13 @@ ASSUMED = (
     "devices alike and never idle within their share; matrix products at the shares of the peak that `psigrad plan` assumes; "
     "gradients and shards travel at the network's speed, half of it hidden behind the computation; new weights reach all "
     "samplers in the time that one copy takes through the host's memory, as measured, or by the network where that is slower; "
-    "vLLM on devices of its own takes 0.8 of their memory"
+    "vLLM on devices of its own takes 0.8 of their memory, unless sampling.vllm_memory says otherwise"
 )
 # Share of the messages of a sharded backward pass that the computation hides. FSDP2 gathers the next layer while one computes.
 HIDDEN = 0.5
 # Bytes a second in which weights reach samplers: from the device to the host's memory, into an object store or a file, and out of
 # it. Measured with Ray on one machine (0.6 for small models and 1 GB/s, docs/scale.md).
 PUBLISHED = 0.8e9
-# Share of a device's memory for vLLM where nobody else is on it.
-ALONE = 0.8
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,9 @@ def _sampler_memory(plan: Plan, weights: float) -> tuple[PeakMemory, float]:
     """Of a process that samples only: the policy without gradients, and what sampling takes; and what vLLM lacks there."""
     if plan.work.engine:
         width = round(weights / plan.policy.parameters)
-        engine, starved = engine_item(plan.work, plan.policy, width, ALONE * plan.machine.memory)
+        config: Any = plan.config
+        taken = config.sampling.vllm_memory_alone() * plan.machine.memory
+        engine, starved = engine_item(plan.work, plan.policy, width, taken)
         return PeakMemory((engine,), plan.machine.kind, plan.machine.kind, 0.0), starved
     policy = ModelRole("policy", plan.policy.parameters, 0, round(weights / plan.policy.parameters))
     items: list[MemoryItem] = [*policy.items(), *(item for item in plan.memory.items if item.phase in ("sample", "load"))]

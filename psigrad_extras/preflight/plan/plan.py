@@ -17,7 +17,7 @@ from psigrad.runs.machine import device as device_of
 from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
 from psigrad_extras.preflight.plan.hardware import machine, named_gpu
 from psigrad_extras.preflight.plan.memory import count
-from psigrad_extras.preflight.plan.placements import ALONE, ASSUMED, Split, smallest, splits
+from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
 from psigrad_extras.preflight.plan.predict import MARGIN, Plan, filling, lengths_of, predict
 from psigrad_extras.preflight.settings import PlanConfig
 
@@ -262,7 +262,8 @@ def _advice(found: Sequence[Split], fewest: int) -> str:
     near = min(found, key=lambda split: split.lack)
     memory, work = near.plan.machine.memory, near.plan.work
     if starved := near.starved or near.plan.starved:
-        taken = (ALONE if near.samplers else work.engine) * memory
+        config: Any = near.plan.config
+        taken = (config.sampling.vllm_memory_alone() if near.samplers else work.engine) * memory
         times = 1 << math.ceil(math.log2(1 + starved / taken))
         where, ways = "vLLM's engine", f"sampling.tensor_parallel_size={times * work.tensor}"
     elif near.plan.memory.peak * (1 + MARGIN) > memory:

@@ -79,10 +79,11 @@ def test_a_weight_that_is_missing_or_new_is_a_sentence():
 
 
 def test_an_engine_on_the_cluster_has_room_for_the_runs_longest_text(monkeypatch):
-    """And not for the model's, whose pages may take more than there is."""
+    """And not for the model's, whose pages may take more than there is; and nearly all of the GPU, which it has alone."""
     made = []
     monkeypatch.setattr(ray_placement, "load_model", lambda model, run, checkpoint: run.device)
-    monkeypatch.setattr(ray_placement.samplers, "make", lambda sampling, model, **how: made.append((model, how)))
+    note = lambda sampling, model, **how: made.append((model, sampling.vllm_memory, how))  # noqa: E731
+    monkeypatch.setattr(ray_placement.samplers, "make", note)
     monkeypatch.setattr(ray_placement, "RaySampler", lambda *given, **settings: None)
 
     @contextlib.contextmanager
@@ -91,10 +92,11 @@ def test_an_engine_on_the_cluster_has_room_for_the_runs_longest_text(monkeypatch
         yield None
 
     monkeypatch.setattr(ray_placement, "open_actors", actors)
-    config = OnlineConfig(sampling=Sampling(sampler="vllm"), placement=Placement(cluster="auto"))
-    journal = SimpleNamespace(world=ALONE)
-    with finish.sampler_of(config, SimpleNamespace(root=None), journal, longest=321):
-        assert made == [("cpu", {"longest": 321})]
+    for gpus, given, share in ((1.0, 0.4, 0.8), (0.5, 0.4, 0.4), (1.0, 0.6, 0.6)):
+        sampling, placement = Sampling(sampler="vllm", vllm_memory=given), Placement(cluster="auto", sampler_gpus=gpus)
+        config, journal = OnlineConfig(sampling=sampling, placement=placement), SimpleNamespace(world=ALONE)
+        with finish.sampler_of(config, SimpleNamespace(root=None), journal, longest=321):
+            assert made.pop() == ("cpu", share, {"longest": 321})
 
 
 @pytest.mark.parametrize(("sampler", "parcel", "depth"), [("embedded", 2, 1), ("vllm", 2, 16), ("vllm", 3, 11), ("vllm", 99, 1)])
