@@ -233,7 +233,10 @@ def _make_group(device: str, size: int, minutes: float) -> None:
     if cuda and size > 1 and torch.device(device).index is not None:
         raise UserError(f"device is {device!r} and there are {size} processes, each with a GPU of its own; give device=cuda.")
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= here:
+            raise UserError(f"The {local + 1} processes or more of this machine want a GPU each, and it has {here}; start fewer.")
+        torch.cuda.set_device(local)
     if size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
     elif folder := os.environ.get("PSIGRAD_RANKS"):

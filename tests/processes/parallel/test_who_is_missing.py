@@ -103,6 +103,17 @@ def test_one_gpu_for_all_processes_is_refused(monkeypatch):
         pass
 
 
+def test_more_processes_than_gpus_is_a_sentence(monkeypatch):
+    for name, value in (("WORLD_SIZE", "4"), ("LOCAL_RANK", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with (
+        pytest.raises(UserError, match="The 3 processes or more of this machine want a GPU each, and it has 2; start fewer"),
+        world.join_world(device="cuda"),
+    ):
+        pass
+
+
 def rank_of(number: int, code: int | None):
     rank = launch._Rank.__new__(launch._Rank)
     rank.rank, rank.words = number, b"last words"
