@@ -169,8 +169,8 @@ def name_losses() -> Iterator[None]:
 
 
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
-    """The ranks that do not say within so many seconds that they have lost another, as those do that wait for one. None where
-    the store itself does not answer.
+    """The ranks that do not say within so many seconds that they have lost another, as those do that wait for one. Where the store
+    itself does not answer it is rank 0, whose machine has it.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -180,8 +180,8 @@ def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
             missing -= {other for other in missing if store.check([f"waits {other}"])}
             time.sleep(0.05 if missing else 0.0)
         return sorted(missing)
-    except (RuntimeError, AttributeError):
-        return []
+    except (RuntimeError, AttributeError) as error:
+        return [0] if rank and isinstance(error, RuntimeError) else []
 
 
 def _store() -> Any:

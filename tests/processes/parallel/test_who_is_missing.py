@@ -31,8 +31,15 @@ def test_who_does_not_say_that_it_waits_is_missing(tmp_path):
     assert found == {0: [2], 1: [2], 3: [2]}
 
 
-def test_a_store_that_is_gone_names_nobody():
-    assert world.silent_ranks(None, 0, 2, seconds=0.1) == []
+@pytest.mark.parametrize(("rank", "missing"), [(0, []), (2, [0])])
+def test_a_store_that_is_gone_names_the_rank_whose_machine_has_it(rank, missing):
+    assert world.silent_ranks(None, rank, 4, seconds=0.1) == [], "no group, no store"
+
+    class Gone:
+        def set_timeout(self, seconds):
+            raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+    assert world.silent_ranks(Gone(), rank, 4, seconds=0.1) == missing
 
 
 def test_the_message_names_it(monkeypatch):
