@@ -169,8 +169,8 @@ def name_losses() -> Iterator[None]:
 
 
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
-    """The ranks that do not say within so many seconds that they have lost another, as those do that wait for one. Where the store
-    itself does not answer it is rank 0, whose machine has it.
+    """The ranks that do not say within so many seconds that they have lost another, as those do that wait for one. Where the
+    store itself does not answer it is rank 0, whose machine has it.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
