@@ -335,11 +335,12 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "critic_shared=true", lambda c: replace(c, critic_shared=True, critic="", critic_learning_rate=0.0)
     if config.model.dtype == "float32":
         yield "model.dtype=bfloat16", lambda c: _with(c, dtype="bfloat16")
-    if config.optim.optimizer == "adamw":
+    whole = config.placement.strategy == "ddp"  # shards have neither moments of 8 bits nor codes
+    if config.optim.optimizer == "adamw" and whole:
         yield "optim.optimizer=adamw_8bit", lambda c: replace(c, optim=replace(c.optim, optimizer="adamw_8bit"))
     if not config.model.lora_rank:
         yield "model.lora_rank=16", lambda c: _with(c, lora_rank=16)
-    if not config.model.quantize_base:
+    if not config.model.quantize_base and whole:
         yield (
             "model.lora_rank=16 model.quantize_base=nf4",
             lambda c: _with(c, lora_rank=c.model.lora_rank or 16, quantize_base="nf4"),

@@ -61,6 +61,18 @@ def test_groups_that_hold_the_model_each_have_larger_shards(folder):
     assert 4 * groups.share.rows == two.share.rows
 
 
+def test_what_shards_refuse_is_no_advice(folder):
+    """Moments of 8 bits and a base in codes are for whole models (`training/update.py`, `loading/load_model.py`)."""
+    small = replace(MACHINE, memory=1 << 20)
+
+    def ways(strategy: str) -> str:
+        config = replace(settings(folder), placement=Placement(processes=2, strategy=strategy))
+        return " ".join(name for name, _ in plan.predict(config, LENGTHS, small, quick=True).ways)
+
+    assert "adamw_8bit" in ways("ddp") and "nf4" in ways("ddp")
+    assert "adamw_8bit" not in ways("fsdp") and "nf4" not in ways("fsdp") and "lora_rank" in ways("fsdp")
+
+
 def test_processes_share_the_work_of_a_step(folder):
     one, four = placed(folder, 1, "ddp"), placed(folder, 4, "ddp")
     assert four.work == one.work and (four.share.rows, one.share.rows) == (2, 8)
