@@ -265,7 +265,8 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            found.set_result(work())
+            work()
+            found.set_result(None)
         except BaseException as error:
             found.set_exception(error)
 

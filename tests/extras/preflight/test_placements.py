@@ -12,6 +12,7 @@ from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan.memory import AMONG_OTHERS
 from psigrad_extras.preflight.plan.placements import PUBLISHED, smallest, splits
+from psigrad_extras.preflight.plan.predict import _steps
 
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)
@@ -63,11 +64,10 @@ def test_groups_that_hold_the_model_each_have_larger_shards(folder):
 
 def test_what_shards_refuse_is_no_advice(folder):
     """Moments of 8 bits and a base in codes are for whole models (`training/update.py`, `loading/load_model.py`)."""
-    small = replace(MACHINE, memory=1 << 20)
 
     def ways(strategy: str) -> str:
         config = replace(settings(folder), placement=Placement(processes=2, strategy=strategy))
-        return " ".join(name for name, _ in plan.predict(config, LENGTHS, small, quick=True).ways)
+        return " ".join(name for name, _ in _steps(plan.predict(config, LENGTHS, MACHINE, quick=True)))
 
     assert "adamw_8bit" in ways("ddp") and "nf4" in ways("ddp")
     assert "adamw_8bit" not in ways("fsdp") and "nf4" not in ways("fsdp") and "lora_rank" in ways("fsdp")
