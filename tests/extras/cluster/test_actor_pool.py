@@ -237,22 +237,26 @@ def test_an_only_worker_that_stands_still_is_replaced(ray, monkeypatch):
     assert pool.entries["lost"] == 1 and 1 in ray.dead
 
 
-def test_threads_add_jobs_while_others_are_given_out(ray, monkeypatch):
-    pool = make(count=2)
-    run(pool, [None] * 2)
-    ray.held |= {1, 2}
-    one, batch, other = pool._workers[0], pool.begin(), begin(pool, ray, 1)
-    adding = threading.Thread(target=lambda: [batch.add(partial(whose, job), Affinity(one)) for job in range(400)])
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        adding.start()
-        while adding.is_alive():
-            assert other.answers(0.0) == []  # it looks through all that waits
-    finally:
-        sys.setswitchinterval(before)
+def test_a_job_is_entered_while_no_other_thread_looks_at_what_waits(ray):
+    """Else a deque would change while it is looked through."""
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(list):
+        def append(self, job):
+            inside.set()
+            assert go.wait(10.0)
+            super().append(job)
+
+    pool = make()
+    batch = pool.begin()
+    batch.jobs = Slow()
+    adding = threading.Thread(target=batch.add, args=(partial(whose, 0),))
+    adding.start()
+    assert inside.wait(10.0)
+    assert not pool._watch._stirred.acquire(timeout=0.1)
+    go.set()
     adding.join()
-    assert len(batch.waiting) + sum(len(w.work) for w in pool._workers) == 401
+    assert [answer for answer, _ in batch.answers(1.0)] == [0]
 
 
 @pytest.mark.parametrize(("settings", "wanted"), [({}, 4), ({"spare_cpus": 3}, 1), ({"spare_cpus": 9}, 1), ({"gpus": 0.5}, 2)])
