@@ -2,8 +2,8 @@
 with the weights it was sent.
 
 Weights come in buckets, through vLLM's own interface for weight transfer: its engine `ipc` where trainer and engine share a GPU,
-else safetensors files in shared memory (`vllm_transfer.py`). An adapter comes alone, as vLLM's LoRA. What the engine then
-computes with is read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
+else safetensors files in shared memory, or a broadcast from a trainer elsewhere (`vllm_transfer.py`). An adapter comes alone, as
+vLLM's LoRA. What the engine then computes with is read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
 
 vLLM keeps weights in another arrangement than a checkpoint: q, k and v in one matrix, gate and up in one, the shares of several
 devices apart, and on CPUs copies in the layout of the kernel, which nothing can read. Those are read by multiplying: the product
@@ -104,6 +104,15 @@ class Engine:
             raise RuntimeError(reason(error)) from error
         self.asleep, self.lora, self.slept = False, None, False
         self.llm.init_weight_transfer_engine({"init_info": {"packed": True} if self.handles else {}})
+
+    def join(self, meeting: tuple[Any, ...]) -> Iterator[Answer]:
+        """Meet the trainer for broadcasts: ["joined", why it could not]."""
+        try:
+            self.llm.collective_rpc("psigrad_join", args=(tuple(meeting),))
+            yield ["joined", ""]
+        except Exception as error:
+            yield ["joined", reason(error)]
+        yield ["done"]
 
     def begin(self, probe: list[int]) -> Iterator[Answer]:
         """Before an update: weights wake, and the cache holds tokens that it may not hold after it."""
