@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from psigrad.errors import reason_of
 from psigrad_extras.vllm import broadcast, vllm_weights
-from psigrad_extras.vllm.broadcast import BroadcastLostError, Contents, Group, Kind, Meeting
+from psigrad_extras.vllm.broadcast import Contents, Group, Kind, Meeting
 from psigrad_extras.vllm.vllm_sources import Delivery
 
 FAILURES = 3
@@ -66,8 +67,8 @@ class _Link:
 
 
 class Broadcasts:
-    """The trainer's ends of all groups. `address()` is where its machine is found, `size` how many processes a group has, `passes`
-    what an update has each bucket sent for, `turned` the weights that vLLM keeps transposed.
+    """The trainer's ends of all groups. `address()` is where its machine is found, `size` how many processes a group has,
+    `passes` what an update has each bucket sent for, `turned` the weights that vLLM keeps transposed.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Broadcasts:
         self.kind, self.address, self.size, self.device = kind, address, size, device
         self._passes, self._turned, self._tell = passes, tuple(turned), tell
         self._links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()
-        self._failures, self._over = 0, False
+        self._failures, self._over, self._lock = 0, False, threading.Lock()
         self.sent = 0
         """Versions that have gone to a sampler whole."""
 
@@ -143,7 +144,7 @@ class Broadcasts:
                 self._note_failure(why)
             link.settled.wait(0.0 if why else _SOON)
             link.settled.set()
-        return link.group is not None
+        return link.group is not None and not link.closed
 
     def _serve(self, link: _Link, worker: weakref.ref[Any]) -> None:
         """Make the group, and send each version that is asked for."""
@@ -151,10 +152,10 @@ class Broadcasts:
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             try:
                 link.group = broadcast.gather_group(link.store, self.kind, self.size, self.device, lambda: link.closed)
-            except BroadcastLostError as error:
+            except Exception as error:
                 if not link.closed:
                     link.settled.set()
-                    self._note_failure(str(error))
+                    self._note_failure(reason_of(error))
                 return
             link.settled.set()
             while (buckets := link.queue.get()) is not None:
@@ -162,15 +163,17 @@ class Broadcasts:
                     for _ in self._passes:
                         for _, buffer in buckets:
                             link.group.send(buffer)
-                except BroadcastLostError as error:
-                    self._lose(link, worker(), str(error))
+                except Exception as error:  # the trainer's GPU may have no room for a bucket
+                    self._lose(link, worker(), reason_of(error))
                     return
-                self._failures, self.sent = 0, self.sent + 1
+                with self._lock:
+                    self._failures, self.sent = 0, self.sent + 1
 
     def _lose(self, link: _Link, worker: Any, why: str) -> None:
         """A sampler in the middle of an update has some new weights and some old: it ends, if it has not already."""
         if link.closed:
             return
+        link.close()
         self._note_failure(why)
         if worker is not None:
             import ray
@@ -179,10 +182,11 @@ class Broadcasts:
                 ray.kill(worker)
 
     def _note_failure(self, why: str) -> None:
-        if self._over:
-            return
-        self._failures += 1
-        self._over = self._failures >= FAILURES
+        with self._lock:
+            if self._over:
+                return
+            self._failures += 1
+            self._over = self._failures >= FAILURES
         ours = "From here on all weights go" if self._over else "It is started again, or gets them"
         text = f"Weights did not reach a sampler by {self.kind}: {why}. {ours} through Ray's object store."
         self._tell("transfer_failed", text, reason=why)

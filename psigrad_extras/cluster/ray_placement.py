@@ -90,10 +90,12 @@ def open_sampler(
         workers = broadcasts = None
         if journal.world.rank == 0:
             if kind is not None:
-                broadcasts = stack.enter_context(contextlib.closing(_broadcasts(kind, config, model, journal)))
+                broadcasts = _broadcasts(kind, config, model, journal)
                 wants["greet"] = broadcasts.meet
             actors = open_actors(placement, journal, RolloutWorker, arguments, name="sampler", **wants)
             workers = stack.enter_context(actors)
+            if broadcasts is not None:  # closed before the samplers are, whose end is no failure then
+                stack.callback(broadcasts.close)
         yield RaySampler(
             workers,
             lambda: _weights_of(model) if kind is None else vllm_weights.outgoing(model),
@@ -146,7 +148,7 @@ def _broadcasts(
 
     first = ("choose",) if kind == "gloo" else ()
     passes = (*first, "load", "compare") if config.sampling.vllm_readback else ("load",)
-    device = model.device if kind == "nccl" else torch.device("cpu")
+    device = torch.empty(0, device=model.device if kind == "nccl" else "cpu").device  # with its number
     turned, size = vllm_weights.transposed(model.network), 1 + config.sampling.tensor_parallel_size
     return Broadcasts(kind, ray.util.get_node_ip_address, size, device, passes, turned, journal.tell)
 

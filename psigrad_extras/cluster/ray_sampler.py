@@ -120,8 +120,9 @@ class RaySampler(Sampler):
         self._published: tuple[object, Version] | None = None
 
     def count(self) -> dict[str, Any]:
-        """See `Sampler`: how many tasks went to the cluster."""
-        return {} if self.pool is None else {"fleet": self.pool.entries}
+        """See `Sampler`: how many tasks went to the cluster, and how many versions to a sampler by a broadcast."""
+        sent = {} if self.broadcasts is None else {"broadcasts": self.broadcasts.sent}
+        return {} if self.pool is None else {"fleet": {**self.pool.entries, **sent}}
 
     def snapshot(self) -> Sampler:
         """See `Sampler`: publishes the weights, unless they are those that it published last."""

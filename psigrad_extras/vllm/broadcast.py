@@ -81,7 +81,7 @@ class Contents:
 
 
 def pack(bucket: Mapping[str, Tensor], sums: list[int]) -> tuple[Contents, Tensor]:
-    """A bucket in the host's memory, from which a GPU can read it while it computes."""
+    """A bucket in the host's memory, from which a GPU reads it at full speed. torch rounds such a block up to a power of two."""
     kinds = [str(weight.dtype).removeprefix("torch.") for weight in bucket.values()]
     contents = Contents(list(bucket), kinds, [list(weight.shape) for weight in bucket.values()], sums)
     pinned = any(weight.is_cuda for weight in bucket.values())

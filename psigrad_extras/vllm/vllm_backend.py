@@ -38,7 +38,7 @@ from psigrad_extras.vllm.broadcast import LOST
 from psigrad_extras.vllm.flight import Flight, Snapshot, Ticket, numbers, settings_of
 from psigrad_extras.vllm.vllm_engine import SLICE
 from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, log_probs, truth_of, truth_of_shards
-from psigrad_extras.vllm.vllm_sources import Known, ModelWeights, Source
+from psigrad_extras.vllm.vllm_sources import Delivery, Known, ModelWeights, Source
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
 # Seconds in which an engine must have started; seconds without a sign of life after which it is given up.
@@ -229,9 +229,12 @@ class VLLMSampler(Sampler):
             return str(error)
         return str(why)
 
-    def take(self, source: Source) -> Sampler:
-        """Sample with weights that are not the model's from here on. An engine that is lost can't have them again: `RankLost`."""
-        self._source = source
+    def take(self, delivery: Delivery) -> Sampler:
+        """Sample with weights of a trainer elsewhere, and no longer with the model's. An engine that is lost then can't have them
+        again: `RankLost`. Raises `UserError` for another model's.
+        """
+        delivery.check(self._known)
+        self._source = delivery
         return self.snapshot()
 
     def synchronise(self) -> None:

@@ -87,13 +87,11 @@ class Delivery(Source):
         return self.number
 
     def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
-        """See `Source`. Raises `UserError` for weights that are not those of the engine's model."""
-        found = {s.name: (s.shape, value) for c in self.buckets for s, value in zip(c.spans(), c.sums, strict=True)}
-        _check(found, known)
+        """See `Source`."""
         if self.stored:
             size = sum(contents.size for contents in self.buckets)
             return send_files(self._weights, size, list(self.turned), say, known, readback, version)
-        turned, told = list(self.turned), [{"contents": asdict(contents)} for contents in self.buckets]
+        found, turned, told = self._looked_at(), list(self.turned), [{"contents": asdict(contents)} for contents in self.buckets]
         changed = [name for name, value in found.items() if known.get(name, value) != value]
         for kind in self.passes:
             if kind == "load":
@@ -104,20 +102,23 @@ class Delivery(Source):
                 say("finish", version)
         return found
 
+    def check(self, known: Known) -> None:
+        """Raises `UserError` for weights that are not those of the engine's model."""
+        sent = self._looked_at()
+        for name in [*sent, *known]:
+            theirs, own = (one[name][0] if name in one else None for one in (sent, known))
+            if theirs != own:
+                raise UserError(
+                    f"The trainer's weight {name} has the shape {theirs} and the sampler's {own}: they have other models. "
+                    "Install the same psigrad and transformers on all machines, and give them the same model."
+                )
+
+    def _looked_at(self) -> Known:
+        return {s.name: (s.shape, value) for c in self.buckets for s, value in zip(c.spans(), c.sums, strict=True)}
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for contents, array in zip(self.buckets, self.stored, strict=True):
-            yield from unpack(contents, torch.from_numpy(array)).items()
-
-
-def _check(sent: Known, known: Known) -> None:
-    """Refuse weights of another model, before any is sent."""
-    for name in [*sent, *known] if known else ():
-        theirs, own = (one[name][0] if name in one else None for one in (sent, known))
-        if theirs != own:
-            raise UserError(
-                f"The trainer's weight {name} has the shape {theirs} and the sampler's {own}: they have other models. "
-                "Install the same psigrad and transformers on all machines, and give them the same model."
-            )
+            yield from unpack(contents, torch.from_numpy(array.copy())).items()
 
 
 def send_files(
