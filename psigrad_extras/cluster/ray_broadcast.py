@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from psigrad.errors import reason_of
 from psigrad_extras.vllm import broadcast, vllm_weights
-from psigrad_extras.vllm.broadcast import Contents, Group, Kind, Meeting
+from psigrad_extras.vllm.broadcast import BroadcastGroup, Contents, Kind, Meeting
 from psigrad_extras.vllm.vllm_sources import Delivery
 
 FAILURES = 3
@@ -52,7 +52,7 @@ class _Link:
 
     def __init__(self, store: TCPStore) -> None:
         self.store, self.ready = store, None
-        self.group: Group | None = None
+        self.group: BroadcastGroup | None = None
         self.settled = threading.Event()
         self.queue = queue.SimpleQueue[Buckets | None]()
         self.offered: Version | None = None

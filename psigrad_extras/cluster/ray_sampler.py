@@ -25,6 +25,8 @@ from psigrad.language.rollout.types import Completion, Dialogue, Request, Restar
 from psigrad.processes.parallel.world import RankLost
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity
 from psigrad_extras.cluster.ray_broadcast import Broadcasts, Version
+from psigrad_extras.vllm import vllm_backend
+from psigrad_extras.vllm.vllm_backend import VLLMSampler
 from psigrad_extras.vllm.vllm_sources import Delivery
 
 # Seconds between two looks at what may join.
@@ -46,8 +48,7 @@ class RolloutWorker:
 
     def ready(self, meeting: tuple[Any, ...] = ()) -> str:
         """Answers when the model is there, and vLLM's engine has met the trainer; why it could not, or empty."""
-        sampler: Any = self.sampler
-        return str(sampler.join(meeting)) if meeting else ""
+        return vllm_backend.join(self.sampler, meeting) if isinstance(self.sampler, VLLMSampler) and meeting else ""
 
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
         """(the version sampled from, the completions of each request)."""
@@ -73,12 +74,11 @@ class RolloutWorker:
         if not isinstance(weights, Delivery):
             self._load(weights)
             return self.sampler.snapshot()
-        sampler: Any = self.sampler
+        assert isinstance(self.sampler, VLLMSampler)
         try:
-            taken: Sampler = sampler.take(weights)
+            return self.sampler.take(weights)
         except RankLost as lost:
             _end(lost)
-        return taken
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Any]) -> None:

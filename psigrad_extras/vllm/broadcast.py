@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
@@ -98,7 +98,7 @@ def unpack(contents: Contents, buffer: Tensor) -> dict[str, Tensor]:
     return {s.name: buffer[s.first : s.end].view(s.dtype).view(s.shape) for s in contents.spans()}
 
 
-class Group:
+class BroadcastGroup:
     """One process' end; `device` is where its buffers are."""
 
     def __init__(self, store: TCPStore, device: torch.device) -> None:
@@ -121,12 +121,12 @@ class Group:
         raise NotImplementedError
 
 
-class GlooGroup(Group):
+class GlooGroup(BroadcastGroup):
     """Between CPUs."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
         super().__init__(store, device)
-        self._group = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=LIMIT))
+        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=LIMIT))
 
     def _broadcast(self, buffer: Tensor) -> None:
         options = torch.distributed.BroadcastOptions()
@@ -137,7 +137,7 @@ class GlooGroup(Group):
             raise BroadcastLostError(f"{LOST} broke off ({str(error).splitlines()[0][-200:]})") from error
 
 
-class NCCLGroup(Group):
+class NCCLGroup(BroadcastGroup):
     """Between GPUs, by the communicator of vLLM's own transfer of weights. It enqueues on the current stream."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class NCCLGroup(Group):
         self._communicator.destroy()
 
 
-_KINDS: dict[str, Callable[..., Group]] = {"nccl": NCCLGroup, "gloo": GlooGroup}
+_KINDS: dict[str, Callable[..., BroadcastGroup]] = {"nccl": NCCLGroup, "gloo": GlooGroup}
 
 
 def listen() -> TCPStore:
@@ -174,7 +174,7 @@ def listen() -> TCPStore:
     return TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
 
 
-def join(meeting: Meeting, rank: int, device: torch.device) -> Group:
+def join(meeting: Meeting, rank: int, device: torch.device) -> BroadcastGroup:
     """An engine's end, whose `rank` is 1 or more. Raises `BroadcastLostError` where the others can't be reached in time."""
     try:
         store = TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
@@ -186,7 +186,7 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> Group:
     return group
 
 
-def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, given_up: Callable[[], bool]) -> Group:
+def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, given_up: Callable[[], bool]) -> BroadcastGroup:
     """The trainer's end, once the others have come. Raises `BroadcastLostError` where they can't be reached, or `given_up`."""
     while not store.check([f"came {rank}" for rank in range(1, size)]):
         if given_up():

@@ -220,15 +220,6 @@ class VLLMSampler(Sampler):
         self._until(self.synchronise)
         return Snapshot(self)
 
-    def join(self, meeting: tuple[Any, ...]) -> str:
-        """Have the engine meet a trainer elsewhere, for broadcasts; why it could not, or empty."""
-        try:
-            ((_, why),) = self._answers("join", meeting)
-        except EngineLostError as error:
-            self._lost(error)
-            return str(error)
-        return str(why)
-
     def take(self, delivery: Delivery) -> Sampler:
         """Sample with weights of a trainer elsewhere, and no longer with the model's. An engine that is lost then can't have them
         again: `RankLost`. Raises `UserError` for another model's.
@@ -456,6 +447,16 @@ class VLLMSampler(Sampler):
             raise EngineLostError(f"its process ended ({self._end()})") from None
         worker.deadline = time.monotonic() + PATIENCE
         return message
+
+
+def join(sampler: VLLMSampler, meeting: tuple[Any, ...]) -> str:
+    """Have the engine meet a trainer elsewhere, for broadcasts; why it could not, or empty."""
+    try:
+        ((_, why),) = sampler._answers("join", meeting)
+    except EngineLostError as error:
+        sampler._lost(error)
+        return str(error)
+    return str(why)
 
 
 def _unfit(reason: str) -> UserError:

@@ -52,9 +52,19 @@ def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Ans
     """What `engine.name` yields for ("name", arguments), or why it could not."""
     name, arguments = message
     try:
-        yield from getattr(engine, name)(*arguments)
+        yield from join(engine, *arguments) if name == "join" else getattr(engine, name)(*arguments)
     except Exception as error:
         yield ["failed", reason(error)]
+
+
+def join(engine: Engine, meeting: tuple[Any, ...]) -> Iterator[Answer]:
+    """Have the engine's processes meet the trainer for broadcasts: ["joined", why they could not]."""
+    why = ""
+    try:
+        engine.llm.collective_rpc("psigrad_join", args=(tuple(meeting),))
+    except Exception as error:
+        why = reason(error)
+    yield from (["joined", why], ["done"])
 
 
 def reason(error: Exception) -> str:
@@ -104,15 +114,6 @@ class Engine:
             raise RuntimeError(reason(error)) from error
         self.asleep, self.lora, self.slept = False, None, False
         self.llm.init_weight_transfer_engine({"init_info": {"packed": True} if self.handles else {}})
-
-    def join(self, meeting: tuple[Any, ...]) -> Iterator[Answer]:
-        """Meet the trainer for broadcasts: ["joined", why it could not]."""
-        try:
-            self.llm.collective_rpc("psigrad_join", args=(tuple(meeting),))
-            yield ["joined", ""]
-        except Exception as error:
-            yield ["joined", reason(error)]
-        yield ["done"]
 
     def begin(self, probe: list[int]) -> Iterator[Answer]:
         """Before an update: weights wake, and the cache holds tokens that it may not hold after it."""

@@ -72,7 +72,7 @@ class WeightUpdates:
     def _read(self, bucket: dict[str, Any]) -> dict[str, Tensor]:
         """The weights of a bucket, in a file, from a broadcast, or in the GPU's memory."""
         if "ipc_handles" not in bucket:
-            found: dict[str, Tensor] = self.weight_transfer_engine.weights_of(Bucket(**bucket))
+            found: dict[str, Tensor] = self.weight_transfer_engine.weights_of(WeightBucket(**bucket))
             return found
         names = ("ipc_handles", "names", "shapes", "dtype_names", "tensor_sizes")
         handles, *what = (bucket[name] for name in names)
@@ -86,7 +86,7 @@ class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
+class WeightBucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where the weights of a bucket are: in a file, or without one in the next broadcast, with these `contents`."""
 
     path: str = ""
@@ -96,8 +96,8 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
 class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
     """Weights under a checkpoint's names and in its shapes, from a file that trainer and engine both see, or from the trainer."""
 
-    init_info_cls, update_info_cls = Nothing, Bucket
-    group: broadcast.Group | None = None
+    init_info_cls, update_info_cls = Nothing, WeightBucket
+    group: broadcast.BroadcastGroup | None = None
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         """See vLLM."""
@@ -113,13 +113,13 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Bucket) -> None:
+    def receive_weights(self, update_info: WeightBucket) -> None:
         """See vLLM."""
         weights = self.weights_of(update_info)
         with torch.device(self.device):
             self.model.load_weights((name, weight.to(self.device)) for name, weight in weights.items())
 
-    def weights_of(self, bucket: Bucket) -> dict[str, Tensor]:
+    def weights_of(self, bucket: WeightBucket) -> dict[str, Tensor]:
         """Those of a bucket."""
         if bucket.path:
             return read(bucket.path)

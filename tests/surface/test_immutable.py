@@ -29,7 +29,7 @@ CHANGING = {
         "EpisodeHistory",
         "GivenModel",
         "Affinity",
-        "Bucket",
+        "WeightBucket",
         "Nothing",
         "Readback",
         "ServedModel",

@@ -248,7 +248,7 @@ def test_an_engine_computes_with_what_a_trainer_elsewhere_broadcasts(size):
     trainer, passes, store = a_model(), ("choose", "load", "compare"), broadcast.listen()
     sampler = VLLMSampler(a_model(), 16, service="vllm_sabotage:service", tensor_parallel_size=size)
     with closing(sampler), ThreadPoolExecutor(1) as other:
-        joined = other.submit(sampler.join, Meeting("gloo", "127.0.0.1", store.port, 1 + size))
+        joined = other.submit(vllm_backend.join, sampler, Meeting("gloo", "127.0.0.1", store.port, 1 + size))
         group = broadcast.gather_group(store, "gloo", 1 + size, torch.device("cpu"), joined.done)
         assert joined.result() == ""
 
@@ -276,14 +276,14 @@ def test_an_engine_computes_with_what_a_trainer_elsewhere_broadcasts(size):
 
 @pytest.mark.parametrize("transfer", ["gloo", "object_store"])
 def test_grpo_trains_with_an_engine_on_a_cluster(tmp_path, transfer):
-    """On Ray, one step ahead: each version goes to the engine, and its log-probs are the trainer's."""
+    """On Ray: each version goes to the engine, and its log-probs are the trainer's."""
     job, out = make_job(tmp_path), tmp_path / "run"
     tokenizer = AutoTokenizer.from_pretrained(job / "base")
     tiny.model("qwen3", len(tokenizer), hidden=64, layers=1, heads=2, max_length=64).save_pretrained(job / "base")
     command = [sys.executable, "-m", "psigrad", "grpo", "--cluster=auto", "--samplers=1", "--sampler=vllm", "--max-steps=4"]
     command += [f"--model={job / 'base'}", f"--dataset={job / 'train.jsonl'}", f"--output-dir={out}", "--prompts-per-step=4"]
     command += ["--num-generations=4", "--max-completion-length=4", "--threads=1", "--no-progress", "--no-report"]
-    command += ["--reward=exact", "--eval-prompts=0", "--lag=1", f"--weight-transfer={transfer}"]
+    command += ["--reward=exact", "--eval-prompts=0", f"--weight-transfer={transfer}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -292,10 +292,10 @@ def test_grpo_trains_with_an_engine_on_a_cluster(tmp_path, transfer):
     assert fleet["lost"] == 0 and fleet.get("broadcasts", 0) == (4 if transfer == "gloo" else 0)
     rollouts = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
     trained = {(row["step"], row["version"]) for row in rollouts if row["kind"] == "train"}
-    assert trained == {(1, 0), (2, 0), (3, 1), (4, 2)}
+    assert trained == {(1, 0), (2, 1), (3, 2), (4, 3)}
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     gaps = [row[name] for row in metrics if (name := "sampling/sampling_logp_difference/max") in row]
-    assert len(gaps) == 4 and 0 < gaps[0] < EQUAL < gaps[2], "only the first step's completions are of the weights of then"
+    assert len(gaps) == 4 and 0 < max(gaps) < EQUAL
 
 
 def test_a_missed_update_ends_the_run_in_a_sentence():

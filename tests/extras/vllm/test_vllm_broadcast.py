@@ -365,8 +365,8 @@ def test_with_filters_no_log_probs_come_of_an_old_model(engine, ray, trainer):
 def test_a_broadcast_is_chosen_where_it_can_be_and_refused_in_a_sentence(
     monkeypatch, wish, placed, sampling, lora, cuda, kind, why
 ):
-    monkeypatch.setattr(ray_placement.importlib.util, "find_spec", lambda name: object())
     model = a_model(Lora(rank=4) if lora else None)
+    monkeypatch.setattr(ray_placement.importlib.util, "find_spec", lambda name: object())
     if cuda:
         monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     placement = Placement(**{"cluster": "auto", "sampler_gpus": 1.0, "weight_transfer": wish, **placed})
