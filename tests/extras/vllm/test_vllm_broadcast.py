@@ -28,7 +28,7 @@ from psigrad.processes.parallel.world import Alone, RankLost
 from psigrad_extras.cluster import ray_broadcast, ray_placement, ray_sampler
 from psigrad_extras.cluster.ray_broadcast import Broadcasts
 from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
-from psigrad_extras.vllm import broadcast, vllm_weights
+from psigrad_extras.vllm import broadcast, vllm_backend, vllm_weights
 from psigrad_extras.vllm.broadcast import BroadcastLostError, Meeting
 
 CPU = torch.device("cpu")
@@ -334,6 +334,18 @@ def test_a_lost_engine_is_never_filled_with_the_weights_of_the_beginning(engine,
     sampler = worker.worker.sampler
     with pytest.raises(UserError, match="closed"):
         sampler.snapshot()
+
+
+def test_an_engine_that_was_not_sent_what_it_waits_for_is_lost_and_its_model_is_not_blamed(engine, monkeypatch):
+    sampler = engine()
+    monkeypatch.setattr(
+        sampler, "_heard", lambda: ("answer", ["failed", f"Worker failed: {broadcast.LOST} took longer than 120 s"])
+    )
+    with pytest.raises(vllm_backend.EngineLostError, match="took longer than 120 s"):
+        list(sampler._hear("load"))
+    monkeypatch.setattr(sampler, "_heard", lambda: ("answer", ["failed", "no such weight"]))
+    with pytest.raises(UserError, match="vLLM cannot run this model"):
+        list(sampler._hear("load"))
 
 
 def test_with_filters_no_log_probs_come_of_an_old_model(engine, ray, trainer):
