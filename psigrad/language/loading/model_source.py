@@ -24,9 +24,10 @@ from psigrad.cache_folder import cache_folder
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.backbone import save_pretrained, without_bars
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
-from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config, without_peft_warning
+from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -121,6 +122,21 @@ def tokenizer_path(settings: Model) -> str:
     """Where its tokenizer is loaded from."""
     found = find_adapter(settings)
     return _folder_of(settings) if found is None else found.tokenizer or found.base.path
+
+
+def tell_ends(network: Any, tokenizer: Any) -> None:
+    """Have `generate` and servers, which read generation_config.json, end a completion where a run does: at the tokenizer's EOS
+    and the end of a turn of its chat template, besides where the model ended one before.
+    """
+    settings = getattr(network, "generation_config", None)
+    if settings is None:
+        return
+    own = settings.eos_token_id
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    with contextlib.suppress(UserError):  # a template that shows no end
+        ends |= {*stop_token_ids(tokenizer)} if tokenizer.chat_template else set()
+    found = sorted(ends - {None})
+    settings.eos_token_id = found if len(found) > 1 else found[0]
 
 
 def load_tokenizer(path: str) -> Any:
@@ -370,7 +386,11 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
 
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
     with without_peft_warning():
-        model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
-    save_pretrained(model, folder)
+        wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
+        check_untied(wrapped.get_base_model())
+        model = wrapped.merge_and_unload()
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
-    AutoTokenizer.from_pretrained(adapter if has_tokenizer else base).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
+    tell_ends(model, tokenizer)
+    save_pretrained(model, folder)
+    tokenizer.save_pretrained(folder)

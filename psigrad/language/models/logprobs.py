@@ -120,8 +120,11 @@ class TokenStatsRequest:
                 own, log_ref = reference_hidden.beside(logits, normaliser)
                 kl = self._divergence(*_exp(own), log_ref)
             elif self.reference_head is not None and reference_hidden is not None:
-                log_ref = torch.log_softmax(upcast(self.reference_head(reference_hidden)) / self.temperature, -1)
-                kl = self._divergence(pi, log_pi, never, log_ref)
+                theirs = upcast(self.reference_head(reference_hidden)) / self.temperature
+                if (both := min(theirs.shape[-1], logits.shape[-1])) < max(theirs.shape[-1], logits.shape[-1]):
+                    # what one head has beyond the other is padding, which is no token
+                    pi, log_pi, never = _exp(logits[:, :both].log_softmax(-1))
+                kl = self._divergence(pi, log_pi, never, theirs[:, :both].log_softmax(-1))
         if self.accuracy:
             hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
         if self.mean_logp:

@@ -19,6 +19,7 @@ from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.rendered_rows import first_rows
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_scalar_model
+from psigrad.language.loading.model_source import tell_ends
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -135,6 +136,7 @@ def finish(
     if saved == "adapter" and isinstance(model, ScalarModel) and not config.model.quantize_base:
         saved = "both"  # an adapter does not say how its rows were read
     kept = "merged" if model.adapter is None else saved
+    tell_ends(model.network, model.tokenizer)
     in_shards = model.root is not None
     leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
     journal.folder.save_model(leave)
