@@ -120,8 +120,8 @@ def check_positions(longest: int, **others: Any) -> None:
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
             raise UserError(
-                f"The {name} has {other.max_length} positions and the longest text of this run {longest} tokens; shorten the texts "
-                f"or give another {name}."
+                f"The {name} has {other.max_length} positions and the longest text of this run {longest} tokens; shorten the "
+                f"texts or give another {name}."
             )
 
 

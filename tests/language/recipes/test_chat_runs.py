@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_jobs import online_config
 from tiny_rewards import Again, lengths
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.config import Data, Evaluation, Model, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
@@ -150,3 +151,15 @@ def test_a_run_goes_on_with_the_templates_arguments_eos_and_text_that_it_began_w
     own.write_text(MOODY)
     sft.run(longer)
     assert (tmp_path / "run" / "model" / "config.json").exists(), "the same goes on"
+
+
+@pytest.mark.parametrize("eos", ["", "<|other|>"])
+def test_others_end_the_trained_models_turns_where_training_does(eos, tmp_path):
+    """The model's own end is <|endoftext|>, 0, its template's <|im_end|>, 3; `generate` knows what generation_config.json says."""
+    folder = model(tmp_path / "model", "qwen2_5", ("<|im_end|>", "<|other|>"))
+    config = sft_config(tmp_path, folder, [{"messages": talk("2")}, {"messages": talk("4")}])
+    done = sft.run(replace(config, model=replace(config.model, eos_token=eos)))
+    other = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|other|>")
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 0
+    found = AutoModelForCausalLM.from_pretrained(done.model).generation_config.eos_token_id
+    assert found == [0, 3] + ([other] if eos else [])
