@@ -114,7 +114,7 @@ def test_a_reward_model_may_lack_its_head_alone(tokenizer, tmp_path):
     prepare(tiny.model("gpt_neox", len(tokenizer), tied=False), tokenizer).save(tmp_path)
     assert scalar_model.load(str(tmp_path)).per_token
     without(tmp_path, "gpt_neox.layers.0.mlp.dense_h_to_4h.weight")
-    with pytest.raises(UserError, match="its files lack .*layers.0.mlp.dense_h_to_4h.weight, which would be random"):
+    with pytest.raises(UserError, match=r"its files lack .*layers\.0\.mlp\.dense_h_to_4h\.weight, which would be random"):
         scalar_model.load(str(tmp_path))
 
 

@@ -155,7 +155,7 @@ def test_a_run_goes_on_with_the_templates_arguments_eos_and_text_that_it_began_w
 
 @pytest.mark.parametrize("eos", ["", "<|other|>"])
 def test_others_end_the_trained_models_turns_where_training_does(eos, tmp_path):
-    """The model's own end is <|endoftext|>, 0, its template's <|im_end|>, 3; `generate` knows what generation_config.json says."""
+    """The model ends with <|endoftext|>, 0, its template with <|im_end|>, 3; `generate` knows what generation_config.json says."""
     folder = model(tmp_path / "model", "qwen2_5", ("<|im_end|>", "<|other|>"))
     config = sft_config(tmp_path, folder, [{"messages": talk("2")}, {"messages": talk("4")}])
     done = sft.run(replace(config, model=replace(config.model, eos_token=eos)))
