@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.rendering import check_known, refuse
-from psigrad.language.data.chat.turns import Context, Talk, between, check_shown, contexts, stop_tokens
+from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens
 from psigrad.language.data.dataset_rows import Row
 
 if TYPE_CHECKING:
@@ -213,6 +213,12 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     hidden = _unsaid_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
+
+
+def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
+    """The tag of a thought that a prompt ends in, as <think> before every answer of DeepSeek-R1; empty where there is none."""
+    found = OPEN.search(str(tokenizer.decode([*prompt_ids[-16:]], clean_up_tokenization_spaces=False)))
+    return found.group() if found else ""
 
 
 def prompt_for_reward(row: Row) -> Any:
