@@ -15,8 +15,7 @@ from torch import Tensor
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.data.templates import stop_token_ids
-from psigrad.language.loading.model_source import locate, meant, plain_folder
+from psigrad.language.loading.model_source import ends_of, locate, meant, plain_folder
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
@@ -218,7 +217,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         add(tokenizer.eos_token_id if index is None else index)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
-        writer.add_eot_token_id(stop_token_ids(tokenizer)[0])
+        writer.add_eot_token_id(ends_of(tokenizer)[-1])
 
 
 def _adds_bos(tokenizer: Any) -> bool:
@@ -241,11 +240,11 @@ def _cut(pre_tokenizer: Any) -> str:
 
 def modelfile(tokenizer: Any, file: str) -> str:
     """Ollama's Modelfile: the chat template as one of Go, read off what the tokenizer's makes of a conversation."""
-    lines, ends = [f"FROM ./{file}"], [tokenizer.eos_token]
+    lines = [f"FROM ./{file}"]
     if tokenizer.chat_template:
         lines += [f'TEMPLATE """{_go_template(tokenizer)}"""']
-        ends += tokenizer.convert_ids_to_tokens(stop_token_ids(tokenizer))
-    return "\n".join([*lines, *(f'PARAMETER stop "{end}"' for end in dict.fromkeys(ends))]) + "\n"
+    stops = [f'PARAMETER stop "{end}"' for end in tokenizer.convert_ids_to_tokens(ends_of(tokenizer))]
+    return "\n".join([*lines, *stops]) + "\n"
 
 
 def _go_template(tokenizer: Any) -> str:

@@ -124,19 +124,23 @@ def tokenizer_path(settings: Model) -> str:
     return _folder_of(settings) if found is None else found.tokenizer or found.base.path
 
 
+def ends_of(tokenizer: Any) -> list[int]:
+    """The tokens that end a completion, for those who read no chat template: the EOS, and its end of a turn."""
+    ends = [tokenizer.eos_token_id]
+    with contextlib.suppress(UserError):  # a template that shows no end
+        ends += stop_token_ids(tokenizer) if tokenizer.chat_template else []
+    return list(dict.fromkeys(ends))
+
+
 def tell_ends(network: Any, tokenizer: Any) -> None:
-    """Have `generate` and servers, which read generation_config.json, end a completion where a run does: at the tokenizer's EOS
-    and the end of a turn of its chat template, besides where the model ended one before.
+    """Have `generate` and servers, which read generation_config.json, end a completion where a run does, besides where the model
+    ended one before.
     """
     settings = getattr(network, "generation_config", None)
-    if settings is None:
-        return
-    own = settings.eos_token_id
-    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
-    with contextlib.suppress(UserError):  # a template that shows no end
-        ends |= {*stop_token_ids(tokenizer)} if tokenizer.chat_template else set()
-    found = sorted(ends - {None})
-    settings.eos_token_id = found if len(found) > 1 else found[0]
+    if settings is not None:
+        own = settings.eos_token_id
+        found = sorted({*(own if isinstance(own, list) else [own]), *ends_of(tokenizer)} - {None})
+        settings.eos_token_id = found if len(found) > 1 else found[0]
 
 
 def load_tokenizer(path: str) -> Any:
