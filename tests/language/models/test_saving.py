@@ -134,3 +134,4 @@ def test_an_adapter_on_a_matrix_that_is_embedding_and_head_is_refused(targets, t
         with torch.no_grad():
             wanted, found = logits(model.as_transformers()), logits(AutoModelForCausalLM.from_pretrained(folder))
         assert torch.allclose(wanted, found, atol=1e-4), "these can be merged"
+        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False, "embedding and head are two"
