@@ -132,15 +132,16 @@ def ends_of(tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
-def tell_ends(network: Any, tokenizer: Any) -> None:
-    """Have `generate` and servers, which read generation_config.json, end a completion where a run does, besides where the model
-    ended one before.
+def tell_ends(folder: Path, tokenizer: Any) -> None:
+    """Have `generate` and servers, which read generation_config.json, end the completions of a saved model where a run does,
+    besides where it ended one before.
     """
-    settings = getattr(network, "generation_config", None)
-    if settings is not None:
-        own = settings.eos_token_id
-        found = sorted({*(own if isinstance(own, list) else [own]), *ends_of(tokenizer)} - {None})
-        settings.eos_token_id = found if len(found) > 1 else found[0]
+    file = folder / "generation_config.json"  # transformers saves no object of it that was changed, where published ones err
+    held = json.loads(file.read_text()) if file.exists() else None
+    own = held["eos_token_id"] if held and "eos_token_id" in held else []
+    ends = {*(own if isinstance(own, list) else [own])} - {None}
+    if held is not None and not ends.issuperset(more := ends_of(tokenizer)):
+        file.write_text(json.dumps({**held, "eos_token_id": sorted(ends.union(more))}, indent=2, sort_keys=True) + "\n")
 
 
 def load_tokenizer(path: str) -> Any:
@@ -393,6 +394,6 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
         model = merge_in_place(peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto"))
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
-    tell_ends(model, tokenizer)
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
+    tell_ends(folder, tokenizer)

@@ -136,9 +136,12 @@ def finish(
     if saved == "adapter" and isinstance(model, ScalarModel) and not config.model.quantize_base:
         saved = "both"  # an adapter does not say how its rows were read
     kept = "merged" if model.adapter is None else saved
-    tell_ends(model.network, model.tokenizer)
-    in_shards = model.root is not None
-    leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
+    write_it = partial(write_model, model) if model.root is None else partial(sharded.save_merged, model, world)
+
+    def leave(folder: Path) -> None:
+        write_it(folder, kept=kept)
+        tell_ends(folder, model.tokenizer)
+
     journal.folder.save_model(leave)
     if world.rank and model.root is not None:
         leave(journal.folder.path)  # what the others have of it

@@ -114,9 +114,7 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Refuse models of a run, by their names, that have fewer positions than its longest text has tokens. Some of them would give
-    numbers all the same.
-    """
+    """Refuse models of a run, by their names, that have fewer positions than its longest text: some would give numbers."""
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
             raise UserError(

@@ -160,8 +160,10 @@ def test_a_run_goes_on_with_the_templates_arguments_eos_and_text_that_it_began_w
 def test_others_end_the_trained_models_turns_where_training_does(eos, tmp_path):
     """The model ends with <|endoftext|>, 0, its template with <|im_end|>, 3; `generate` reads generation_config.json alone."""
     folder = model(tmp_path / "model", "qwen2_5", ("<|im_end|>", "<|other|>"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 0.6, "do_sample": False}))
     config = sft_config(tmp_path, folder, [{"messages": talk("2")}, {"messages": talk("4")}])
-    done = sft.run(replace(config, model=replace(config.model, eos_token=eos)))
+    done = sft.run(replace(config, model=replace(config.model, eos_token=eos)))  # that makes no sense, and is Llama 2's
     other = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|other|>")
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 0
     found = AutoModelForCausalLM.from_pretrained(done.model).generation_config.eos_token_id
