@@ -362,8 +362,8 @@ def recompute_activations(hf: PreTrainedModel) -> None:
 def check_whole(missing: Iterable[str]) -> None:
     """Raises `ValueError` where weights are missing in a model's files: transformers draws such at random, and goes on."""
     if names := sorted(missing):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ValueError(f"its files lack {', '.join(names[:3])}{more}, which would be random numbers")
+        some = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+        raise ValueError(f"its files lack {some}, which would be random numbers")
 
 
 @contextlib.contextmanager
