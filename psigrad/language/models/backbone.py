@@ -362,8 +362,7 @@ def recompute_activations(hf: PreTrainedModel) -> None:
 def check_whole(missing: Iterable[str]) -> None:
     """Raises `ValueError` where weights are missing in a model's files: transformers draws such at random, and goes on."""
     if names := sorted(missing):
-        some = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-        raise ValueError(f"its files lack {some}, which would be random numbers")
+        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")
 
 
 @contextlib.contextmanager
