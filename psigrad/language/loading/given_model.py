@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, write
-from psigrad.language.models.lora import is_adapter, merge_in_place, read_adapter_config, without_peft_warning
+from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
 from psigrad.processes.parallel.world import World
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class GivenModel:
             yield
         finally:
             if self.made is not None and self.made.adapter is not None:
-                merge_in_place(self.made.adapter)
+                adapter: Any = self.made.adapter
+                adapter.merge_and_unload()
             network.set_attn_implementation(own)
             network.config.pad_token_id = padding
             if _recomputes(network) and not recomputes:

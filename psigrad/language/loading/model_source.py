@@ -27,7 +27,7 @@ from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.backbone import save_pretrained, without_bars
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
-from psigrad.language.models.lora import CONFIG, Lora, is_adapter, merge_in_place, read_adapter_config, without_peft_warning
+from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -391,7 +391,9 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
 
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
     with without_peft_warning():
-        model = merge_in_place(peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto"))
+        wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
+        check_untied(wrapped.get_base_model())
+        model = wrapped.merge_and_unload()
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
     save_pretrained(model, folder)

@@ -317,9 +317,9 @@ def load(
         if network is None and kind == "gguf":
             raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
         if network is None:
-            network, report = AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
-            )
+            asked: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+            read: Any = AutoModelForCausalLM.from_pretrained(path, **asked, output_loading_info=True)
+            network, report = read
             check_whole(report["missing_keys"])
             if kind is not None:
                 code_linears(network, kind)

@@ -193,17 +193,7 @@ def merge_adapter(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | N
     if wrapped is None:
         return network
     uncode_linears(wrapped, network.dtype)
-    return merge_in_place(wrapped)
-
-
-def merge_in_place(wrapped: Any) -> Any:
-    """The whole model of a peft wrapper. What was one matrix for embedding and head may be two, where one was trained whole."""
-    check_untied(wrapped.get_base_model())
-    whole = wrapped.merge_and_unload()
-    head = whole.get_output_embeddings()
-    if head is not None and head.weight is not whole.get_input_embeddings().weight:
-        whole.config.tie_word_embeddings = False  # by which servers leave the head unread
-    return whole
+    return wrapped.merge_and_unload()
 
 
 def base_of(module: Any) -> Any:

@@ -138,10 +138,9 @@ def test_a_reward_model_of_plain_prompts_stays_one(plain: bool, tmp_path: Path) 
 def test_a_text_beyond_the_reward_models_positions_is_unscored_and_not_scored_at_random(tmp_path: Path) -> None:
     """Rotary positions go on beyond the last that was trained, and give numbers."""
     tokenizer = tiny.tokenizer(PROMPTS + ANSWERS, 270)
-    network = tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=16)
-    scalar_model.prepare(AutoModelForSequenceClassification.from_config(network.config, num_labels=1), tokenizer).save_merged(
-        tmp_path
-    )
+    config = tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=16).config
+    config.num_labels = 1
+    scalar_model.prepare(AutoModelForSequenceClassification.from_config(config), tokenizer).save_merged(tmp_path)
     texts = ["a" * 8, "a" * 9]
     written = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     assert [len(ids) for ids in written] == [8, 9]
