@@ -85,7 +85,21 @@ COMPARED = {
     "format": (
         "One block of thinking, then one answer, with none of these tags inside and only white space around them. It reads no "
         "answer. Where the chat template opens the thought itself (DeepSeek-R1, Qwen3.5), its `<think>` is read before the "
-        "completion; a `pattern` of your own is held against the completion alone."
+        "completion; a `pattern` of your own is held against the completion alone.",
+        [
+            ("", "<think>2 + 2</think><answer>4</answer>"),
+            ("", "<think>2 + 2</think>\n\n<answer>4</answer>\n"),
+            ("", "<think>first\nthen</think> <answer>4</answer>"),
+            ("", "<think></think><answer></answer>"),
+            ("", "<think>x < 3</think><answer><b>4</b></answer>"),
+        ],
+        [
+            ("", "<answer>4</answer>"),
+            ("", "<think>a</think> so <answer>4</answer>"),
+            ("", "<think>a</think><think>b</think><answer>4</answer>"),
+            ("", "<think>a</think><answer>4</answer><answer>5</answer>"),
+            ("", "<think>a <answer>3</answer></think><answer>4</answer>"),
+        ],
     ),
     "choice": (
         "The letter that the completion chooses: its first line if that is a letter, else the last one in a `\\boxed{…}` or "
