@@ -463,9 +463,10 @@ def token_stats(
         logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)
         hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
         return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
-    large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
-    tiled = plain and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None))
-    if tiled and len(ids) and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True)):
+    closed = plain and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True))
+    # autograd would keep five to seven copies of the logits, of another size in every pass: few enough to take its time
+    large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if wanted.nothing_else else TILE_ELEMENTS // 4)
+    if closed and len(ids) and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None)):
         _check_ids(ids, len(linear.weight))
         # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
