@@ -37,6 +37,7 @@ from psigrad_extras.preflight.plan.arithmetic import (
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.memory import (
     AMONG_OTHERS,
+    KEPT,
     MemoryItem,
     ModelRole,
     PeakMemory,
@@ -45,6 +46,7 @@ from psigrad_extras.preflight.plan.memory import (
     engine_item,
     forward_and_back,
     head_slack,
+    kept_size,
     load_items,
     passing,
     recomputed_gradients,
@@ -58,6 +60,8 @@ from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 MARGIN = 0.15
 # Rows of a dataset that are read for their lengths.
 _ROWS = 256
+# How many times what the fused decoder keeps the quick estimate has, which is of plain PyTorch.
+PLAIN = 2
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,14 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items += [*load_items(parts), *engine]
     items = _with_codes(items, policy, width, coded) if coded else items
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
-    cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    cost = cost.with_head_again(work, policy) if again[0] else cost
     cpu = machine.kind == "cpu"
+    if quick and cpu and weights_only.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
+        starts = 0 < kept_size(work, policy, kept) / PLAIN <= work.keeps
+    else:
+        starts = any(item.name == KEPT and item.phase == "held" for item in items)
+    done = work if starts else replace(work, keeps=0.0)
+    cost = cost_of(done, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
+    cost = cost.with_head_again(work, policy) if again[0] else cost
     light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
