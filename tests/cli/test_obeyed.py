@@ -294,7 +294,7 @@ def seen(name, job, folder, capsys, *more):
         if path.is_file() and path.name not in UNREPEATABLE
     }
     # how long it may take here is what the machine was busy with
-    return status, *(re.sub(r"about \d.*? here and", "about … here and", text.replace(str(folder), "")) for text in said), files
+    return status, *(re.sub(r"about \d.*? here", "about … here", text.replace(str(folder), "")) for text in said), files
 
 
 def judged(cls):

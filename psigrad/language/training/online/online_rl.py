@@ -133,8 +133,8 @@ def tell_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[
     needed = math.ceil(tokens * decoder.parts.row_bytes / 1e8) / 10
     run.journal.tell_once(
         "forward_again",
-        f"Training computes again what sampling has computed, which takes about a sixth of a step: activations of {tokens:,} tokens "
-        f"take {needed:g} GB and keep_activations_gb is {limit:g}. --keep-activations-gb {needed:g} keeps them.",
+        f"Training computes again what sampling has computed, which takes about a sixth of a step: activations of {tokens:,} "
+        f"tokens take {needed:g} GB and keep_activations_gb is {limit:g}. --keep-activations-gb {needed:g} keeps them.",
     )
 
 
