@@ -384,7 +384,8 @@ def _as_drawn(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [M] of tokens with the bits that a draw among the same logits gives them, and their logits."""
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
-    width = max(1, TILE_ELEMENTS // height // STRETCH) * STRETCH
+    most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # of which figures make three copies
+    width = max(1, most // height // STRETCH) * STRETCH
     room = hidden.new_empty(height * min(width, len(weight)))
     chosen = torch.zeros(len(ids))
     sums = torch.empty(len(ids), -(-len(weight) // STRETCH), 2, dtype=torch.float64)
@@ -398,7 +399,7 @@ def _as_drawn(
             chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0].float(), chosen[rows])
             native.log_probs.sum_stretches(sums[rows, left // STRETCH :], logits, temperature)
             if figures is not None:
-                figures.add(rows, columns, logits.float() / temperature)
+                figures.add(rows, columns, logits.to(torch.float32, copy=True).div_(temperature))
     return native.log_probs.of(chosen, sums, temperature), chosen
 
 
