@@ -262,6 +262,23 @@ def test_what_is_kept_from_sampling_takes_the_place_of_activations(folder):
 
 
 @pytest.mark.needs("compiler")
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_forward_pass_is_left_out_only_where_all_that_sampling_computed_is_kept(folder, tmp_path, quick):
+    def training(limit: float, model=folder) -> float:
+        config = settings(model, algorithm={"preset": "grpo", "kl": None}, keep_activations_gb=limit)
+        return plan.predict(config, LENGTHS, MACHINE, quick=quick).cost.training
+
+    made = plan.predict(settings(folder), LENGTHS, MACHINE, quick=quick)
+    shape, work = made.policy, made.work
+    again = 2 * shape.active * work.tokens + 2 * shape.head * work.rows * work.members * work.lengths.completion
+    assert training(1.0) + again < training(0.0) < training(1.0) + 1.2 * again  # attention's scores besides
+    assert training(1e-3) == training(0.0), "too little for all of it"
+    # nothing is kept where layers run in transformers' modules
+    tiny.model("gpt2", 100, hidden=64, max_length=512).config.save_pretrained(tmp_path)
+    assert training(1.0, tmp_path) == training(0.0, tmp_path) > 0
+
+
+@pytest.mark.needs("compiler")
 def test_a_critic_that_is_larger_than_the_policy_sets_the_peak(folder, tmp_path):
     tiny.model("qwen3", 269, hidden=256, layers=6, max_length=512).config.save_pretrained(tmp_path)
     like, large = (plan.predict(settings(folder, algorithm="ppo", critic=c), LENGTHS, MACHINE) for c in ("", str(tmp_path)))
