@@ -11,8 +11,6 @@ from typing import Any
 
 from psigrad import redaction
 from psigrad.errors import UserError
-from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.processor import vectors
 from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device as device_of
@@ -95,8 +93,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     # of an episode nobody knows how many turns it has, nor how long they are waited for
     plays = getattr(config, "plays", False)
     apart = ", evaluations apart" * (config.evaluation.eval_prompts != 0)
-    by = f" by kernels for {vectors()}" if here.kind == "cpu" and not isinstance(kernels(), str) else ""
-    spent = " a turn" if plays else f", about {seconds(there)} here{by}{apart}" if made.seconds else ""
+    spent = " a turn" if plays else f", about {seconds(there)} here{apart}" if made.seconds else ""
     steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
     redaction.say(f"{steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.")
     default = type(config)().run

@@ -192,19 +192,14 @@ def test_a_level_is_for_processors_that_have_all_of_it(monkeypatch):
 
     avx512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
     older = "avx2 bmi1 bmi2 f16c fma movbe"
-    for machine, flags, found, name in (
-        (
-            "x86_64",
-            f"{older} {avx512} avx512_bf16",
-            ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"],
-            "AVX-512 with bfloat16 products",
-        ),
-        ("x86_64", f"{older} {avx512}", ["x86-64-v4", "x86-64-v3"], "AVX-512"),
-        ("x86_64", f"{older} avx512f", ["x86-64-v3"], "AVX2"),
-        ("x86_64", "avx2", [], "x86_64"),
-        ("aarch64", "fp asimd", ["armv8-a"], "NEON"),
-        ("riscv64", older, [], "riscv64"),
+    for machine, flags, found in (
+        ("x86_64", f"{older} {avx512} avx512_bf16", ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]),
+        ("x86_64", f"{older} {avx512}", ["x86-64-v4", "x86-64-v3"]),
+        ("x86_64", f"{older} avx512f", ["x86-64-v3"]),
+        ("x86_64", "avx2", []),
+        ("aarch64", "fp asimd", ["armv8-a"]),
+        ("riscv64", older, []),
     ):
         monkeypatch.setattr(processor.platform, "machine", lambda machine=machine: machine)
         monkeypatch.setattr(processor, "_described", lambda flags=flags: (f"flags : {flags}",))
-        assert processor.levels() == found and processor.vectors() == name
+        assert processor.levels() == found

@@ -16,12 +16,6 @@ LEVELS = {
     "aarch64": {"armv8-a": ("-march=armv8-a", "asimd")},
 }
 """For which processors a wheel has compiled kernels, best first: how they are compiled, and what the processor must have."""
-_VECTORS = {
-    "x86-64-v4-bf16": "AVX-512 with bfloat16 products",
-    "x86-64-v4": "AVX-512",
-    "x86-64-v3": "AVX2",
-    "armv8-a": "NEON",
-}
 
 
 @functools.cache
@@ -48,11 +42,6 @@ def levels() -> list[str]:
     """The names of `LEVELS` whose code this processor runs, best first."""
     known = LEVELS.get(platform.machine(), {}).items()
     return [name for name, (_, needed) in known if all(map(_has, needed.split()))]
-
-
-def vectors() -> str:
-    """What the kernels compute with on this processor, for people."""
-    return next((_VECTORS[name] for name in levels()), platform.machine())
 
 
 def fast_bfloat16() -> bool:
