@@ -72,6 +72,7 @@ def test_where_more_is_computed_than_kept_a_run_tells_once_what_would_keep_it(jo
     written = sum(len(row["completion_ids"]) for row in rows if row["step"] == 1)
     tokens = int(re.search(r"activations of (\d+) tokens take", why[0])[1])
     assert 0 < tokens - written <= 4 * 12, "the four prompts, each once"
+    found.clear()
     online.run(replace(config, run=replace(config.run, output_dir=str(tmp_path / "enough")), keep_activations_gb=0.1))
     assert found and all(found)
     assert "forward_again" not in (tmp_path / "enough" / "events.jsonl").read_text()
