@@ -479,7 +479,6 @@ def token_stats(
         entropy = figures.entropy() if figures is not None and wanted.entropy else None
         return TokenStats(logp, entropy, hit=hit)
     rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if _on_gpu(hidden) else 1) // vocabulary)
-
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None
 

@@ -152,13 +152,8 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items = _with_codes(items, policy, width, coded) if coded else items
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     cpu = machine.kind == "cpu"
-    if quick and cpu and weights_only.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
-        starts = 0 < kept_size(work, policy, kept) / PLAIN <= work.keeps
-    else:
-        starts = any(item.name == KEPT and item.phase == "held" for item in items)
-    done = work if starts else replace(work, keeps=0.0)
+    done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
     cost = cost_of(done, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    cost = cost.with_head_again(work, policy) if again[0] else cost
     light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
@@ -167,12 +162,22 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
         whole,
         work,
         PeakMemory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
-        cost,
+        cost.with_head_again(work, policy) if again[0] else cost,
         sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
         quick,
         starved,
     )
+
+
+def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: float) -> Work:
+    """The work, which keeps what sampling computed only where that is kept whole: by the items, or by a size that is `estimated`
+    where the fused decoder is not asked.
+    """
+    kept = any(item.name == KEPT and item.phase == "held" for item in items)
+    if estimated and weights_only.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
+        kept = estimated <= work.keeps
+    return work if kept else replace(work, keeps=0.0)
 
 
 def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tuple[list[MemoryItem], float]:
