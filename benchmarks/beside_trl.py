@@ -167,8 +167,8 @@ def agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> No
 
 
 def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]:
-    """All passes over one collected batch: one step of ours, as many of TRL's as there are passes. Raises `UserError` where we had
-    no gradient to compute, which TRL computes all the same.
+    """All passes over one collected batch: one step of ours, as many of TRL's as there are passes. Raises `UserError` where we
+    had no gradient to compute, which TRL computes all the same.
     """
     time.sleep(0.3)  # OpenMP threads spin for a while after their work
     taken = [side.step() for _ in range(work.iterations if who == "trl" else 1)]
