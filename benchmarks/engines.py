@@ -63,13 +63,18 @@ def by_llama_cpp(folder: str, room: Path, dtype: str, sequences: int, threads: i
     settings.n_parallel, settings.n_ctx = sequences, sequences * (PROMPT + tokens + 64)
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(settings)
-    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": ["temperature"], "repeat_penalty": 1.0, "return_tokens": True}
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": ["temperature"], "repeat_penalty": 1.0, "ignore_eos": True}
 
     def sample(prompts: Prompts, tokens: int, seed: int, temperature: float) -> list[list[int]]:
         def one(place: int) -> list[int]:
-            asked: dict[str, Any] = {"prompt": prompts[place], "n_predict": tokens, "ignore_eos": True, "seed": seed + place}
-            found = server.handle_completions({**plain, **asked, "temperature": temperature, "cache_prompt": False})
-            return list((found if isinstance(found, dict) else json.loads(found))["tokens"])
+            asked: dict[str, Any] = {"prompt": prompts[place], "max_tokens": tokens, "seed": seed + place, "cache_prompt": False}
+            if temperature == 0:
+                asked["logprobs"] = 1  # it says which tokens these are with their log-probs alone, which take time
+            found = server.handle_completions({**plain, **asked, "temperature": temperature})
+            made = found if isinstance(found, dict) else json.loads(found)
+            if temperature > 0:
+                return [-1] * int(made["usage"]["completion_tokens"])
+            return [token["id"] for token in made["choices"][0]["logprobs"]["content"]]
 
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(one, range(len(prompts))))
