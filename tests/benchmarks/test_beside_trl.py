@@ -140,7 +140,7 @@ def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, block, exp
 
         def step(self):
             taken.append(len(alive))
-            return {"seconds": len(taken), "tokens": 10, "phases": {}, "peak_mb": 1.0}
+            return {"seconds": len(taken), "tokens": 10, "phases": {"forward-backward": 0.5}, "peak_mb": 1.0}
 
     @contextlib.contextmanager
     def start(programs):
