@@ -22,6 +22,7 @@ from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settin
 from psigrad.config.load import load, resolve_names
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
+from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
 ROOT = Path(__file__).parents[2]
@@ -69,9 +70,10 @@ TRAINS = ("--early-stopping-patience", "9", "--threads", "1", "--no-progress", "
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch):
+def alone(tmp_path, monkeypatch, rewards_here, measured_once):
     """A folder to work in, without a cluster, and a hub that is a stand-in."""
     monkeypatch.chdir(tmp_path)
+    kernels()  # of the usual cache: an empty one has them compiled anew, for a quarter of a minute
     monkeypatch.setenv("PSIGRAD_CACHE", str(tmp_path / "cache"))
 
     class NoCluster:

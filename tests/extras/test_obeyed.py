@@ -20,7 +20,7 @@ def unread(cls, *commands: list[str]) -> set[str]:
     return set(settings_of(cls)) - read
 
 
-def test_every_setting_of_a_plan_is_read(job):
+def test_every_setting_of_a_plan_is_read(job, measured_once):
     plan = ["plan", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--eval-prompts", "4",
             "--reward", "exact", "--memory", "24GB", "--tflops", "1", "--max-completion-length", "4"]  # fmt: skip
     more = ["--devices", "2", "--prompt-length", "3"]

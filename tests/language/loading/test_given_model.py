@@ -26,6 +26,8 @@ from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.given_model import digest_weights, weights_digest
 from psigrad.language.rewards import Scored, Unscored
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 SHORT = {
     "max_steps": 4,
     "save_steps": 2,
