@@ -11,8 +11,6 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for `psigrad` in a test's own process or in one of its own
@@ -43,16 +41,6 @@ def rewards_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from inline_scorer import PoolHere
 
     monkeypatch.setattr("psigrad.language.recipes.scorers.RewardPool", PoolHere)
-
-
-@pytest.fixture(scope="module")
-def measured_once() -> Iterator[None]:
-    """How fast this machine computes is measured once, and not again by each command, which takes up to half a second."""
-    from psigrad_extras.preflight.plan import hardware
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hardware, "_speed", cache(hardware._speed))
-        yield
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from speed import measured_once  # noqa: F401 (a fixture)
 from tiny_jobs import agent_config, online_config, sft_config
 from tiny_rewards import Doors, WrongDoors, deadly, of_misspelt, of_nothing, of_two, price
 

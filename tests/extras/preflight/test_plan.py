@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from speed import measured_once  # noqa: F401 (a fixture)
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from psigrad import cli
