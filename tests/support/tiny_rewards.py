@@ -15,6 +15,11 @@ def early_letters(completions, **columns):
     return [sum(c in "abcdefgh \n" for c in text) / (1 + len(text)) for text in completions]
 
 
+def opened(opened_thoughts, **columns):
+    """1 where the prompt has opened a thought."""
+    return [float(tag == "<think>\n") for tag in opened_thoughts]
+
+
 def of_text(completions, **columns):
     """Another number for nearly every text."""
     return [sum(map(ord, text)) % 101 / 101 for text in completions]

@@ -7,7 +7,7 @@ import copy
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -357,6 +357,12 @@ def _check_repeatable(model: Pretrained) -> None:
 def recompute_activations(hf: PreTrainedModel) -> None:
     """Gradient checkpointing. transformers recomputes only in training mode; without dropout that mode computes the same."""
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def check_whole(missing: Iterable[str]) -> None:
+    """Raises `ValueError` where weights are missing in a model's files: transformers draws such at random, and goes on."""
+    if names := sorted(missing):
+        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")
 
 
 @contextlib.contextmanager

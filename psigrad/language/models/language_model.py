@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, own_share, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, check_whole, own_share, with_whole_weights
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
@@ -317,7 +317,10 @@ def load(
         if network is None and kind == "gguf":
             raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
         if network is None:
-            network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+            asked: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+            read: Any = AutoModelForCausalLM.from_pretrained(path, **asked, output_loading_info=True)
+            network, report = read
+            check_whole(report["missing_keys"])
             if kind is not None:
                 code_linears(network, kind)
         if isinstance(tokenizer, str):

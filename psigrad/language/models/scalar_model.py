@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, own_share, with_whole_weights
+from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, check_whole, own_share, with_whole_weights
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
@@ -147,7 +147,9 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTra
         hf, found = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
         )
-    return hf, [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
+    head = [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
+    check_whole(set(found["missing_keys"]).difference(head))
+    return hf, head
 
 
 def prepare(
