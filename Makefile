@@ -8,6 +8,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
 

@@ -27,6 +27,8 @@ from psigrad.language.loading.given_model import digest_weights, weights_digest
 from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.rewards import Scored, Unscored
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 SHORT = {
     "max_steps": 4,
     "save_steps": 2,
