@@ -20,7 +20,7 @@ class Goal:
 
 GOALS = {
     "W0": Goal({"float32": 3.0, "bfloat16": 5.0}, first_step=4.0),
-    "W1": Goal({"float32": 2.0, "bfloat16": 3.0}, mb=1500.0, first_step=4.0),
+    "W1": Goal({"float32": 2.0, "bfloat16": 5.0}, mb=1500.0, first_step=4.0),
     "W2": Goal({"float32": 4.0}),
     "W3": Goal({"float32": 1.5}, smaller=4.0),
     "W3F": Goal({"float32": 1.5}),

@@ -63,7 +63,7 @@ def peak(real: Real, limit: float) -> tuple[float, str]:
         if done.returncode:
             return float("nan"), done.stderr.strip().splitlines()[-1]
         rows = map(json.loads, (folder / "run" / "timings.jsonl").read_text().splitlines())
-        said = [line for line in done.stderr.splitlines() if "memory" in line.lower()]
+        said = [line for line in done.stderr.splitlines() if "micro-batches of" in line]
         return max(row["peak_memory_bytes"] for row in rows), " ".join(said)
 
 

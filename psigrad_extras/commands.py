@@ -36,6 +36,14 @@ def check(arguments: list[str]) -> int:
     return 0 if check.all_pass(checks) else 1
 
 
+def defaults(arguments: list[str]) -> int:
+    """Print the defaults that differ from those of TRL and Stable-Baselines3."""
+    from psigrad_extras.defaults import table
+
+    print(table())
+    return 0
+
+
 def _told(name: str) -> None:
     """The name of the check that is at work, on a terminal's last line; an empty one takes it away."""
     if sys.stderr.isatty():

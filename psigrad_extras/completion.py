@@ -74,7 +74,7 @@ def offer(name: str, command: Command) -> Completions:
 
         words = tuple(names())
     if name == "explain":
-        words = (*words, *entries())
+        words = (*words, *entries(), "defaults")
     flags = {flag.name: flag for flag in _described(rest)}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text.getvalue()):
         flags.setdefault(flag, Flag(flag, "", ()))

@@ -40,6 +40,8 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 48}
 SCALED = {"attention_multiplier": 0.25, "residual_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+DENSE = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
+DENSE |= {"position_embedding_type": "rope", "mamba_n_heads": 8, "mamba_d_head": 16}  # of layers that it has none of
 # transformers' name: (what it is known as, settings that bring out what is its own)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama, SmolLM2", {}),
@@ -64,6 +66,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("Nemotron", {}),
     "gpt2": ("GPT-2", {}),
     "gpt_neox": ("Pythia", {}),
+    "granitemoehybrid": ("Granite 4 (dense)", {**DENSE, **SCALED}),
     "granitemoe": ("Granite 3 with experts", {**EXPERTS, **SCALED}),
     "qwen2_moe": ("Qwen 2 with experts", EXPERTS),
     "qwen3_moe": ("Qwen 3 with experts", EXPERTS),
@@ -153,8 +156,9 @@ How psigrad computes a model on a CPU. `psigrad check` says it of yours, and the
 - **padded**: transformers' own forward pass, two to five times the time and memory.
 
 The gap is the largest difference of a token's log-prob from that of transformers' eager modules, in nats, on a small random model of the family
-in float32, with windows of attention that are shorter than the texts. A way that is not the model's own is never taken: the comparison that
-[performance](performance.md) describes runs as each model is loaded.
+in float32, with windows of attention that are shorter than the texts. Where transformers' modules are loaded, the comparison that
+[performance](performance.md) describes leaves a way that is not the model's own. Fused families are read without those modules (unless by
+LoRA), so that nothing is compared there: tests do it, and `psigrad check` with your model.
 
 TRL's seconds for a token over psigrad's, with the 95 % interval, are those of GRPO steps in turn (`python benchmarks/family_ratio.py`: 4 layers,
 hidden 256, random weights, 4 prompts of about 32 tokens × 8 completions of at most 32, float32, two threads of an AMD EPYC (Zen 4)), once loss

@@ -17,6 +17,7 @@ from psigrad.config.fields import Mark, Setting, flag_of, help_of, settings_of
 from psigrad.config.methods import list_declarations
 from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.control.settings import ControlConfig
+from psigrad_extras.defaults import beside
 
 PAGE = Path(__file__).parents[1] / "settings.md"
 RECIPES = {
@@ -83,52 +84,13 @@ refused with the arithmetic.
 
 DEFAULTS = """## Defaults beside those of TRL and Stable-Baselines3
 
-Settings whose defaults surprise whoever comes from there.
+Settings whose defaults surprise whoever comes from there. `psigrad explain defaults` prints this table.
 """
-# setting -> (their class, its argument, its default, and what it means where that says little)
-THEIRS: dict[str, tuple[str, str, Any, str]] = {
-    "sampling.max_completion_length": ("trl.GRPOConfig", "max_completion_length", 512, ""),
-    "run.num_train_epochs": ("trl.SFTConfig", "num_train_epochs", 3.0, ""),
-    "model.dtype": ("trl.SFTConfig", "bf16", None, "bfloat16 on a GPU"),
-    "model.gradient_checkpointing": ("trl.SFTConfig", "gradient_checkpointing", True, ""),
-    "run.seed": ("trl.SFTConfig", "seed", 42, ""),
-    "run.save_steps": ("trl.SFTConfig", "save_steps", 500, "every 500 steps, and all are kept"),
-    "prompts_per_step": ("trl.GRPOConfig", "per_device_train_batch_size", 8, "8 completions a process: one prompt of 8"),
-    "batch_size": ("trl.SFTConfig", "per_device_train_batch_size", 8, "8 a process"),
-    "cache_reference": ("trl.DPOConfig", "precompute_ref_log_probs", False, "the reference runs in every step"),
-    "evaluation.eval_prompts": ("trl.SFTConfig", "eval_strategy", "no", "none are held out"),
-    "algorithm.kl": ("trl.GRPOConfig", "beta", 0.0, "no KL to a reference"),
-    "algorithm.aggregate": ("trl.GRPOConfig", "loss_type", "dapo", "every token counts the same"),
-    "algorithm.use_bias_correction_kl": ("trl.GRPOConfig", "use_bias_correction_kl", True, ""),
-    "critic_learning_rate": ("stable_baselines3.PPO", "vf_coef", 0.5, "policy and critic share an optimiser and its rate"),
-    "normalize_advantage": ("stable_baselines3.PPO", "normalize_advantage", True, "over each minibatch"),
-    "n_envs": ("stable_baselines3.PPO", "n_steps", 2048, "one copy of 2,048 steps a rollout, where none are made"),
-    "adam_epsilon": ("stable_baselines3.DQN", "policy_kwargs", None, "1e-05, for DQN 1e-08"),
-    "dqn.buffer_size": ("stable_baselines3.DQN", "buffer_size", 1_000_000, ""),
-    "dqn.learning_starts": ("stable_baselines3.DQN", "learning_starts", 100, ""),
-    "dqn.target_update_interval": ("stable_baselines3.DQN", "target_update_interval", 10_000, ""),
-}
-# Ours, where a default is said in words.
-SAID = {
-    "model.dtype": "`float32`, on a GPU `bfloat16`",
-    "model.gradient_checkpointing": "`False`, on a GPU `True`",
-    "run.save_steps": "every 10 minutes (`save_minutes`), and the newest are kept",
-    "algorithm.kl": "0.04 · k3 for `grpo`",
-    "algorithm.aggregate": "for `grpo` the mean of each completion, as in its paper",
-    "normalize_advantage": "over the rollout",
-    "evaluation.eval_prompts": "up to 64 rows drawn at random, at most a tenth",
-    "algorithm.use_bias_correction_kl": "`False`",
-    "critic_learning_rate": "the policy's, at least 0.05 / width",
-}
 
 
 def _beside() -> str:
     """Defaults beside those of others."""
-    ours = {name: setting.default for cls in reversed(RECIPES.values()) for name, setting in settings_of(cls).items()}
-    rows = [
-        f"| `{name}` | {SAID.get(name) or f'`{ours[name]}`'} | {said or f'`{value}`'} (`{where.rpartition('.')[2]}`) |"
-        for name, (where, _, value, said) in THEIRS.items()
-    ]
+    rows = [f"| `{name}` | {ours} | {theirs} (`{whose}`) |" for name, ours, theirs, whose in beside()]
     return "\n".join([DEFAULTS, *_table("setting", "here | there", rows)])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from psigrad.cli import flags
 from psigrad.config.nested import put, read_value
 from psigrad.errors import UserError
+from psigrad.extras import command
 
 
 @functools.cache
@@ -53,8 +54,11 @@ def explain(arguments: list[str]) -> int:
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
         print("NAME may also be that of an error or an alert, as its message has it: psigrad explain no-reward")
+        print("psigrad explain defaults shows the defaults that differ from those of TRL and Stable-Baselines3.")
         print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
         return 0
+    if arguments == ["defaults"]:
+        return command("psigrad_extras", "defaults")([])
     if len(arguments) == 1 and (said := tell(arguments[0])):
         print(said)
         return 0

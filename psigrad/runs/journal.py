@@ -204,6 +204,8 @@ class Journal:
     """The processes of the run; only rank 0 writes and prints."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     trim: Callable[[], dict[str, int]] = field(default_factory=Trimmer)
+    told: set[str] = field(default_factory=set)
+    """The kinds of what `tell_once` has told."""
 
     def clock(self) -> Clock:
         """A clock for one step or evaluation."""
@@ -214,6 +216,12 @@ class Journal:
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
             redaction.say(text)
+
+    def tell_once(self, kind: str, text: str) -> None:
+        """As `tell`, the first time that this process has something of this kind to tell; the event's `why` is the text."""
+        if kind not in self.told:
+            self.told.add(kind)
+            self.tell(kind, text, why=text)
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does."""

@@ -52,6 +52,7 @@ def test_every_goal_holds_at_its_bound(goals):
         ("W0", {"ratio": 2.99}, "times as fast, float32"),
         ("W0", {"first": 4.01}, "first step, s"),
         ("W0", {"dtype": "bfloat16", "ratio": 4.9}, "times as fast, bfloat16"),
+        ("W1", {"dtype": "bfloat16", "ratio": 4.9}, "times as fast, bfloat16"),
         ("W1", {"peak": 1501.0}, "peak memory, MiB"),
         ("W3", {"memory_ratio": 3.99}, "share of TRL's memory"),
         ("W3F", {"ratio": 1.49}, "times as fast, float32"),

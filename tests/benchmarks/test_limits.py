@@ -37,7 +37,9 @@ def test_a_workload_is_trained_by_the_command_line(limits, name):
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1}
     work = replace(one.work, prompts=2, generations=2, prompt_tokens=8, completion_tokens=4)
     one = replace(one, config=one.config | small, work=work)
-    free, _ = limits.peak(one, 0)
-    assert 1e8 < free < 2e9
+    free, said = limits.peak(one, 0)
+    assert 1e8 < free < 2e9 and said == ""
+    _, said = limits.peak(one, 4e9)
+    assert said.startswith("psigrad: For 4.000GB: micro-batches of ") and said.count("psigrad: ") == 1
     refused, said = limits.peak(one, 1e8)
     assert refused != refused and "max_memory" in said

@@ -19,15 +19,17 @@ from packaging.requirements import Requirement
 from psigrad import cli
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.algorithms import resolve, resolve_loss
-from psigrad.config.fields import flag_of
+from psigrad.config.fields import flag_of, settings_of
 from psigrad.config.methods import list_declarations
 from psigrad.config.nested import flat_names
+from psigrad.control.hyperparameters import settings_for
 from psigrad.control.settings import ControlConfig
 from psigrad.language.rewards import builtin
 from psigrad.objective.catalog import GRPO, Catalog
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.explain import label
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
+from psigrad_extras.defaults import THEIRS, beside
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,10 +49,27 @@ def maker():
 
 def test_the_defaults_of_others_are_theirs():
     """TRL's classes have them as fields, Stable-Baselines3's as arguments."""
-    for where, name, value, _ in script("settings").THEIRS.values():
+    for where, name, value, _ in THEIRS.values():
         module, _, owner = where.rpartition(".")
         found = inspect.signature(getattr(importlib.import_module(module), owner)).parameters[name].default
         assert found == value, (where, name)
+
+
+def test_the_terminal_has_the_same_table(capsys):
+    assert cli.main(["explain", "defaults"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(THEIRS) and "sampling.max_completion_length    256" in lines[1] and "`" not in "".join(lines)
+    assert lines[1].endswith("  512 (GRPOConfig)")
+
+
+def test_a_default_that_is_shown_beside_theirs_is_what_a_run_has():
+    """Of control in an environment that has no numbers of its own."""
+    shown = {name: ours for name, ours, _, _ in beside()}
+    for method in ("ppo", "a2c", "dqn"):
+        ours = {name: setting.default for name, setting in settings_of(ControlConfig).items()} | settings_for(method, "Other-v0")
+        assert f"{ours['n_envs']} copies for `a2c`, one" in shown["n_envs"] if method == "a2c" else ours["n_envs"] == 1
+        for name in ("dqn.buffer_size", "dqn.learning_starts", "adam_epsilon") if method == "dqn" else ("adam_epsilon",):
+            assert shown[name] == f"`{ours[name]}`", (method, name)
 
 
 def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():

@@ -25,7 +25,7 @@ from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
-from psigrad.language.models.backbone import save_pretrained, without_bars
+from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
 from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
@@ -146,13 +146,11 @@ def tell_ends(folder: Path, tokenizer: Any) -> None:
 
 def load_tokenizer(path: str) -> Any:
     """A model's tokenizer without its weights. Raises `UserError`."""
-    from transformers import AutoTokenizer
-
     path = meant(path)
     if not Path(path).exists():
         go_offline_without_network()
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return read_tokenizer(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The tokenizer of {path!r} cannot be read ({reason_of(error)}); name a model's folder or a hub model."

@@ -38,6 +38,18 @@ LOADING_ERRORS = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
+def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub model. Raises `ValueError` where there is none, also where transformers makes one without
+    a single word, as it does for Qwen, Gemma, GPT-2 and others: every text would be empty.
+    """
+    from transformers import AutoTokenizer
+
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not set(found.get_vocab()) - set(found.all_special_tokens):
+        raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
+    return found
+
+
 @dataclass
 class Pretrained(ABC):
     """A pretrained model with its tokenizer.

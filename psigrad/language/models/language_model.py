@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, check_whole, own_share, with_whole_weights
+from psigrad.language.models.backbone import (
+    DTYPES,
+    LOADING_ERRORS,
+    Pretrained,
+    check_whole,
+    own_share,
+    read_tokenizer,
+    with_whole_weights,
+)
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
@@ -324,7 +332,7 @@ def load(
             if kind is not None:
                 code_linears(network, kind)
         if isinstance(tokenizer, str):
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
+            tokenizer = read_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:

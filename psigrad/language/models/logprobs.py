@@ -384,7 +384,8 @@ def _as_drawn(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [M] of tokens with the bits that a draw among the same logits gives them, and their logits."""
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
-    width = max(1, TILE_ELEMENTS // height // STRETCH) * STRETCH
+    most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # of which figures make three copies
+    width = max(1, most // height // STRETCH) * STRETCH
     room = hidden.new_empty(height * min(width, len(weight)))
     chosen = torch.zeros(len(ids))
     sums = torch.empty(len(ids), -(-len(weight) // STRETCH), 2, dtype=torch.float64)
@@ -398,7 +399,7 @@ def _as_drawn(
             chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0].float(), chosen[rows])
             native.log_probs.sum_stretches(sums[rows, left // STRETCH :], logits, temperature)
             if figures is not None:
-                figures.add(rows, columns, logits.float() / temperature)
+                figures.add(rows, columns, logits.to(torch.float32, copy=True).div_(temperature))
     return native.log_probs.of(chosen, sums, temperature), chosen
 
 
@@ -463,9 +464,10 @@ def token_stats(
         logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)
         hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
         return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
-    large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
-    tiled = plain and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None))
-    if tiled and len(ids) and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True)):
+    closed = plain and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True))
+    # autograd would keep five to seven copies of the logits, of another size in every pass: few enough to take its time
+    large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if wanted.nothing_else else TILE_ELEMENTS // 4)
+    if closed and len(ids) and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None)):
         _check_ids(ids, len(linear.weight))
         # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
@@ -477,7 +479,6 @@ def token_stats(
         entropy = figures.entropy() if figures is not None and wanted.entropy else None
         return TokenStats(logp, entropy, hit=hit)
     rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if _on_gpu(hidden) else 1) // vocabulary)
-
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None
 

@@ -111,6 +111,10 @@ class Optimizer:
         stepped = stepped if optim.optimizer in ("adamw", "adamw_8bit") else {}
         self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
         self._narrow = {name: self.parameters[name] for name in low_precision}
+        self.rooms: dict[str, Tensor] = {}
+        """Where the last step of several passes summed the gradients of `_narrow`. They are kept: made anew among the activations
+        of each step they leave holes, in which a run's memory grows.
+        """
         plain = optim.optimizer == "adamw" and not self.bare
         if not plain and any(own is not self.parameters[name] for name, own in self.held.items()):
             what = "bf16_stochastic_round" if self.bare else f"optimizer {optim.optimizer}"
@@ -168,7 +172,17 @@ class Optimizer:
         p, master = self.parameters[name], self.masters[name]
         if p.grad is not None:
             own, p.grad = local_of(p.grad), None
-            master.grad = own.float() if master.grad is None else master.grad.add_(own)
+            if master.grad is not None:
+                master.grad.add_(own)
+            else:
+                master.grad = self.rooms[name] = self.rooms[name].copy_(own) if name in self.rooms else own.float()
+
+    def narrow(self) -> None:
+        """Give the weights the gradients of a single pass, which stand on the masters in their precision."""
+        for name, p in self._narrow.items():
+            if (total := self.masters[name].grad) is not None:
+                p.grad, self.masters[name].grad = total.to(p.dtype), None
+        self.rooms = {}
 
     def settle(self) -> None:
         """End the backward passes of a step: each gradient stands in one place, on the weight or on its master."""
@@ -236,16 +250,20 @@ class Optimizer:
 
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
     """Give the optimisers the gradient of the sum of `losses`, one micro-batch each, in place of what they had."""
+    passes, narrow = 0, [optimizer for optimizer in optimizers if optimizer.world.size == 1]
+    later = [optimizer for optimizer in narrow if not optimizer.rooms]
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             optimizer.clear()
-            if optimizer.world.size > 1:
+            if optimizer not in later:
                 stack.enter_context(optimizer.summing_wide())
         stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
-        for i, loss in enumerate(losses):  # one after the other: what a pass kept may be let go of when the next is asked for
-            for optimizer in optimizers if i == 1 else ():
+        for passes, loss in enumerate(losses, 1):  # one by one: what a pass kept may be let go of when the next is asked for
+            for optimizer in later if passes == 2 else ():
                 stack.enter_context(optimizer.summing_wide())
             loss().backward()
+    for optimizer in narrow if passes == 1 else ():
+        optimizer.narrow()
     for optimizer in optimizers:
         optimizer.settle()
         sum_gradients(optimizer.world, optimizer.whole_masters())

@@ -2,6 +2,9 @@
 
 All losses are sums over what they are given, divided by totals of the whole optimiser step, so that any split into micro-batches
 gives the same gradient.
+
+`psigrad reward` trains by `BradleyTerry`, on stepwise rows by `process_loss`. The losses of rankings and `process_squared_loss`
+are for programs of your own: no setting names them.
 """
 
 from __future__ import annotations

@@ -31,11 +31,16 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("Took", _took(run)),
         ("Command", "\n".join(clip(command, 1000) for command in commands[-3:])),
         ("On", ", ".join(filter(None, [str(machine.get("processor") or ""), *_shares(machine), str(machine.get("gpu") or "")]))),
-        ("Slower", next((str(event.get("slower") or "") for event in reversed(starts)), "")),
+        ("Slower", "\n".join(filter(None, [str(starts[-1].get("slower") or "") if starts else "", _computed_again(run)]))),
         ("Sampler against trainer", _sampled(run)),
         ("With", ", ".join(f"{name} {number}" for name, number in versions.items()) if isinstance(versions, dict) else ""),
     ]
     return [(name, said) for name, said in facts if said]
+
+
+def _computed_again(run: RunData) -> str:
+    """Why training did not begin from what sampling computed, if so."""
+    return next((str(event.get("why")) for event in reversed(run.events) if event.get("kind") == "forward_again"), "")
 
 
 def _sampled(run: RunData) -> str:

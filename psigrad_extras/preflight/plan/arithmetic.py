@@ -16,8 +16,9 @@ from psigrad_extras.preflight.plan.shape import Shape
 
 Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
 # Shares of the matrix-product peak that training and decoding reach, and of the bandwidth that decoding does: on a CPU as
-# measured on W1, on a GPU as is common. Held against published runs in tests/extras/preflight/test_published.py.
-REACHED = {"cpu": (0.7, 0.3, 1.0), "cuda": (0.4, 0.3, 0.6)}
+# measured from W0 (0.44 to 0.6 of decoding's) to SmolLM2-135M (0.8), on a GPU as is common. Held against published runs in
+# tests/extras/preflight/test_published.py.
+REACHED = {"cpu": (0.7, 0.55, 1.0), "cuda": (0.4, 0.3, 0.6)}
 # Share of training's that a mixture of experts reaches: its products are small and uneven. Fitted on one published run.
 EXPERTS = 0.25
 # Seconds of a decoding step of vLLM's that no figure of the model accounts for: the scheduler, the sampler, the launches.
@@ -63,7 +64,7 @@ class Work:
     closed_head: bool = True
     """Whether nothing but log-probs, and figures beside them, is asked of the head (`models/logprobs.py`)."""
     keeps: float = 0.0
-    """Most bytes for what sampling computed and training need not compute again."""
+    """Most bytes for what sampling computed and training need not compute again; 0 where nothing is kept."""
     engine: float = 0.0
     """Share of a device's memory that vLLM takes for weights and a paged cache; 0: psigrad's own sampler."""
     tensor: int = 1

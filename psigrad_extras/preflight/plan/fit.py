@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from psigrad import redaction
+from psigrad.config import OnlineConfig
 from psigrad.config.fields import usual_on
 from psigrad.errors import UserError
 from psigrad.processes.parallel import launch
@@ -17,6 +19,7 @@ from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device
 from psigrad_extras.preflight.plan.arithmetic import Config
 from psigrad_extras.preflight.plan.hardware import available_memory, machine
+from psigrad_extras.preflight.plan.memory import KEPT
 from psigrad_extras.preflight.plan.predict import MOST, Plan, filling, lengths_of, predict
 
 C = TypeVar("C", bound=Config)
@@ -25,8 +28,9 @@ FREE = 0.25
 
 
 def fit(config: C) -> C:
-    """The settings with the largest micro-batches that stay below `run.max_memory`, and only if that is not enough with
-    activations that are computed anew, and fewer sequences that are decoded at once. What is trained stays the same.
+    """The settings that stay below `run.max_memory`, those first that are fastest: with all that sampling computed, then without,
+    each with the largest micro-batches that fit; then with activations that are computed anew, and fewer sequences that are
+    decoded at once. What is trained stays the same.
 
     Where `micro_batch_tokens` is 0 and no limit is set, it is the device's free memory, and only micro-batches become smaller.
 
@@ -46,7 +50,11 @@ def fit(config: C) -> C:
     here = machine(device(config.run), config.model.dtype, memory=config.run.max_memory, measure=False)
     lengths, rows, _ = lengths_of(config)
     plans: list[Plan] = []
-    for tried in _smaller(config, lengths.longest_prompt + lengths.longest_completion):
+    kept = 0.0
+    if isinstance(config, OnlineConfig):
+        items = predict(replace(config, keep_activations_gb=1e9), lengths, here).memory.items
+        kept = next((item.bytes for item in items if item.name == KEPT), 0.0)
+    for tried in _smaller(config, lengths.longest_prompt + lengths.longest_completion, kept):
         plans.append(predict(tried, lengths, here, dataset=rows))
         if plans[-1].memory.peak * (1 + FREE) <= here.memory:
             _say(tried, plans[-1])
@@ -74,8 +82,8 @@ def _value(config: Config, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), config)
 
 
-def _smaller(config: C, longest: int) -> Iterator[C]:
-    """The settings in the order in which they get slower."""
+def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
+    """The settings in the order in which they get slower. Sampling has `kept` bytes that training can start from."""
     budgets = [config.micro_batch_tokens]
     while budgets[-1] > longest:
         budgets.append(max(longest, budgets[-1] // 2))
@@ -83,7 +91,12 @@ def _smaller(config: C, longest: int) -> Iterator[C]:
     if (sampling := getattr(config, "sampling", None)) is not None:
         counts = [n for n in (128, 32, 8) if n < sampling.max_decode_batch]
         decoded += [replace(config, sampling=replace(sampling, max_decode_batch=n)) for n in counts]
+    one: Any
     for one in decoded:
+        if kept and one.keep_activations_gb and not one.model.gradient_checkpointing:
+            enough = max(one.keep_activations_gb, math.ceil(kept / 1e8) / 10)
+            yield from (replace(one, keep_activations_gb=enough, micro_batch_tokens=budget) for budget in budgets)
+            one = replace(one, keep_activations_gb=0.0)  # a part of it is of no use
         for anew in {config.model.gradient_checkpointing: 0, True: 1}:
             model = replace(config.model, gradient_checkpointing=anew)
             yield from (replace(one, model=model, micro_batch_tokens=budget) for budget in budgets)
@@ -95,4 +108,6 @@ def _say(config: Config, plan: Plan) -> None:
         chosen += ["activations computed anew"] if config.model.gradient_checkpointing else []
         sampling = getattr(config, "sampling", None)
         chosen += [f"{sampling.max_decode_batch} sequences decoded at once"] if sampling else []
+        if any(item.name == KEPT for item in plan.memory.items):
+            chosen += [f"up to {_value(config, 'keep_activations_gb'):g} GB of activations kept from sampling"]
         redaction.say(f"For {config.run.max_memory}: {', '.join(chosen)}; the plan is {show_size(plan.memory.peak)}.")

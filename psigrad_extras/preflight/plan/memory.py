@@ -274,8 +274,7 @@ def passing(
     activations, backward = forward_and_back(work, policy, kept, recompute)
     held = None
     if work.keeps and kept.fused:
-        size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
-        held = _kept_item(size, work.keeps)
+        held = _kept_item(kept_size(work, policy, kept), work.keeps)
     there = held.bytes if held is not None and held.phase == "held" else 0.0
     if there:
         # either they are there, and copies of one layer; or, one step in twenty and in later passes, those of a forward pass
@@ -308,6 +307,11 @@ def passing(
             MemoryItem("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}")
         )
     return found
+
+
+def kept_size(work: Work, policy: Shape, kept: Terms) -> float:
+    """Bytes of what sampling computes of a step and training could start from."""
+    return kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
 
 
 def _kept_item(size: float, limit: float) -> MemoryItem:

@@ -37,6 +37,7 @@ from psigrad_extras.preflight.plan.arithmetic import (
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.memory import (
     AMONG_OTHERS,
+    KEPT,
     MemoryItem,
     ModelRole,
     PeakMemory,
@@ -45,6 +46,7 @@ from psigrad_extras.preflight.plan.memory import (
     engine_item,
     forward_and_back,
     head_slack,
+    kept_size,
     load_items,
     passing,
     recomputed_gradients,
@@ -58,6 +60,8 @@ from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 MARGIN = 0.15
 # Rows of a dataset that are read for their lengths.
 _ROWS = 256
+# How many times what the fused decoder keeps the quick estimate has, which is of plain PyTorch.
+PLAIN = 2
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items += [*(load_items(parts) if cpu else ()), *engine]  # a GPU has no pages of the file
     items = _with_codes(items, policy, width, coded) if coded else items
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
-    cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    cost = cost.with_head_again(work, policy) if again[0] else cost
+    done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
+    cost = cost_of(done, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
@@ -158,12 +162,22 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
         whole,
         work,
         PeakMemory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
-        cost,
+        cost.with_head_again(work, policy) if again[0] else cost,
         sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
         quick,
         starved,
     )
+
+
+def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: float) -> Work:
+    """The work, which keeps what sampling computed only where that is kept whole: by the items, or by a size that is `estimated`
+    where the fused decoder is not asked.
+    """
+    kept = any(item.name == KEPT and item.phase == "held" for item in items)
+    if estimated and weights_only.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
+        kept = estimated <= work.keeps
+    return work if kept else replace(work, keeps=0.0)
 
 
 def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tuple[list[MemoryItem], float]:

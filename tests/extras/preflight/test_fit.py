@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from psigrad.config import Model, Run, SFTConfig
+from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.config import load as loading
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
@@ -28,11 +28,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
     return SFTConfig(model=Model(path=str(folder)), max_length=256, batch_size=64)
 
 
-def planned(config: SFTConfig) -> Plan:
+def planned(config: Any) -> Plan:
     return predict(config, lengths_of(config)[0], machine("cpu", config.model.dtype, measure=False))
 
 
-def limited(config: SFTConfig, limit: float) -> SFTConfig:
+def limited(config: Any, limit: float) -> Any:
     return replace(config, run=Run(device="cpu", max_memory=f"{limit / 1e9}GB"))
 
 
@@ -54,6 +54,20 @@ def test_micro_batches_become_smaller_and_then_activations_are_computed_anew(con
         assert planned(found).memory.peak <= planned(wanted).memory.peak
         assert f"micro-batches of {found.micro_batch_tokens} tokens" in capsys.readouterr().err
     assert fit.fit(limited(config, (1.001 + fit.FREE) * planned(small).memory.peak)).micro_batch_tokens == 1024
+
+
+@pytest.mark.needs("compiler")
+def test_what_sampling_computed_is_kept_whole_or_not_at_all(config: SFTConfig, capsys: Any) -> None:
+    online = OnlineConfig(model=config.model, sampling=Sampling(max_completion_length=64), keep_activations_gb=0.01)
+    all_kept, none = replace(online, keep_activations_gb=0.2), replace(online, keep_activations_gb=0.0)
+    room, tight = ((1.001 + fit.FREE) * planned(one).memory.peak for one in (all_kept, none))
+    assert tight < 0.98 * room, "else the limits say nothing"
+    kept = fit.fit(limited(online, room))
+    assert (kept.keep_activations_gb, kept.micro_batch_tokens) == (0.2, online.micro_batch_tokens)
+    assert "up to 0.2 GB of activations kept from sampling" in capsys.readouterr().err
+    small = fit.fit(limited(replace(online, micro_batch_tokens=320), tight))
+    assert small.keep_activations_gb == 0.0 and "kept from sampling" not in capsys.readouterr().err
+    assert fit.fit(limited(none, room)).keep_activations_gb == 0.0, "as it was asked for"
 
 
 def test_too_little_is_refused_with_what_would_be_enough(config: SFTConfig, tmp_path: Path) -> None:

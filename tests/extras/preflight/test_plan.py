@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from speed import measured_once  # noqa: F401 (a fixture)
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from psigrad import cli
@@ -30,6 +31,7 @@ from psigrad_extras.preflight.plan.arithmetic import work_of
 from psigrad_extras.preflight.plan.memory import REFILLED, SLACK, ModelRole, Terms, cache_bytes, recomputed_gradients, terms
 from psigrad_extras.preflight.plan.shape import count_shape
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)
@@ -259,6 +261,23 @@ def test_what_is_kept_from_sampling_takes_the_place_of_activations(folder):
         assert kept.memory_per_token == without.memory_per_token > all_again / kept.work.micro_tokens
         passing = [item.bytes for item in kept.memory.items if item.phase in ("train", "sample") and item.name != "head"]
         assert kept.memory.slack == pytest.approx(kept.memory.beside_head + SLACK["cpu"] * (sum(passing) + held))
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_forward_pass_is_left_out_only_where_all_that_sampling_computed_is_kept(folder, tmp_path, quick):
+    def training(limit: float, model=folder) -> float:
+        config = settings(model, algorithm={"preset": "grpo", "kl": None}, keep_activations_gb=limit)
+        return plan.predict(config, LENGTHS, MACHINE, quick=quick).cost.training
+
+    made = plan.predict(settings(folder), LENGTHS, MACHINE, quick=quick)
+    shape, work = made.policy, made.work
+    again = 2 * shape.active * work.tokens + 2 * shape.head * work.rows * work.members * work.lengths.completion
+    assert training(1.0) + again < training(0.0) < training(1.0) + 1.2 * again  # attention's scores besides
+    assert training(1e-3) == training(0.0), "too little for all of it"
+    # nothing is kept where layers run in transformers' modules
+    tiny.model("gpt2", 100, hidden=64, max_length=512).config.save_pretrained(tmp_path)
+    assert training(1.0, tmp_path) == training(0.0, tmp_path) > 0
 
 
 @pytest.mark.needs("compiler")

@@ -63,6 +63,18 @@ def test_figures_beside_them_come_of_the_same_tiles(tile, kind, monkeypatch):
     assert not stats.entropy.requires_grad and stats.logp.requires_grad
 
 
+@pytest.mark.parametrize(("tile", "few"), [(4 * 23 * 50 - 1, False), (4 * 23 * 50, True)])
+def test_figures_keep_logits_only_where_those_are_few(tile, few, monkeypatch):
+    """Copies of another size in every pass fit into no hole that others left: a run's memory grew by them."""
+    head, hidden = torch.nn.Linear(12, 50, bias=False), torch.randn(23, 12, requires_grad=True)
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile)
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
+        wanted = logprobs.TokenStatsRequest(entropy="figure", accuracy=True)
+        logprobs.token_stats(hidden, torch.arange(23), head, 50, wanted).logp.sum().backward()
+    assert sizes.count(torch.Size([23, 50])) >= 3 if few else torch.Size([23, 50]) not in sizes
+
+
 def test_the_entropy_of_a_tile_of_two_tokens_by_hand(monkeypatch):
     """Logits 0 and log 3 in two tiles: ¼ and ¾, entropy log 4 − ¾ log 3; a token that never comes (−∞) changes nothing."""
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1)

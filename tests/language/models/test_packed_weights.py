@@ -157,6 +157,8 @@ def test_the_head_is_packed_where_it_pays_and_anew_once_it_changes(tokenizer, mo
         assert torch.equal(products.multiply_packed(hidden, matrix, torch.empty_like(wanted)), wanted)
         assert torch.equal(model.head(hidden, True, packed_weights), wanted)
         weight.mul_(2)
+    turned, others = weight.t().contiguous().t(), PackedWeights()
+    assert [others.head(turned, products) for _ in range(9)] == [None] * 9, "its rows do not lie one behind the other"
     monkeypatch.setattr(caches, "HEAD_LIMIT", weight.nbytes - 1)
     large = PackedWeights()
     assert [large.head(weight, products) for _ in range(9)] == [None] * 9

@@ -113,7 +113,7 @@ def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_fir
         world = SimpleNamespace(rank=rank, size=2)
         each = [["of rank 0"], []] if central else [["a", "c"], ["b", "d"]]
         monkeypatch.setattr(collect, "spread", lambda world, own, whole: each)
-        given = {"num_generations": 1, "seed_of": max, "model": None, "version": 0}
+        given = {"num_generations": 1, "seed_of": max, "model": SimpleNamespace(tokenizer=None), "version": 0}
         return collect.rollout(SimpleNamespace(central=central), None, prompts, None, world=world, **given)
 
     assert of(0, False) == of(1, False) == ["a", "b", "c", "d"] and asked == [[0, 2], [1, 3]]

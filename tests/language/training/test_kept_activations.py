@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,8 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online import online_run
 from psigrad.processes.parallel.world import ALONE
+from psigrad.records.read import load
+from psigrad.records.report.facts import facts
 
 
 def weights(folder):
@@ -54,6 +57,25 @@ def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatche
     moved = sum(float((other[name] - before[name]).norm() ** 2) for name in other) ** 0.5
     apart = sum(float((other[name] - kept[name]).norm() ** 2) for name in other) ** 0.5
     assert moved > 0.1 and apart < 1e-3 * moved
+
+
+@pytest.mark.needs("compiler")
+def test_where_more_is_computed_than_kept_a_run_tells_once_what_would_keep_it(job, tmp_path, found, capsys):
+    config = replace(online_config(job, tmp_path / "little", max_steps=3), num_minibatches=1)
+    online.run(replace(config, keep_activations_gb=1e-5))
+    events = list(map(json.loads, (tmp_path / "little" / "events.jsonl").read_text().splitlines()))
+    why = [event["why"] for event in events if event["kind"] == "forward_again"]
+    assert len(why) == 1 and capsys.readouterr().err.count(why[0]) == 1 and not any(found)
+    assert "keep_activations_gb is 1e-05. --keep-activations-gb 0.1 keeps them." in why[0]
+    assert dict(facts(load(tmp_path / "little")))["Slower"].endswith(why[0])
+    rows = map(json.loads, (tmp_path / "little" / "rollouts.jsonl").read_text().splitlines())
+    written = sum(len(row["completion_ids"]) for row in rows if row["step"] == 1)
+    tokens = int(re.search(r"activations of (\d+) tokens take", why[0])[1])
+    assert 0 < tokens - written <= 4 * 12, "the four prompts, each once"
+    found.clear()
+    online.run(replace(config, run=replace(config.run, output_dir=str(tmp_path / "enough")), keep_activations_gb=0.1))
+    assert found and all(found)
+    assert "forward_again" not in (tmp_path / "enough" / "events.jsonl").read_text()
 
 
 @pytest.mark.needs("compiler")

@@ -14,6 +14,7 @@ from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.language.models.gradients import embedding, sums_for
 from psigrad.language.training import update
+from psigrad.language.training.optimizers import steps_natively
 from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
 
 
@@ -180,6 +181,38 @@ def test_bfloat16_weights_step_from_the_wide_sum_as_from_the_narrow_one():
         assert all(torch.equal(p, optimizer.masters[name].bfloat16()) for name, p in model.named_parameters())
         steps.append(torch.cat([m.detach().flatten() for m in optimizer.masters.values()]))
     assert float((steps[0] - steps[1]).abs().max()) < 1e-6
+
+
+def test_the_sums_of_several_passes_stay_where_they_are_and_one_pass_steps_as_ever():
+    """Also right behind a step of several, which has left them: to the last bit, so that a run that goes on repeats itself."""
+
+    def begun():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
+        return model, Optimizer(dict(model.named_parameters()), Optim(), seed=1)
+
+    def losses(model, count):
+        return [lambda k=k: model(ONES + k).sum() for k in range(count)]
+
+    model, optimizer = begun()
+    sums = []
+    for count in (3, 2, 1, 1, 2):
+        before = {name: (p.detach().clone(), optimizer.masters[name].detach().clone()) for name, p in model.named_parameters()}
+        state = {key: x.clone() for key, x in optimizer.rule.tensors().items()}
+        optimizer.step(losses(model, count), 1e-2)
+        sums.append([m.grad for m in optimizer.masters.values()])  # held, so that no other tensor gets its place
+        fresh, other = begun()  # has no sums of a step before
+        with torch.no_grad():
+            for name, p in fresh.named_parameters():
+                p.copy_(before[name][0]), other.masters[name].copy_(before[name][1])
+        other.rule.load(state)
+        other.step(losses(fresh, count), 1e-2)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True)), count
+        assert all(torch.equal(x, other.rule.tensors()[key]) for key, x in optimizer.rule.tensors().items()), count
+    assert [x.data_ptr() for x in sums[0]] == [x.data_ptr() for x in sums[1]], "the second step's are those of the first"
+    if steps_natively(torch.bfloat16, "cpu"):
+        assert sums[2] == sums[3] == [None] * 4, "and those of one pass stand on the weights"
+    assert optimizer.rooms, "of the last step, which had two passes"
 
 
 def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():

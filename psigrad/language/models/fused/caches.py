@@ -381,7 +381,7 @@ class PackedWeights:
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
         packed = None if asked == 1 else packed
-        own = products.float32 if weight.dtype == torch.float32 else products.can_pack(weight)
+        own = products.can_pack(weight) and (products.float32 or weight.dtype != torch.float32)
         if asked == _PAYS and own and weight.nbytes <= HEAD_LIMIT:
             packed = products.pack(weight)
         self._head = (version_of(weight), asked, packed)

@@ -6,6 +6,7 @@ Read this file first, then those that it calls, in the order of a step: `collect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -75,6 +76,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
     lr = 0.0 if warms_up else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
     collected, pending = next_collection(run, state, clock, cache)
+    tell_overflow(run, cache, collected.trajectories)
     outcome = Outcome({}, state.algorithm)
     if collected.groups:
         with clock("time/update"):
@@ -120,6 +122,20 @@ def activation_cache(run: Online) -> ActivationCache | None:
     if run.config.model.gradient_checkpointing or run.episodes is not None or run.world.size > 1 or run.config.lag:
         return None
     return ActivationCache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
+
+
+def tell_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> None:
+    """Tell once that sampling computed more than is kept, and what would keep it."""
+    limit, decoder = run.config.keep_activations_gb, run.model.decoder
+    if cache is None or decoder is None or cache.bytes <= limit * 1e9:
+        return
+    tokens = sum(map(len, {t.prompt_ids for t in sampled})) + sum(len(t.completion.ids) for t in sampled)
+    needed = math.ceil(tokens * decoder.parts.row_bytes / 1e8) / 10
+    run.journal.tell_once(
+        "forward_again",
+        f"Training computes again what sampling has computed, which takes about a sixth of a step: activations of {tokens:,} "
+        f"tokens take {needed:g} GB and keep_activations_gb is {limit:g}. --keep-activations-gb {needed:g} keeps them.",
+    )
 
 
 def learn(
