@@ -8,7 +8,7 @@ import pytest
 import torch
 from cached import sample
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
@@ -49,7 +49,8 @@ def steps(monkeypatch):
 def some_model(name, tokenizer, kind=torch.float32):
     """A model of `MODELS`, Qwen2 with its biases and the adapters of `ADAPTED`, or one with an adapter over codes."""
     if name == "nf4":
-        hf = made(MODELS["qwen3"], tokenizer, kind).as_transformers()
+        config = Qwen3Config(**COMMON | {"intermediate_size": 128}, hidden_size=64, head_dim=16)  # of whole blocks
+        hf = made(config, tokenizer, kind).as_transformers()
         code_linears(hf, name)
         return prepare(hf, tokenizer, lora=Lora(4))
     if name in ADAPTED:

@@ -13,7 +13,7 @@
 constexpr int64_t EDGE = 16;
 
 // Whether Linux lets this process use tiles: it makes room for their 8 KiB in the state of its threads when asked.
-inline bool tiles_granted() {
+static bool tiles_granted() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return granted;
