@@ -95,7 +95,7 @@ class Pretrained(ABC):
     @property
     def instructions(self) -> str:
         """What multiplies in fused layers: AVX2, AVX-512, AMX tiles, …; empty where there are none."""
-        return "" if self.decoder is None else self.decoder.native.instructions(self.decoder.dtype)
+        return "" if self.decoder is None else self.decoder.native.products.instructions(self.decoder.dtype)
 
     @property
     def max_length(self) -> int:

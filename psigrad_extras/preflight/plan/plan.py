@@ -109,7 +109,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
 def _instructions(config: Config) -> str:
     """By what this processor multiplies, in brackets; empty on a GPU and without kernels."""
     found = kernels() if device_of(config.run) == "cpu" else ""
-    return "" if isinstance(found, str) else f" ({found.instructions(compute_dtype(DTYPES[config.model.dtype]))})"
+    return "" if isinstance(found, str) else f" ({found.products.instructions(compute_dtype(DTYPES[config.model.dtype]))})"
 
 
 def _sentence(plan: Plan) -> str:

@@ -135,7 +135,7 @@ def test_the_command_says_all_of_it_before_it_loads_a_model(job, tmp_path, monke
 
 
 def test_a_run_says_first_how_long_it_will_be_and_by_which_kernel(job, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "kernels", lambda: SimpleNamespace(instructions=lambda dtype: "A kernel"))
+    monkeypatch.setattr(plan, "kernels", lambda: SimpleNamespace(products=SimpleNamespace(instructions=lambda dtype: "A kernel")))
     plan.foretell(sft_config(job, tmp_path / "run"))
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens

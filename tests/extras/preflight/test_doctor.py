@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from psigrad import cli
-from psigrad.language.models.native.kernels import Kernels
+from psigrad.language.models.native.products import Products
 from psigrad_extras.preflight import doctor
 from psigrad_extras.preflight.doctor import Check
 from psigrad_extras.preflight.plan import hardware
@@ -62,8 +62,8 @@ def test_kernels_that_compute_something_else_are_broken(monkeypatch):
 @pytest.mark.needs("compiler")
 def test_the_kernels_say_what_multiplies(monkeypatch):
     native = doctor.kernels()
-    assert f"bfloat16 by {native.instructions(torch.bfloat16)}; " in doctor._kernels().detail
-    monkeypatch.setattr(Kernels, "instructions", lambda self, dtype: f"{dtype} tiles")
+    assert f"bfloat16 by {native.products.instructions(torch.bfloat16)}; " in doctor._kernels().detail
+    monkeypatch.setattr(Products, "instructions", lambda self, dtype: f"{dtype} tiles")
     assert "float32 by torch.float32 tiles, bfloat16 by torch.bfloat16 tiles; a result agrees" in doctor._kernels().detail
 
 

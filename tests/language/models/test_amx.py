@@ -124,8 +124,8 @@ def test_the_instructions_of_the_manual_are_in_the_library_and_were_computed(com
     assert not wrong(products, "none", 1)
     emulated = {name for name, count in emulator.computed.items() if count > before[name]}
     assert emulated == (set() if "x86-64-v4-amx" in levels() else set(INSTRUCTIONS))
-    assert Kernels.instructions(products, torch.bfloat16) == "AMX tiles"
-    assert Kernels.instructions(products, torch.float32) == "AVX-512"
+    assert products.instructions(torch.bfloat16) == "AMX tiles"
+    assert products.instructions(torch.float32) == "AVX-512"
 
 
 def cancelling(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +223,7 @@ def test_where_linux_refuses_tiles_vectors_multiply(compiled, emulator, tmp_path
     emulator.refuse(True)
     try:
         refused = products_of(ctypes.CDLL(str(tmp_path / "again.so")))
-        assert Kernels.instructions(refused, torch.bfloat16) == "AVX-512 bfloat16 (Linux refused AMX tiles)"
+        assert refused.instructions(torch.bfloat16) == "AVX-512 bfloat16 (Linux refused AMX tiles)"
     finally:
         emulator.refuse(False)
     x, weight = among_nan(70, 1030), torch.randn(130, 1030).bfloat16()

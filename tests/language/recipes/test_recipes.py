@@ -81,7 +81,7 @@ def test_a_run_leaves_its_folder(job, tmp_path):
     assert told == ["prompt_form", "first_rows", "started", "saved", "saved", "saved", "finished"]
     (began,) = [event for event in lines(result.folder / "events.jsonl") if event["kind"] == "started"]
     native = kernels()
-    assert began["instructions"] == ("" if isinstance(native, str) else native.instructions(torch.float32))
+    assert began["instructions"] == ("" if isinstance(native, str) else native.products.instructions(torch.float32))
     steps = [row["step"] for row in lines(result.folder / "metrics.jsonl") if "reward" in row]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in lines(result.folder / "metrics.jsonl") if "eval/prompts" in row] == [0, 3, 6]

@@ -133,12 +133,6 @@ class Kernels:
         self.log_probs = LogProbs(self._call)
         self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
 
-    def instructions(self, dtype: torch.dtype) -> str:
-        """What multiplies numbers of this type: AVX2, AVX-512, NEON, and in bfloat16 also AVX-512 bfloat16 or AMX tiles."""
-        room = ctypes.create_string_buffer(64)
-        self._call.instructions(_HALF[dtype], room)
-        return room.value.decode()
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
         out = torch.empty_like(x)

@@ -44,6 +44,12 @@ class Products:
         self.packs_bfloat16 = multiplies_bfloat16()
         """Whether the kernels compute sampling's products in bfloat16, with packed matrices."""
 
+    def instructions(self, dtype: torch.dtype) -> str:
+        """What multiplies numbers of this type: AVX2, AVX-512, NEON, and in bfloat16 also AVX-512 bfloat16 or AMX tiles."""
+        room = ctypes.create_string_buffer(64)
+        self._call.instructions(int(dtype == torch.bfloat16), room)
+        return room.value.decode()
+
     def of(self, a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
         """out [M, N] ← a [M, K] · b [K, N] + base, which is [M, N], or [N] for all rows, and may be `out` itself. Matrices may be
         transposed ones.
