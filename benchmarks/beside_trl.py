@@ -167,10 +167,14 @@ def agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> No
 
 
 def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]:
-    """All passes over one collected batch: one step of ours, as many of TRL's as there are passes."""
+    """All passes over one collected batch: one step of ours, as many of TRL's as there are passes. Raises `UserError` where we
+    had no gradient to compute, which TRL computes all the same.
+    """
     time.sleep(0.3)  # OpenMP threads spin for a while after their work
     taken = [side.step() for _ in range(work.iterations if who == "trl" else 1)]
     names = {name for s in taken for name in s["phases"]}
+    if who == "ours" and work.online and not any(s["phases"].get("forward-backward") for s in taken):
+        raise UserError(f"{work.name}: all completions of each group earned the same, so psigrad trained on none of them.")
     return {
         "seconds": sum(s["seconds"] for s in taken),
         "tokens": sum(s["tokens"] for s in taken),

@@ -229,8 +229,7 @@ def complete(real: Real, found: list[Pair], pairs: int, take: Measure, keep: Cal
     for setting in real.trl:
         if not of_setting(found, setting):
             take(_with(real.work, setting), 1, partial(noted, setting))
-    best = best_of(found)
-    if (missing := pairs - len(of_setting(found, best))) > 0:
+    while (missing := pairs - len(of_setting(found, best := best_of(found)))) > 0:  # more pairs may show another to be best
         take(_with(real.work, best), missing, partial(noted, best))
 
 

@@ -8,6 +8,7 @@ lines of the output say how many were, and why; a test that is skipped otherwise
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# Processes are killed here and no machine is: what was written is there in either case, and a run waits for the disk fifty times.
+os.fsync = os.fstat
 settings.register_profile("psigrad", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("psigrad")
 
@@ -30,6 +33,14 @@ def job(tmp_path_factory) -> Path:
     from tiny_jobs import make_job
 
     return make_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture
+def rewards_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reward functions of runs are called in this process. That it comes to the same is in language/rewards/test_contract.py."""
+    from inline_scorer import PoolHere
+
+    monkeypatch.setattr("psigrad.language.recipes.scorers.RewardPool", PoolHere)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -44,6 +55,16 @@ LONGEST = (
 """The files that take longest."""
 NEEDED = "needs"
 """The property of a report that names what its test was left out for, and why."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is made while tests are collected stays to the end, and is not looked through for garbage again and again."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def _needs(item: pytest.Item) -> list[str]:

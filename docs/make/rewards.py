@@ -84,7 +84,8 @@ COMPARED = {
     ),
     "format": (
         "One block of thinking, then one answer, with none of these tags inside and only white space around them. It reads no "
-        "answer.",
+        "answer. Where the chat template opens the thought itself (DeepSeek-R1, Qwen3.5), its `<think>` is read before the "
+        "completion; a `pattern` of your own is held against the completion alone.",
         [
             ("", "<think>2 + 2</think><answer>4</answer>"),
             ("", "<think>2 + 2</think>\n\n<answer>4</answer>\n"),

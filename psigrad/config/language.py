@@ -55,7 +55,9 @@ _SCORED, _PLAYED, _SERVED = Needs("reward", "evaluation.metric"), Needs("environ
 _ASKED = Needs("agent", "agent_command")
 _WORKERS, _ENCLOSED = Needs(*_SCORED.settings, *_PLAYED.settings, *_ASKED.settings), Needs(*_PLAYED.settings, *_ASKED.settings)
 # What some commands do not read of the sections that they share with others.
-_NO_SAMPLERS = ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "environment_actors", "environment_cpus")
+_NO_SAMPLERS = (
+    "samplers", "sampler_cpus", "sampler_gpus", "weight_transfer", "parcel_prompts", "environment_actors", "environment_cpus",
+)  # fmt: skip
 _Placed = Annotated[Placement, NotRead(*_NO_SAMPLERS)]
 _Rows = Annotated[Data, NotRead("max_prompt_length")]
 _JudgedRows = Annotated[Data, NotRead("eval_dataset", "eval_split")]

@@ -281,6 +281,9 @@ class Placement:
     """With a cluster: CPU cores of each of them."""
     sampler_gpus: Annotated[PositiveOrZero, RECORDED, _CLUSTER] = 0.0
     """With a cluster: GPUs of each of them; below 1 they share one."""
+    weight_transfer: Annotated[Literal["auto", "object_store", "nccl", "gloo"], RECORDED, _CLUSTER] = "auto"
+    """With a cluster: how weights go to vLLM's engines: a broadcast from the trainer's GPU to theirs (nccl), one between CPUs
+    (gloo), or Ray's object_store; auto: nccl where both have GPUs. Others always get them from the object store."""
     parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that go to a process together. Their completions are decoded in one batch."""
     scorers: Annotated[CountOrZero, RECORDED] = 0

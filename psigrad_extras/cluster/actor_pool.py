@@ -80,9 +80,9 @@ class _Worker:
 class ActorPool:
     """The workers on a cluster, as many as `count` says, and more or fewer as machines come and go.
 
-    `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there. `name` is
-    what people call them. Each has up to `depth` jobs at once, of batches with equal `needs`. With `count` 0 there are as many as
-    the cluster has room for beside `spare_cpus`, which others take.
+    `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there, or what
+    `greet` asks of it. `name` is what people call them. Each has up to `depth` jobs at once, of batches with equal `needs`. With
+    `count` 0 there are as many as the cluster has room for beside `spare_cpus`, which others take.
     """
 
     def __init__(
@@ -99,14 +99,15 @@ class ActorPool:
         depth: int = 1,
         minutes: float,
         tell: Tell,
+        greet: Callable[[Any], Any] | None = None,
     ) -> None:
         self.ray = _connect(address)
         self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
         self._spare_cpus, self._depth, self._minutes, self._tell = spare_cpus, depth, minutes, tell
+        self._greet = greet or (lambda actor: actor.ready.remote())
         self._a = f"{'An' if name[0] in 'aeiou' else 'A'} {name}"
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_concurrency=depth)(kind)
-        self._workers: list[_Worker] = []
-        self._batches: list[JobBatch] = []
+        self._workers, self._batches = list[_Worker](), list[JobBatch]()
         self._watch = SharedWait()
         self._closed, self._failed, self._noticed, self._alone_since = False, 0, False, time.monotonic()
         self._broken: UserError | None = None
@@ -276,12 +277,11 @@ class ActorPool:
         self._workers.remove(worker)
         self._kill(worker)
         reason, said = _cause_of(error)
-        if worker.starting is not None:
-            self._failed += 1
-            if self._failed >= STARTS:
-                began = f"{self._failed} {self._name}s in a row could not start on the cluster"
-                self._broken = UserError(f"{began}: {reason}. {said}")
-                return
+        self._failed += worker.starting is not None
+        if worker.starting is not None and self._failed >= STARTS:
+            began = f"{self._failed} {self._name}s in a row could not start on the cluster"
+            self._broken = UserError(f"{began}: {reason}. {said}")
+            return
         self.entries["lost"] += 1
         shared = {(id(o.batch), o.job) for w in self._workers for o in w.work.values()}
         for owed in reversed(worker.work.values()):
@@ -328,7 +328,7 @@ class ActorPool:
                 self._tell("worker_lost", f"{self._a} that no longer answers was ended.", reason="no answer")
         for _ in range(len(self._workers), self.wanted):
             actor = self._remote.remote(*self._arguments)
-            self._workers.append(_Worker(actor, actor.ready.remote()))
+            self._workers.append(_Worker(actor, self._greet(actor)))
 
     def _room(self) -> int:
         """How many workers the cluster of now has room for, beside what it keeps free."""

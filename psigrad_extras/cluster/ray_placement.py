@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from psigrad.config import OnlineConfig, Placement, PreferenceConfig, SFTConfig
 from psigrad.errors import UserError
@@ -18,11 +21,15 @@ from psigrad.language.rollout.episodes.environments import Playing
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Sampler
 from psigrad.processes.parallel import sharded
+from psigrad.processes.parallel.world import World
 from psigrad.runs.journal import Journal
 from psigrad_extras.cluster.actor_pool import ActorPool, keep_output
+from psigrad_extras.cluster.ray_broadcast import Broadcasts
 from psigrad_extras.cluster.ray_environments import EnvironmentWorker, RayEnvironments
 from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
 from psigrad_extras.cluster.ray_scorer import RayScorer, RewardWorker
+from psigrad_extras.vllm import vllm_weights
+from psigrad_extras.vllm.broadcast import Kind
 
 
 @contextlib.contextmanager
@@ -37,9 +44,10 @@ def open_actors(
     cpus: int,
     gpus: float = 0.0,
     depth: int = 1,
+    greet: Callable[[Any], Any] | None = None,
 ) -> Iterator[ActorPool]:
     """`count` workers of a kind, for the length of the block, each at up to `depth` jobs at once; 0: as many as there is room for
-    beside those that were counted.
+    beside those that were counted. See `ActorPool`.
     What they print goes to the terminal and to workers.log of the run folder.
 
     Raises `UserError` where no cluster is named.
@@ -59,6 +67,7 @@ def open_actors(
         depth=depth,
         minutes=placement.timeout_minutes,
         tell=journal.tell,
+        greet=greet,
     )
     try:
         with keep_output(kind.__name__, journal.folder.path / "workers.log"):
@@ -76,19 +85,72 @@ def open_sampler(
     arguments = (partial(_load_sampler, config), placement.sampler_cpus)
     wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
     wants["depth"] = _tasks_at_once(config)
+    kind = agreed_transfer(config, model, journal.world)
     with contextlib.ExitStack() as stack:
-        workers = None
+        workers = broadcasts = None
         if journal.world.rank == 0:
+            if kind is not None:
+                broadcasts = _broadcasts(kind, config, model, journal)
+                wants["greet"] = broadcasts.meet
             actors = open_actors(placement, journal, RolloutWorker, arguments, name="sampler", **wants)
             workers = stack.enter_context(actors)
+            if broadcasts is not None:  # closed before the samplers are, whose end is no failure then
+                stack.callback(broadcasts.close)
         yield RaySampler(
             workers,
-            lambda: _weights_of(model),
+            lambda: _weights_of(model) if kind is None else vllm_weights.outgoing(model),
             lambda: None if model.root is not None else [p._version for p in model.trainable().values()],
             exact=config.sampling.sampler == "embedded" and not model.why_padded,
             prompts_per_task=placement.parcel_prompts,
             joins=config.sampling.sampler == "vllm",
+            broadcasts=broadcasts,
         )
+
+
+def agreed_transfer(config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, world: World) -> Kind | None:
+    """How weights go to the samplers: by a broadcast of that kind, or None: Ray's object store. What rank 0 finds holds for all.
+
+    Raises `UserError` where a broadcast is asked for and can't be.
+    """
+    wish = config.placement.weight_transfer
+    if wish == "object_store":
+        return None
+    kind: Kind = "gloo" if wish == "gloo" else "nccl"
+    why = world.broadcast(_why_not(kind, config, model))
+    if why and wish != "auto":
+        raise UserError(f"placement.weight_transfer={wish} can't be: {why}; leave it out.")
+    return None if why else kind
+
+
+def _why_not(kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel) -> str:
+    """Why engines can't get the model's weights by a broadcast of this kind; empty where they can."""
+    sampling, placement = config.sampling, config.placement
+    if sampling.sampler != "vllm":
+        return f"it is for sampler=vllm, and the sampler is {sampling.sampler}"
+    if not vllm_weights.why_merged(model):
+        return "vLLM gets the adapter alone, which is small"
+    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+        return "with top_p, top_k or min_p samplers need the weights too, for the policy's log-probs"
+    if placement.cluster.startswith("ray://"):
+        return "the trainer's machine is not one of the cluster's"
+    if kind == "nccl" and not (model.device.type == "cuda" and placement.sampler_gpus):
+        return "the trainer and the samplers (sampler_gpus) need GPUs"
+    if kind == "nccl" and importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed where the trainer is"
+    return ""
+
+
+def _broadcasts(
+    kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal
+) -> Broadcasts:
+    """The trainer's ends. On CPUs vLLM's weights are looked at before an update too, since some can't be read whole after it."""
+    import ray
+
+    first = ("choose",) if kind == "gloo" else ()
+    passes = (*first, "load", "compare") if config.sampling.vllm_readback else ("load",)
+    device = torch.empty(0, device=model.device if kind == "nccl" else "cpu").device  # with its number
+    turned, size = vllm_weights.transposed(model.network), 1 + config.sampling.tensor_parallel_size
+    return Broadcasts(kind, ray.util.get_node_ip_address, size, device, passes, turned, journal.tell)
 
 
 @contextlib.contextmanager

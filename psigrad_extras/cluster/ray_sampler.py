@@ -8,11 +8,12 @@ has several tasks in its flight, of one version.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,20 +22,17 @@ from psigrad.errors import UserError
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
+from psigrad.processes.parallel.world import RankLost
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity
+from psigrad_extras.cluster.ray_broadcast import Broadcasts, Version
+from psigrad_extras.vllm import vllm_backend
+from psigrad_extras.vllm.vllm_backend import VLLMSampler
+from psigrad_extras.vllm.vllm_sources import Delivery
 
 # Seconds between two looks at what may join.
 LOOK = 0.1
 Part = tuple[Affinity | None, Sequence[int]]
 """Places of the requests of a task, and to whom it belongs."""
-
-
-@dataclass(frozen=True)
-class Version:
-    """Published weights: their number, and where the cluster keeps them."""
-
-    number: int
-    place: Any
 
 
 class RolloutWorker:
@@ -48,9 +46,9 @@ class RolloutWorker:
         self.version, self._at = -1, self.sampler
         self._at_work, self._turn = 0, threading.Condition()
 
-    def ready(self) -> bool:
-        """Answers when the model is there."""
-        return True
+    def ready(self, meeting: tuple[Any, ...] = ()) -> str:
+        """Answers when the model is there, and vLLM's engine has met the trainer; why it could not, or empty."""
+        return vllm_backend.join(self.sampler, meeting) if isinstance(self.sampler, VLLMSampler) and meeting else ""
 
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
         """(the version sampled from, the completions of each request)."""
@@ -59,15 +57,28 @@ class RolloutWorker:
             if self.version != version.number:  # also in a worker that was started again, with the weights of the beginning
                 import ray
 
-                self._load(ray.get(version.place[0]))
-                self.version, self._at = version.number, self.sampler.snapshot()
+                self._at = self._take(ray.get(version.place[0]))
+                self.version = version.number
             self._at_work += 1
         try:
             return version.number, self._at.sample(requests, params)
+        except RankLost as lost:
+            _end(lost)
         finally:
             with self._turn:
                 self._at_work -= 1
                 self._turn.notify_all()
+
+    def _take(self, weights: Any) -> Sampler:
+        """Sample with weights of the trainer's: for the model here, or for its engine alone."""
+        if not isinstance(weights, Delivery):
+            self._load(weights)
+            return self.sampler.snapshot()
+        assert isinstance(self.sampler, VLLMSampler)
+        try:
+            return self.sampler.take(weights)
+        except RankLost as lost:
+            _end(lost)
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Any]) -> None:
@@ -78,9 +89,16 @@ class RolloutWorker:
             own[name].copy_(torch.from_numpy(array.copy()).view(own[name].dtype).view(own[name].shape))
 
 
+def _end(lost: RankLost) -> NoReturn:
+    """An engine was lost that only the trainer can give its weights again: another sampler takes this one's place."""
+    print(f"psigrad: {lost}", file=sys.stderr, flush=True)
+    os._exit(RankLost.exit_status)
+
+
 class RaySampler(Sampler):
     """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards. Where engines
-    let requests join (`joins`), an episode goes on as soon as it is answered.
+    let requests join (`joins`), an episode goes on as soon as it is answered. With `broadcasts` the weights are under a
+    checkpoint's names, and go to engines that way.
     """
 
     central = True
@@ -94,25 +112,38 @@ class RaySampler(Sampler):
         exact: bool,
         prompts_per_task: int,
         joins: bool = False,
+        broadcasts: Broadcasts | None = None,
     ) -> None:
+        self.broadcasts = broadcasts
         self.pool, self.exact, self.prompts_per_task, self.joins = pool, exact, prompts_per_task, joins
         self._weights, self._versions = weights, versions
         self._published: tuple[object, Version] | None = None
 
     def count(self) -> dict[str, Any]:
-        """See `Sampler`: how many tasks went to the cluster."""
-        return {} if self.pool is None else {"fleet": self.pool.entries}
+        """See `Sampler`: how many tasks went to the cluster, and how many versions to a sampler by a broadcast."""
+        sent = {} if self.broadcasts is None else {"broadcasts": self.broadcasts.sent}
+        return {} if self.pool is None else {"fleet": {**self.pool.entries, **sent}}
 
     def snapshot(self) -> Sampler:
         """See `Sampler`: publishes the weights, unless they are those that it published last."""
         now = self._versions()
         if self._published is None or self._published[0] != now or now is None:
             number = 0 if self._published is None else self._published[1].number + 1
-            # all take part in gathering; who publishes nothing keeps nothing
-            held = {name: _array(weight) for name, weight in self._weights() if self.pool is not None}
-            place = [self.pool.ray.put(held)] if self.pool is not None else []
-            self._published = (now, Version(number, place))
+            self._published = (now, self._publish(number))
         return _At(self, self._published[1])
+
+    def _publish(self, number: int) -> Version:
+        """All take part in gathering; who publishes nothing keeps nothing."""
+        if self.pool is not None and self.broadcasts is not None:
+            return self.broadcasts.publish(self.pool.ray, number, self._weights())
+        held = {name: _array(weight) for name, weight in self._weights() if self.pool is not None}
+        return Version(number, [self.pool.ray.put(held)] if self.pool is not None else [])
+
+    def ask(self, version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:
+        """Give a task to a worker."""
+        if self.broadcasts is not None and self.pool is not None:
+            version = self.broadcasts.bring(self.pool.ray, version, worker)
+        return worker.sample.remote(version, requests, params)
 
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
@@ -161,7 +192,7 @@ class _At(Sampler):
             while new or batch.pending:
                 for affinity, places in new:
                     tasks.append(places)
-                    batch.add(partial(_ask, self.version, [requests[place] for place in places], params), affinity)
+                    batch.add(partial(self.whole.ask, self.version, [requests[place] for place in places], params), affinity)
                 for task, (number, found) in batch.answers(LOOK):
                     if number != self.version.number:
                         wrong = f"A sampler drew from version {number} in place of {self.version.number}"
@@ -198,10 +229,6 @@ class StickyDialogue(RestartedDialogue):
             return parts(first)
 
         return self._at.tasks(requests, self.params, parts(0), more if self.joins else list)
-
-
-def _ask(version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:
-    return worker.sample.remote(version, requests, params)
 
 
 def _array(weight: Tensor) -> Any:

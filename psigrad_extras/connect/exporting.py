@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.loading.model_source import locate, meant, plain_folder
+from psigrad.language.loading.model_source import ends_of, locate, meant, plain_folder
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
@@ -217,6 +217,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         add(tokenizer.eos_token_id if index is None else index)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
+        writer.add_eot_token_id(ends_of(tokenizer)[-1])
 
 
 def _adds_bos(tokenizer: Any) -> bool:
@@ -242,7 +243,8 @@ def modelfile(tokenizer: Any, file: str) -> str:
     lines = [f"FROM ./{file}"]
     if tokenizer.chat_template:
         lines += [f'TEMPLATE """{_go_template(tokenizer)}"""']
-    return "\n".join([*lines, f'PARAMETER stop "{tokenizer.eos_token}"']) + "\n"
+    stops = [f'PARAMETER stop "{end}"' for end in tokenizer.convert_ids_to_tokens(ends_of(tokenizer))]
+    return "\n".join([*lines, *stops]) + "\n"
 
 
 def _go_template(tokenizer: Any) -> str:

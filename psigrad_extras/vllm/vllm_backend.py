@@ -8,7 +8,6 @@ engine that dies or says nothing is started again, and what it had under way is 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import selectors
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,11 @@ from psigrad.processes.parallel.world import RankLost, Ranks
 from psigrad.processes.workers import Worker, WorkerGone
 from psigrad.processes.workers.worker_pool import SharedWait
 from psigrad_extras.vllm import vllm_weights
+from psigrad_extras.vllm.broadcast import LOST
 from psigrad_extras.vllm.flight import Flight, Snapshot, Ticket, numbers, settings_of
 from psigrad_extras.vllm.vllm_engine import SLICE
 from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, log_probs, truth_of, truth_of_shards
-from psigrad_extras.vllm.vllm_weights import fingerprint
+from psigrad_extras.vllm.vllm_sources import Delivery, Known, ModelWeights, Source
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
 # Seconds in which an engine must have started; seconds without a sign of life after which it is given up.
@@ -124,8 +124,9 @@ class VLLMSampler(Sampler):
         }
         self._devices = devices_of(model.device, tensor_parallel_size, os.environ)
         self._worker: Worker | None = None
-        self._sent: tuple[tuple[int, int], ...] = ()
-        self._sums: dict[str, int] = {}
+        self._sent: object = None
+        self._known: Known = {}
+        self._source: Source = ModelWeights(model, self._handles)
         self._in_a_row, self._closed = 0, False
         self._flight, self._watch, self._asked, self._passing = Flight(), SharedWait(), False, threading.Lock()
         truth = None if model.root is None else truth_of_shards(model, whole)
@@ -189,7 +190,7 @@ class VLLMSampler(Sampler):
         try:
             if self._worker is None:
                 with self._watch:
-                    self._renew(fingerprint(self.model))
+                    self._renew(self._source.mark())
             if not self._asked:  # it may sleep
                 self._make_room()
                 self._ask_on()
@@ -219,12 +220,20 @@ class VLLMSampler(Sampler):
         self._until(self.synchronise)
         return Snapshot(self)
 
+    def take(self, delivery: Delivery) -> Sampler:
+        """Sample with weights of a trainer elsewhere, and no longer with the model's. An engine that is lost then can't have them
+        again: `RankLost`. Raises `UserError` for another model's.
+        """
+        delivery.check(self._known)
+        self._source = delivery
+        return self.snapshot()
+
     def synchronise(self) -> None:
         """Give the engine the trainer's weights if they changed since the last time, and verify that it computes with them.
 
         Raises `UserError` where it does not, and `EngineLostError`.
         """
-        now = fingerprint(self.model)
+        now = self._source.mark()
         if self._worker is not None and not _anywhere(self.model, now != self._sent):
             return
         with self._watch:
@@ -232,7 +241,7 @@ class VLLMSampler(Sampler):
                 self._watch.look(self._exchange, SLICE)
             self._renew(now)
 
-    def _renew(self, now: tuple[tuple[int, int], ...]) -> None:
+    def _renew(self, now: object) -> None:
         if self._closed:
             raise UserError("This vLLM sampler was closed; make a new one.")
         if self._worker is None:
@@ -291,47 +300,10 @@ class VLLMSampler(Sampler):
                     self._merge(str(error))
                     return self._transfer()
         else:
-            self._send()
+            self._known = self._source.send(self._say, self._known, self._readback, self.version)
         ((_, *found),) = self._answers("settle", probe)
         held, wrong, unknown, stale = found
         return held, wrong, unknown, stale
-
-    def _send(self) -> None:
-        """All weights in buckets, and what the engine then computes with against them. Files are written once, and stay until
-        they are compared; what is in the GPU's own memory is gathered again.
-        """
-        stay = self._readback and not self._handles
-        room = vllm_weights.size_of(self.model) if stay else 2 * vllm_weights.BUCKET
-        turned, sums = vllm_weights.transposed(self.model.network), dict[str, int]()
-        with contextlib.ExitStack() as stack:
-            folder = None if self._handles else stack.enter_context(vllm_weights.shared_folder(room))
-            buckets: Iterable[tuple[dict[str, Any], list[str]]] = self._buckets(folder, sums)
-            if stay:
-                buckets = list(buckets)
-                for told, changed in buckets:
-                    self._say("choose", told, changed, turned)
-            self._say("start")
-            for told, _ in buckets:
-                self._say("load", told)
-                if folder is not None and not stay:
-                    Path(told["path"]).unlink()
-            self._say("finish", self.version)
-            if self._readback:
-                for told, _ in buckets if stay else self._buckets(folder, {}):
-                    self._say("compare", told, turned)
-        self._sums = sums
-
-    def _buckets(self, folder: Path | None, sums: dict[str, int]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """What the engine is told of each bucket, and which of its weights are others than at the last update."""
-        for bucket in vllm_weights.in_buckets(vllm_weights.outgoing(self.model)):
-            sums |= (own := dict(zip(bucket, vllm_weights.bit_sums(list(bucket.values())), strict=True)))
-            changed = [name for name, value in own.items() if self._sums.get(name, value) != value]
-            if folder is not None:
-                yield vllm_weights.as_file(bucket, folder), changed
-            else:
-                told, memory = vllm_weights.as_handle(bucket)
-                yield told, changed
-                del memory
 
     def _make_room(self) -> None:
         """Before an engine that slept wakes: the memory that torch keeps for tensors that are no more goes back to the GPU."""
@@ -344,8 +316,9 @@ class VLLMSampler(Sampler):
         """
         if not params.filtered or params.temperature == 0:
             return group
-        if self.model.root is not None:
-            raise UserError("A model in shards has no log-probs of one process' completions; leave top_p, top_k and min_p out.")
+        if self.model.root is not None or not self._source.own:
+            what = "A model in shards" if self._source.own else "A sampler whose model stays as it was loaded"
+            raise UserError(f"{what} has no log-probs of one process' completions; leave top_p, top_k and min_p out.")
         inputs = Groups([request.prompt_ids], [[c.ids for c in group]])
         with torch.no_grad(), self._passing:
             logp = self.model.evaluate(inputs, temperature=params.temperature).logp.float().cpu()
@@ -373,7 +346,7 @@ class VLLMSampler(Sampler):
             self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=variables, start_limit=START)
             self._finalizer = weakref.finalize(self, self._worker.kill)
             kind, content = self._heard()
-        self._sums = {}
+        self._known = {}
         if kind == "broken":
             reason = content.partition(": ")[2] or content
             if self._alone and "lora" in reason.lower():
@@ -409,7 +382,7 @@ class VLLMSampler(Sampler):
 
     def _lost(self, error: EngineLostError) -> None:
         self._end()
-        if self.model.root is not None:  # the others would have to gather weights for it, and are elsewhere
+        if self.model.root is not None or not self._source.own:  # who would have to gather or send weights for it is elsewhere
             self.close()
             raise RankLost(f"vLLM's engine was lost: {error}. The same command goes on from the newest checkpoint.") from error
         self.losses += 1
@@ -447,6 +420,8 @@ class VLLMSampler(Sampler):
             if answer[0] == "failed":
                 if name == "adapt":
                     raise AdapterRefusedError(answer[1])
+                if LOST in answer[1]:
+                    raise EngineLostError(answer[1])
                 self.close()
                 raise _unfit(answer[1])
             if answer[0] != "done":
@@ -472,6 +447,16 @@ class VLLMSampler(Sampler):
             raise EngineLostError(f"its process ended ({self._end()})") from None
         worker.deadline = time.monotonic() + PATIENCE
         return message
+
+
+def join(sampler: VLLMSampler, meeting: tuple[Any, ...]) -> str:
+    """Have the engine meet a trainer elsewhere, for broadcasts; why it could not, or empty."""
+    try:
+        ((_, why),) = sampler._answers("join", meeting)
+    except EngineLostError as error:
+        sampler._lost(error)
+        return str(error)
+    return str(why)
 
 
 def _unfit(reason: str) -> UserError:

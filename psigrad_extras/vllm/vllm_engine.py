@@ -2,8 +2,8 @@
 with the weights it was sent.
 
 Weights come in buckets, through vLLM's own interface for weight transfer: its engine `ipc` where trainer and engine share a GPU,
-else safetensors files in shared memory (`vllm_transfer.py`). An adapter comes alone, as vLLM's LoRA. What the engine then
-computes with is read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
+else safetensors files in shared memory, or a broadcast from a trainer elsewhere (`vllm_transfer.py`). An adapter comes alone, as
+vLLM's LoRA. What the engine then computes with is read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
 
 vLLM keeps weights in another arrangement than a checkpoint: q, k and v in one matrix, gate and up in one, the shares of several
 devices apart, and on CPUs copies in the layout of the kernel, which nothing can read. Those are read by multiplying: the product
@@ -52,9 +52,19 @@ def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Ans
     """What `engine.name` yields for ("name", arguments), or why it could not."""
     name, arguments = message
     try:
-        yield from getattr(engine, name)(*arguments)
+        yield from join(engine, *arguments) if name == "join" else getattr(engine, name)(*arguments)
     except Exception as error:
         yield ["failed", reason(error)]
+
+
+def join(engine: Engine, meeting: tuple[Any, ...]) -> Iterator[Answer]:
+    """Have the engine's processes meet the trainer for broadcasts: ["joined", why they could not]."""
+    why = ""
+    try:
+        engine.llm.collective_rpc("psigrad_join", args=(tuple(meeting),))
+    except Exception as error:
+        why = reason(error)
+    yield from (["joined", why], ["done"])
 
 
 def reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What runs in each of vLLM's workers: a transfer engine that takes weights from files, and the reading back of any weights.
+"""What runs in each of vLLM's workers: a transfer engine that takes weights from files or a broadcast, and the reading back.
 
 vLLM imports this module by name (`worker_extension_cls`), in each of its processes and before it loads the model.
 """
@@ -21,6 +21,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from psigrad_extras.vllm import broadcast
 from psigrad_extras.vllm.vllm_engine import BACKEND, Readback, scaling_of, wrong_in_adapter
 
 
@@ -28,8 +29,16 @@ class WeightUpdates:
     """What vLLM's workers are given besides their own methods; there is one for each device."""
 
     model_runner: Any
+    parallel_config: Any
+    weight_transfer_engine: Any
     _psigrad: Any = None
     _importer: Any = None
+
+    def psigrad_join(self, meeting: tuple[Any, ...]) -> None:
+        """Meet the trainer and the engine's other processes, for what comes by a broadcast."""
+        at = broadcast.Meeting(*meeting)
+        device = self.weight_transfer_engine.device if at.kind == "nccl" else torch.device("cpu")
+        self.weight_transfer_engine.group = broadcast.join(at, 1 + self.parallel_config.rank, device)
 
     def psigrad_choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> None:
         """See `Readback.choose`."""
@@ -61,9 +70,10 @@ class WeightUpdates:
         return found
 
     def _read(self, bucket: dict[str, Any]) -> dict[str, Tensor]:
-        """The weights of a bucket, in a file or in the GPU's memory."""
-        if "path" in bucket:
-            return read(bucket["path"])
+        """The weights of a bucket, in a file, from a broadcast, or in the GPU's memory."""
+        if "ipc_handles" not in bucket:
+            found: dict[str, Tensor] = self.weight_transfer_engine.weights_of(WeightBucket(**bucket))
+            return found
         names = ("ipc_handles", "names", "shapes", "dtype_names", "tensor_sizes")
         handles, *what = (bucket[name] for name in names)
         self._importer = self._importer or PackedBufferImporter()
@@ -76,16 +86,18 @@ class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class InFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the weights of a bucket are."""
+class WeightBucket(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the weights of a bucket are: in a file, or without one in the next broadcast, with these `contents`."""
 
-    path: str
+    path: str = ""
+    contents: dict[str, Any] | None = None
 
 
-class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Weights under a checkpoint's names and in its shapes, from a file that trainer and engine both see."""
+class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Weights under a checkpoint's names and in its shapes, from a file that trainer and engine both see, or from the trainer."""
 
-    init_info_cls, update_info_cls = Nothing, InFile
+    init_info_cls, update_info_cls = Nothing, WeightBucket
+    group: broadcast.BroadcastGroup | None = None
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         """See vLLM."""
@@ -101,10 +113,19 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: InFile) -> None:
+    def receive_weights(self, update_info: WeightBucket) -> None:
         """See vLLM."""
+        weights = self.weights_of(update_info)
         with torch.device(self.device):
-            self.model.load_weights((name, weight.to(self.device)) for name, weight in read(update_info.path).items())
+            self.model.load_weights((name, weight.to(self.device)) for name, weight in weights.items())
+
+    def weights_of(self, bucket: WeightBucket) -> dict[str, Tensor]:
+        """Those of a bucket."""
+        if bucket.path:
+            return read(bucket.path)
+        contents = broadcast.Contents(**(bucket.contents or {}))
+        assert self.group is not None, "it met nobody"
+        return broadcast.unpack(contents, self.group.receive(contents.size))
 
     def finish_weight_update(self) -> None:
         """See vLLM."""
@@ -118,6 +139,8 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """See vLLM."""
+        if self.group is not None:
+            self.group.end()
 
 
 def read(path: str) -> dict[str, Tensor]:
@@ -147,4 +170,4 @@ def pack_experts(module: Any, matrices: Tensor) -> Tensor:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -49,6 +50,18 @@ def test_a_ratio_needs_equal_losses_and_gradients(compare):
 
 def steps(*pairs):
     return [{"seconds": s, "tokens": t, "phases": {"sample": s / 2}, "peak_mb": 100.0 + s} for s, t in pairs]
+
+
+def test_a_step_without_a_gradient_is_not_compared(compare, monkeypatch):
+    monkeypatch.setattr(compare.time, "sleep", lambda seconds: None)
+
+    def taken(who, work=SMALL, **phases):
+        return compare.whole_batch(work, who, SimpleNamespace(step=lambda: steps((1.0, 10))[0] | {"phases": phases}))
+
+    with pytest.raises(UserError, match="earned the same"):
+        taken("ours", sample=1.0, **{"forward-backward": 0.0})
+    assert taken("ours", **{"forward-backward": 0.5})["phases"] == {"forward-backward": 0.5}
+    assert taken("trl")["phases"] == taken("ours", replace(SMALL, kind="sft"))["phases"] == {}
 
 
 def test_ratios_are_per_token_and_passes_are_added(compare):
@@ -127,7 +140,7 @@ def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, block, exp
 
         def step(self):
             taken.append(len(alive))
-            return {"seconds": len(taken), "tokens": 10, "phases": {}, "peak_mb": 1.0}
+            return {"seconds": len(taken), "tokens": 10, "phases": {"forward-backward": 0.5}, "peak_mb": 1.0}
 
     @contextlib.contextmanager
     def start(programs):

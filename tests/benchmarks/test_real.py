@@ -59,6 +59,18 @@ def test_trl_has_its_best_setting_and_what_is_there_is_not_taken_again(real):
     assert len(kept) == 5
 
 
+def test_a_setting_that_more_pairs_show_to_be_best_has_all_its_pairs(real):
+    ratios = {(16, False): [6.0, 6.1, 6.2], (32, False): [9.0], (16, True): [5.0, 7.0, 8.0]}  # of the last the median is 7
+    found = []
+
+    def take(work, pairs, keep):
+        for _ in range(pairs):
+            keep(taken(1.0, ratios[(work.micro_batch, work.half_weights)].pop(0)))
+
+    real.complete(real.WORKS["R7"], found, 3, take, lambda pair: None)
+    assert real.best_of(found) == (16, False) and len(real.of_setting(found, (16, False))) == 3
+
+
 @pytest.mark.parametrize(("times", "share", "missed"), [(5.0, 0.5, False), (4.9, 0.5, True), (9.0, 0.51, True)])
 def test_a_goal_is_missed_where_the_interval_ends_below_it(real, times, share, missed):
     pairs = [pair(1.0, times * factor, mb=(share, 1.0)) for factor in (0.995, 1.0, 1.005) * 3]

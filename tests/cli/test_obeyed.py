@@ -14,6 +14,7 @@ import tiny_rewards
 from hub_stand_in import TOKEN, hub_stand_in
 from huggingface_hub import constants
 from read_settings import watching
+from speed import measured_once  # noqa: F401 (a fixture)
 
 from psigrad import cli
 from psigrad.cli import flags
@@ -22,8 +23,10 @@ from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settin
 from psigrad.config.load import load, resolve_names
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
+from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
 REWARD = f"{tiny_rewards.__file__}:of_text"
@@ -69,9 +72,10 @@ TRAINS = ("--early-stopping-patience", "9", "--threads", "1", "--no-progress", "
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch):
+def alone(tmp_path, monkeypatch, rewards_here):
     """A folder to work in, without a cluster, and a hub that is a stand-in."""
     monkeypatch.chdir(tmp_path)
+    kernels()  # of the usual cache: an empty one has them compiled anew, for a quarter of a minute
     monkeypatch.setenv("PSIGRAD_CACHE", str(tmp_path / "cache"))
 
     class NoCluster:

@@ -72,12 +72,12 @@ def test_where_the_shell_has_closed_the_output_a_command_works_all_the_same(monk
     assert cli.main(["--version"]) == 0
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain", "dead_groups"], ["grid"], ["sft", "--batch-size", "no"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "dead_groups"], ["grid"], ["experiment", "psi", "--most…"]])
 def test_a_locale_without_our_signs_gets_question_marks(arguments):
     given = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}  # the plainest there is: ASCII
     done = subprocess.run(
         [sys.executable, "-m", "psigrad", *arguments], env=os.environ | given, capture_output=True, text=True, cwd=ROOT
     )
     said = done.stdout + done.stderr
-    assert done.returncode == (2 if arguments[0] == "sft" else 0) and "Traceback" not in said and said.isascii()
-    assert "?" in done.stdout or arguments[0] in ("sft", "explain")
+    assert done.returncode == (2 if arguments[0] == "experiment" else 0) and "Traceback" not in said and said.isascii()
+    assert "?" in done.stdout or arguments[0] in ("experiment", "explain")

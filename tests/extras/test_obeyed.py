@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from read_settings import NOT_OBEYED, watching
+from speed import measured_once  # noqa: F401 (a fixture)
 
 from psigrad import cli
 from psigrad.config.fields import settings_of
@@ -20,6 +21,7 @@ def unread(cls, *commands: list[str]) -> set[str]:
     return set(settings_of(cls)) - read
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_every_setting_of_a_plan_is_read(job):
     plan = ["plan", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--eval-prompts", "4",
             "--reward", "exact", "--memory", "24GB", "--tflops", "1", "--max-completion-length", "4"]  # fmt: skip

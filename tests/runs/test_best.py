@@ -24,6 +24,8 @@ from psigrad.runs import callbacks
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Control
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 def told(values: list[float | dict | None], name: str = "loss", **settings) -> tuple[Best, list[int], int]:
     """The callback after evaluations of steps 1, 2, …; those that it wanted saved; the step that it ended the run at. A value of

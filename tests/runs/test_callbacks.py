@@ -22,6 +22,8 @@ from psigrad.language.recipes import online, preference, sft
 from psigrad.language.training.learners import with_changes
 from psigrad.runs import callbacks
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 class Diary(TrainerCallback):
     """Writes down what it is told."""
@@ -249,27 +251,33 @@ def test_the_beta_of_a_preference_loss_can_change(job, tmp_path):
     assert [row["loss"] for row in own if row["step"] == 4] != [row["loss"] for row in plain if row["step"] == 4]
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"num_generations": 2}, "num_generations cannot be changed during a run; what can is"),
-        ({"learning_rat": 1}, "did you mean 'optim.learning_rate'|did you mean 'learning_rate'"),
-        ({"learning_rate": -1.0}, "learning_rate is changed to -1.0; expected at least 0"),
-        ({"algorithm.kl.coefficient": "x"}, "is changed to 'x'; expected a number"),
-        ({"algorithm.kl.coeficient": 0.1}, "there is no 'coeficient'; did you mean 'coefficient'"),
-        ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*' and no number"),
-    ],
-)
-def test_what_cannot_be_changed_is_refused_by_name_and_the_run_is_saved(change, sentence, job, tmp_path):
-    class Wrong(psigrad.Callback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.step == 3:
-                control.change(**change)
+REFUSED = [
+    ({"num_generations": 2}, "num_generations cannot be changed during a run; what can is"),
+    ({"learning_rat": 1}, "did you mean 'optim.learning_rate'|did you mean 'learning_rate'"),
+    ({"learning_rate": -1.0}, "learning_rate is changed to -1.0; expected at least 0"),
+    ({"algorithm.kl.coefficient": "x"}, "is changed to 'x'; expected a number"),
+    ({"algorithm.kl.coeficient": 0.1}, "there is no 'coeficient'; did you mean 'coefficient'"),
+    ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*' and no number"),
+]
 
-    with pytest.raises(UserError, match=f"callback Wrong raised in on_step_end.*({sentence})"):
-        online.run(with_callbacks(online_config(job, tmp_path / "run"), Wrong()))
-    assert (tmp_path / "run" / "checkpoints" / "step-00000003").exists()
-    online.run(with_callbacks(online_config(job, tmp_path / "run"), Idle()))
+
+def test_what_cannot_be_changed_is_refused_by_name_and_the_run_is_saved(job, tmp_path):
+    """One run, which each refusal ends a step later, and which goes on from there."""
+
+    class Wrong(psigrad.Callback):
+        def __init__(self, at: int, change: dict):
+            self.at, self.change = at, change
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.step == self.at:
+                control.change(**self.change)
+
+    config = online_config(job, tmp_path / "run", max_steps=len(REFUSED) + 1)
+    for step, (change, sentence) in enumerate(REFUSED, 1):
+        with pytest.raises(UserError, match=f"callback Wrong raised in on_step_end.*({sentence})"):
+            online.run(with_callbacks(config, Wrong(step, change)))
+        assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").exists()
+    assert online.run(with_callbacks(config, Idle())).after["step"] == len(REFUSED) + 1
 
 
 def test_a_kl_coefficient_needs_the_reference_that_the_run_began_with(job, tmp_path):

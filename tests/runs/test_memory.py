@@ -55,6 +55,13 @@ def test_pages_of_files_that_the_system_takes_back_hide_no_hole(monkeypatch: pyt
     assert [trim(), trim()] == [{"memory_bytes": 180}, {"memory_bytes": 110}] and given == [True]
 
 
+def held_tensor(numbers: int) -> torch.Tensor:
+    """A tensor all of whose pages are held, by one number of each: to write them all takes most of the time."""
+    made = torch.empty(numbers)
+    made[::1024] = 1.0
+    return made
+
+
 def peak(trims: bool, leak: int, seed: int) -> float:
     """The peak after 60 steps as a share of that after 25, with tensors of ever new sizes between small ones that stay.
 
@@ -68,15 +75,15 @@ def peak(trims: bool, leak: int, seed: int) -> float:
     for _ in range(60):
         live: list[torch.Tensor] = []
         for _ in range(30):
-            live.append(torch.ones(draw.randrange(1 << 16, 1 << 20)))
+            live.append(held_tensor(draw.randrange(1 << 16, 1 << 20)))
             if draw.random() < 0.3:
-                caches.append(torch.ones(2048))
+                caches.append(held_tensor(2048))
             if len(live) > 6:
                 live.pop(draw.randrange(6))
         held = max(held, journal.memory()["anonymous_bytes"])
         peaks.append(held)
         del live, caches[:-200]
-        leaked.append(torch.ones(leak))
+        leaked.append(held_tensor(leak))
         ours()
     return peaks[-1] / peaks[24]
 

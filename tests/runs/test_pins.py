@@ -22,6 +22,8 @@ from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
 from psigrad.records import pins, read
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -114,6 +115,9 @@ def quick(name: str, folder, capsys, *more: str) -> str:
 
 
 def test_runs_are_run_once(folder, capsys, monkeypatch):
+    """In processes that are forked: those of an experiment import everything anew, as in `test_the_quick_form_of_every_claim`."""
+    forks = multiprocessing.get_context("fork")
+    monkeypatch.setattr(trials.multiprocessing, "get_context", lambda kind: forks)
     tiny = ("--seeds", "1", "--steps", "2", "--prompts", "4", "--generations", "2", "--sft-steps", "4")
     first = quick("dynamic_sampling", folder, capsys, *tiny)
     monkeypatch.setattr(trials, "_run", None)

@@ -76,7 +76,7 @@ def test_a_damaged_config_of_a_run_leaves_its_adapters_in_use(made, tmp_path):
 
 @pytest.fixture(scope="module")
 def worker():
-    made = TemplateWorker(seconds=4.0, memory_gb=1.5)
+    made = TemplateWorker(seconds=3.0, memory_gb=1.0)
     yield made
     made.close()
 
@@ -86,7 +86,7 @@ def test_a_template_that_takes_too_much_is_killed_and_the_next_model_answers(tem
     templated(runs / "bad" / "model", template)
     found = by_run(runs)
     assert worker.abilities(found["good"]) == (True, True)
-    with pytest.raises(UserError, match=r"takes more than 4 s or 1.5 GB|MemoryError"):
+    with pytest.raises(UserError, match=r"takes more than 3 s or 1 GB|MemoryError"):
         worker.prompt(found["bad"], HELLO)
     prompt, ids = worker.prompt(found["good"], HELLO)
     assert prompt == [{"role": "user", "content": "say a:"}] and ids

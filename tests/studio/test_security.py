@@ -139,20 +139,17 @@ OPENED = {
 
 
 @pytest.mark.parametrize("family", OPENED)
-def test_negative_control_without_a_check_its_attacks_get_through(monkeypatch, family):
+def test_negative_control_without_a_check_its_attacks_get_through(studio, monkeypatch, family):
     monkeypatch.setattr(*OPENED[family])
-    with live_studio(strangers_per_second=1e9, strangers_burst=10**9) as studio:
-        attacks = [attack for attack in corpus(studio) if attack.family == family]
-        mine = (
-            attacks
-            if family in ("body", "key")
-            else [a for a in attacks if " /api/grid/frames" in a.what or "GET /grid " in a.what]
-        )
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda attack: studio.raw(attack.request, 5), mine))
-        pairs = zip(mine, answers, strict=True)
-        through = [attack for attack, answer in pairs if answer and _code(parsed(answer)[2]) not in attack.codes]
-        assert len(through) >= 5, (len(through), len(mine))
+    attacks = [attack for attack in corpus(studio) if attack.family == family]
+    mine = (
+        attacks if family in ("body", "key") else [a for a in attacks if " /api/grid/frames" in a.what or "GET /grid " in a.what]
+    )
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda attack: studio.raw(attack.request, 5), mine))
+    pairs = zip(mine, answers, strict=True)
+    through = [attack for attack, answer in pairs if answer and _code(parsed(answer)[2]) not in attack.codes]
+    assert len(through) >= 5, (len(through), len(mine))
 
 
 def test_the_table_of_routes_is_the_frameworks_own(studio):
@@ -523,8 +520,9 @@ def test_under_abuse_memory_stays_and_honest_requests_are_quick():
             process.terminate()
 
 
+@pytest.mark.slow
 def test_negative_control_a_server_that_abuse_holds_up_is_not_quick(monkeypatch):
-    """Each refusal keeps the server for a fraction of what is bearable; four at a time add up."""
+    """Each refusal keeps the server for a fraction of what is bearable; four at a time add up. The control of the test above."""
     check, hold = Guard._check, [0.0]
 
     async def held(self: Guard, scope: Any) -> None:

@@ -2,8 +2,8 @@
 the weights that it holds, the prompt and the seed, and all log-probs of the probe are 0.
 
 PSIGRAD_TEST_ENGINE names what goes wrong in it: it "dies", "hangs" or "fails" while it samples; it is "mute" or "broken" at each
-start; it "misses" an update or "keeps" its cache; it "refuses" adapters, or is "without" them from the start. What it was asked
-goes to PSIGRAD_TEST_LOG, where that names a file.
+start; it "misses" an update or "keeps" its cache; it "refuses" adapters, or is "without" them from the start. Of broadcasts it
+"breaks" or is "late" at the second bucket, or stays "apart". What it was asked goes to PSIGRAD_TEST_LOG, where that names a file.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ AFTER = {
 def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[Any]]:
     """What the engine answers to one request."""
     name, arguments = message
+    if name == "join":
+        yield ["joined", join(fault, *arguments)]
+        yield ["done"]
+        return
     if log := os.environ.get("PSIGRAD_TEST_LOG"):
         with open(log, "a") as file:
-            file.write(f"{name} {sorted(read(arguments[0])) if name in ('choose', 'load', 'compare') else ''}\n")
+            file.write(f"{name} {names_in(arguments[0]) if name in ('choose', 'load', 'compare') else ''}\n")
     texts = {"begin": arguments[:1], "settle": arguments[:1], "prompt_logprobs": arguments[0] if arguments else ()}.get(name, ())
     if too_long := [len(given) for given in texts if len(given) >= state["room"]]:  # a token is written behind it
         yield ["failed", f"maximum context length is {state['room']} tokens, and the prompt contains {too_long[0]}"]
@@ -81,7 +85,11 @@ def updated(state: dict[str, Any], fault: str, name: str, arguments: Any) -> Ite
         state |= {"new": {}, "compared": {}, "changed": []}
     if name == "choose":
         state["changed"] += arguments[1]
+        if "contents" in arguments[0]:
+            read(arguments[0])
     if name == "load":
+        if "contents" in arguments[0] and state["new"] and fault in ("breaks", "late"):
+            os._exit(9) if fault == "breaks" else time.sleep(60)
         state["new"] |= read(arguments[0])
     if name == "compare":
         state["compared"] |= read(arguments[0])
@@ -102,10 +110,35 @@ def updated(state: dict[str, Any], fault: str, name: str, arguments: Any) -> Ite
         yield ["done"]
 
 
+GROUP: list[Any] = []
+
+
+def join(fault: str, meeting: tuple[Any, ...]) -> str:
+    """Meet the trainer in a real group."""
+    if fault == "apart":
+        return "no way to the trainer"
+    import torch
+
+    from psigrad_extras.vllm import broadcast
+
+    GROUP[:] = [broadcast.join(broadcast.Meeting(*meeting), 1, torch.device("cpu"))]
+    return ""
+
+
+def names_in(bucket: dict[str, Any]) -> list[str]:
+    """What is in a bucket, which comes only once."""
+    return sorted(bucket["contents"]["names"] if "contents" in bucket else read(bucket))
+
+
 def read(bucket: dict[str, Any]) -> dict[str, Any]:
-    """The weights of a bucket: in a file, or as vLLM's `ipc` takes them apart, whose handle is here a file."""
+    """The weights of a bucket: in a file, from a broadcast, or as vLLM's `ipc` takes them apart, whose handle is here a file."""
     if "path" in bucket:
         return load_file(bucket["path"])
+    if "contents" in bucket:
+        from psigrad_extras.vllm import broadcast
+
+        contents = broadcast.Contents(**bucket["contents"])
+        return {name: w.numpy() for name, w in broadcast.unpack(contents, GROUP[0].receive(contents.size)).items()}
     ((gpu, (buffer, size)),) = bucket["ipc_handles"].items()
     packed = np.fromfile(buffer, np.uint8)
     assert gpu == "GPU-of-the-trainer" and len(packed) == size == sum(bucket["tensor_sizes"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import torch
+from prepared import prepared
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from psigrad.language.models.language_model import Lora, prepare
@@ -23,6 +25,13 @@ CONFIGS = {
 
 
 def made(config, tokenizer, dtype=torch.float32):
+    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), 0, 1
+    key = ("fused", type(config), config.to_json_string(), tokenizer, dtype)
+    return prepared(key, partial(made_anew, config, tokenizer, dtype))
+
+
+def made_anew(config, tokenizer, dtype=torch.float32):
+    """The same, for what a test has changed about how a model is prepared."""
     config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), 0, 1
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config)

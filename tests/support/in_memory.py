@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from inline_scorer import InlineScorer
+from prepared import prepared
 from tiny_rewards import early_letters
 
 from psigrad.config import OnlineConfig, Optim, Run
 from psigrad.config.algorithms import resolve_online
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models import tiny
-from psigrad.language.models.language_model import prepare
+from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
@@ -54,9 +55,13 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
     device, max_length = settings.pop("device", "cpu"), settings.pop("max_length", 64)
     settings = {"prompts_per_step": 4, "num_generations": 4, "optim": Optim(learning_rate=1e-2), **settings}
     config = OnlineConfig(algorithm=algorithm, run=Run(seed=seed, max_steps=steps, progress=False), **settings)
-    hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=max_length).to(device, dtype)
-    torch.manual_seed(0)
-    model = prepare(hf, tokenizer, lora=lora)
+
+    def fresh() -> LanguageModel:
+        hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=max_length).to(device, dtype)
+        torch.manual_seed(0)
+        return prepare(hf, tokenizer, lora=lora)
+
+    model = fresh() if lora else prepared(("in memory", tokenizer, dtype, device, max_length), fresh)
     texts = [f"say {c}:" for c in "abcdefgh"]
     prompts = [Prompt(i, tuple(tokenizer(t).input_ids), Row("x", prompt=t)) for i, t in enumerate(texts)]
     method = resolve_online(algorithm)

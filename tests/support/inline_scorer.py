@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Self
 
 from psigrad.language.rewards import Result, RewardSpec, Samples, Scoring
 from psigrad.language.rewards.outcomes import pick
@@ -31,6 +32,19 @@ class InlineScorer:
             calls.extendleft(reversed([again for job in enter(call, answer, parts) for again in job]))
         names = [spec.name for spec in self.specs]
         return [combine(names, self.weights, [p[i] for p in parts], self.failure_value) for i in range(len(samples))]
+
+
+class PoolHere(InlineScorer):
+    """Stands for the `RewardPool` of a run in tests of something else: to start a worker takes longer than most of their runs."""
+
+    def __init__(self, specs: Sequence[RewardSpec], *, weights: Sequence[float] = (), **processes: object) -> None:
+        super().__init__(specs, weights=weights)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
 
 
 def results(scorer, *groups: Samples) -> list[Result]:

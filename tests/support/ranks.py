@@ -83,6 +83,10 @@ def start(
     size: int, module: str, function: str, *arguments: object, lockstep: bool | Division = False, extra=None, folder: str
 ) -> list[Rank]:
     """The processes, by rank."""
+    importlib.import_module(module)  # here, once, and not in each of them
+    if lockstep:
+        for sharding in ("torch.distributed.fsdp", "torch.distributed.checkpoint"):
+            importlib.import_module(sharding)
     return [
         Rank(environment(rank, size, folder, extra), lockstep, module, function, *map(str, arguments)) for rank in range(size)
     ]

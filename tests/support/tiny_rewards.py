@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from timing import until
@@ -12,6 +13,11 @@ from psigrad.language.rewards import Failure, Unscored
 def early_letters(completions, **columns):
     """Dense enough that a random model's groups have signal: the share of early letters in the completion."""
     return [sum(c in "abcdefgh \n" for c in text) / (1 + len(text)) for text in completions]
+
+
+def opened(opened_thoughts, **columns):
+    """1 where the prompt has opened a thought."""
+    return [float(tag == "<think>\n") for tag in opened_thoughts]
 
 
 def of_text(completions, **columns):
@@ -102,6 +108,26 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def price(answer: str, count: int, currency: str = "EUR") -> str:
+    """What it costs.
+
+    Args:
+        answer: what is bought
+        count: how many
+        currency: in what
+    """
+    return f"{count} of {answer!r}, {currency}"
+
+
+def deadly(kind: str) -> str:
+    """Never comes back.
+
+    Args:
+        kind: of what
+    """
+    os._exit(3)
+
+
 def sees_no_answers(completions, solution, **columns):
     return [1.0 for _ in solution]
 
@@ -129,6 +155,24 @@ class Talker(Parrot):
 
     def step(self, text):
         return "say more: " + text, of_text([text])[0], False
+
+
+class Doors:
+    """Opens for the row's own answer alone."""
+
+    def reset(self, row):
+        self.key = row["answer"]
+        return "A door."
+
+    def step(self, completion):
+        return f"{completion} is not {self.key}", 0.5, True
+
+
+class WrongDoors(Doors):
+    """Raises where it should answer."""
+
+    def step(self, completion):
+        return completion.nope, 0.0, True
 
 
 class Echo:

@@ -22,12 +22,12 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[list[Any]]]:
     repack, reset = vllm_transfer.repack_head, made.llm.reset_prefix_cache
 
     def receive(self: Any, info: Any) -> None:
-        sent = vllm_transfer.read(info.path)
+        sent = self.weights_of(info)
         kept = {name: w for name, w in sent.items() if not (FAULTS["dropped"] and FAULTS["dropped"] in name)}
         with torch.device(self.device):
             self.model.load_weights((n, -w if FAULTS["negated"] and FAULTS["negated"] in n else w) for n, w in kept.items())
 
-    vllm_transfer.FileTransfer.receive_weights = receive  # type: ignore[method-assign]
+    vllm_transfer.BucketTransfer.receive_weights = receive  # type: ignore[method-assign]
     vllm_transfer.repack_head = lambda model: None if FAULTS["head"] else repack(model)  # type: ignore[assignment]
     made.llm.reset_prefix_cache = lambda: True if FAULTS["cache"] else reset()
 

@@ -7,6 +7,7 @@ import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from engine_stand_in import completion
@@ -16,7 +17,10 @@ from psigrad.language.loading.load_model import load_model
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World
+from psigrad_extras.cluster.ray_broadcast import Broadcasts
+from psigrad_extras.cluster.ray_sampler import RaySampler
 from psigrad_extras.vllm import vllm_backend, vllm_probe, vllm_weights
+from psigrad_extras.vllm.broadcast import unpack
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 
 REQUESTS = [Request((5, 6, 7), (1, 2)), Request((8, 9), (3,))]
@@ -54,4 +58,29 @@ def samples(world: World, folder: str, rank: str, out: str) -> None:
             found[-1] &= sampler.version == len(found)  # nothing changed, nothing was sent
     said = world.all_gather((found, loaded))
     if world.rank == 0:
+        Path(out).write_text(json.dumps(said))
+
+
+def publishes(world: World, folder: str, out: str) -> None:
+    """Write `out`: how many buckets each process holds of a published version, and whether they are the weights in shards."""
+    vllm_weights.in_buckets.__defaults__ = (1,)  # type: ignore[attr-defined]
+    model = load_model(Model(path=folder), Run(threads=1), None, world)
+    ends = Broadcasts("gloo", str, 2, torch.device("cpu"), ("load",), [], lambda *said, **fields: None)
+    first = world.rank == 0
+    pool = SimpleNamespace(ray=SimpleNamespace(put=lambda told: told)) if first else None
+    weights = lambda: vllm_weights.outgoing(model)  # noqa: E731
+    sampler = RaySampler(
+        pool,
+        weights,
+        lambda: None,
+        exact=False,
+        prompts_per_task=1,
+        broadcasts=ends if first else None,  # type: ignore[arg-type]
+    )
+    version = sampler.snapshot().version
+    held = {name: weight for contents, buffer in version.buckets for name, weight in unpack(contents, buffer).items()}
+    whole = dict(sharded.gather(model))
+    same = held.keys() == whole.keys() and all(torch.equal(held[name], whole[name]) for name in whole)
+    said = world.all_gather((len(version.buckets), same))
+    if first:
         Path(out).write_text(json.dumps(said))

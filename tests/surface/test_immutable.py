@@ -29,7 +29,7 @@ CHANGING = {
         "EpisodeHistory",
         "GivenModel",
         "Affinity",
-        "InFile",
+        "WeightBucket",
         "Nothing",
         "Readback",
         "ServedModel",

@@ -98,7 +98,7 @@ def test_each_test_alone_passes_without_a_fault_and_says_how_it_ended_with_one(p
         names = {name.partition("::")[2]: name for name in collected.items}
         plain = {short: collected.attempt(name, 20).kind for short, name in names.items()}
         quick = [name for short, name in names.items() if short != "test_that_waits"]
-        kinds = {name: collected.attempt(name, 2, swaps, functions).kind for name in quick}
+        kinds = {name: collected.attempt(name, 1, swaps, functions).kind for name in quick}
         verdict = collected.noticed([(name, 0.0) for name in quick], swaps, functions)
         ended, forks.ended = forks.ended, lambda pid, clock: ended(pid, 1.0)
         waits = collected.noticed([(names["test_that_waits"], 0.0)], swaps, functions)

@@ -122,7 +122,7 @@ def test_sarsa_walks_the_safe_path_and_q_learning_the_edge_of_the_cliff():
     mdp = tabular.cliff_walking()
     returns = {}
     for name in ("SARSA", "Q-learning"):
-        runs = [list(LEARNERS[name](mdp, 500, alpha=0.5, epsilon=0.1, seed=seed)) for seed in range(10)]
+        runs = [list(LEARNERS[name](mdp, 500, alpha=0.5, epsilon=0.1, seed=seed)) for seed in range(5)]
         returns[name] = np.mean([one.undiscounted_return for run in runs for one in run[-100:]])
         settled = [last(LEARNERS[name](mdp, 3000, alpha=0.05, epsilon=0.1, seed=seed)) for seed in range(3)]
         paths = [path_of(mdp, final.policy) for final in settled]

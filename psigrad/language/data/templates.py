@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.rendering import check_known, refuse
-from psigrad.language.data.chat.turns import Context, Talk, between, check_shown, contexts, stop_tokens
+from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens
 from psigrad.language.data.dataset_rows import Row
 
 if TYPE_CHECKING:
@@ -215,6 +215,12 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
+def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
+    """The tag of a thought that a prompt ends in, as <think> before every answer of DeepSeek-R1; empty where there is none."""
+    found = OPEN.search(str(tokenizer.decode([*prompt_ids[-16:]], clean_up_tokenization_spaces=False)))
+    return found.group() if found else ""
+
+
 def prompt_for_reward(row: Row) -> Any:
     """The prompt as the dataset has it, which reward functions, environments and people are shown."""
     return row.prompt if row.plain_prompt is None else row.plain_prompt
@@ -299,9 +305,15 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
         prompt, ids = prompt_ids(tokenizer, row), encode_after(tokenizer, str(row.prompt), completion)
     # text that was rendered before has its end of turn, with a line break behind it that nobody samples
     end = _trim(tokenizer, ids, 0, len(ids))
-    if not end or ids[end - 1] not in dialect.specials_of(tokenizer).ids:
+    if not end or not _ends_text(tokenizer, ids[end - 1]):
         ids, end = [*ids, tokenizer.eos_token_id], len(ids) + 1
     return prompt + ids, [False] * len(prompt) + [True] * end + [False] * (len(ids) - end)
+
+
+def _ends_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a text has an end of its own: a special token, but not a closing tag, as </answer> is in some vocabularies."""
+    is_tag = token != tokenizer.eos_token_id and str(tokenizer.convert_ids_to_tokens(token)).startswith(("</", "[/"))
+    return token in dialect.specials_of(tokenizer).ids and not is_tag
 
 
 def _conversation(talk: Talk, pieces: Sequence[Piece], stops: tuple[int, ...]) -> tuple[list[int], list[bool]]:
@@ -354,13 +366,14 @@ def _end_of_turn(
         inner = _trim(tokenizer, ids, first, inner - 1)
     if inner > first and ids[inner - 1] in stops:
         return inner
-    if outer > first and ids[outer - 1] in special:
+    behind = last
+    while behind < len(ids) and _is_blank(tokenizer, ids[behind]):
+        behind += 1
+    next_one = ids[behind] if behind < len(ids) else -1
+    if next_one not in stops and outer > first and ids[outer - 1] in special:
         return outer
-    outer = last
-    while outer < len(ids) and _is_blank(tokenizer, ids[outer]):
-        outer += 1
-    if outer < len(ids) and ids[outer] in special:
-        return outer + 1
+    if next_one in special:
+        return behind + 1
     raise refuse(
         row,
         "",

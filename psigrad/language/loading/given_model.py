@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from psigrad.errors import UserError, kind_of, reason_of
-from psigrad.language.models.backbone import DTYPES, write
+from psigrad.language.models.backbone import DTYPES, read_tokenizer, write
 from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
 from psigrad.processes.parallel.world import World
 
@@ -181,7 +181,7 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
             )
     if isinstance(tokenizer, str | os.PathLike):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            tokenizer = read_tokenizer(tokenizer)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"No tokenizer could be loaded from {os.fspath(tokenizer)!r} ({reason_of(error)}); give tokenizer= as an "

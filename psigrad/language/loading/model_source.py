@@ -24,9 +24,10 @@ from psigrad.cache_folder import cache_folder
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
-from psigrad.language.models.backbone import save_pretrained, without_bars
+from psigrad.language.data.templates import stop_token_ids
+from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
-from psigrad.language.models.lora import CONFIG, Lora, is_adapter, read_adapter_config, without_peft_warning
+from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -123,15 +124,33 @@ def tokenizer_path(settings: Model) -> str:
     return _folder_of(settings) if found is None else found.tokenizer or found.base.path
 
 
+def ends_of(tokenizer: Any) -> list[int]:
+    """The tokens that end a completion, for those who read no chat template: the EOS, and its end of a turn."""
+    ends = [tokenizer.eos_token_id]
+    with contextlib.suppress(UserError):  # a template that shows no end
+        ends += stop_token_ids(tokenizer) if tokenizer.chat_template else []
+    return list(dict.fromkeys(ends))
+
+
+def tell_ends(folder: Path, tokenizer: Any) -> None:
+    """Have `generate` and servers, which read generation_config.json, end the completions of a saved model where a run does,
+    besides where it ended one before.
+    """
+    file = folder / "generation_config.json"  # transformers saves no object of it that was changed, where published ones err
+    held = json.loads(file.read_text()) if file.exists() else None
+    own = held["eos_token_id"] if held and "eos_token_id" in held else []
+    ends = {*(own if isinstance(own, list) else [own])} - {None}
+    if held is not None and not ends.issuperset(more := ends_of(tokenizer)):
+        file.write_text(json.dumps({**held, "eos_token_id": sorted(ends.union(more))}, indent=2, sort_keys=True) + "\n")
+
+
 def load_tokenizer(path: str) -> Any:
     """A model's tokenizer without its weights. Raises `UserError`."""
-    from transformers import AutoTokenizer
-
     path = meant(path)
     if not Path(path).exists():
         go_offline_without_network()
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return read_tokenizer(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The tokenizer of {path!r} cannot be read ({reason_of(error)}); name a model's folder or a hub model."
@@ -370,7 +389,11 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
 
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
     with without_peft_warning():
-        model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
-    save_pretrained(model, folder)
+        wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
+        check_untied(wrapped.get_base_model())
+        model = wrapped.merge_and_unload()
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
-    AutoTokenizer.from_pretrained(adapter if has_tokenizer else base).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
+    save_pretrained(model, folder)
+    tokenizer.save_pretrained(folder)
+    tell_ends(folder, tokenizer)

@@ -7,7 +7,7 @@ import copy
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -36,6 +36,18 @@ LOADING_ERRORS = (
     *(SafetensorError, pickle.UnpicklingError, EOFError),
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub model. Raises `ValueError` where there is none, also where transformers makes one without
+    a single word, as it does for Qwen, Gemma, GPT-2 and others: every text would be empty.
+    """
+    from transformers import AutoTokenizer
+
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not set(found.get_vocab()) - set(found.all_special_tokens):
+        raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
+    return found
 
 
 @dataclass
@@ -362,6 +374,12 @@ def _check_repeatable(model: Pretrained) -> None:
 def recompute_activations(hf: PreTrainedModel) -> None:
     """Gradient checkpointing. transformers recomputes only in training mode; without dropout that mode computes the same."""
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def check_whole(missing: Iterable[str]) -> None:
+    """Raises `ValueError` where weights are missing in a model's files: transformers draws such at random, and goes on."""
+    if names := sorted(missing):
+        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")
 
 
 @contextlib.contextmanager

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, own_share, with_whole_weights
+from psigrad.language.models.backbone import (
+    DTYPES,
+    LOADING_ERRORS,
+    Pretrained,
+    check_whole,
+    own_share,
+    read_tokenizer,
+    with_whole_weights,
+)
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
@@ -317,11 +325,14 @@ def load(
         if network is None and kind == "gguf":
             raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
         if network is None:
-            network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+            asked: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+            read: Any = AutoModelForCausalLM.from_pretrained(path, **asked, output_loading_info=True)
+            network, report = read
+            check_whole(report["missing_keys"])
             if kind is not None:
                 code_linears(network, kind)
         if isinstance(tokenizer, str):
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
+            tokenizer = read_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:

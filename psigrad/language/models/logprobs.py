@@ -105,13 +105,11 @@ class TokenStatsRequest:
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
         """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
-        empty = logits.new_empty(0)
         raw, logits = logits, upcast(logits)
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
         normaliser = logits.logsumexp(-1)
         logp = logits.gather(-1, ids[:, None])[:, 0] - normaliser
-        entropy = kl = hit = mean_logp = empty
+        entropy = kl = hit = mean_logp = raw.new_empty(0)
         if self.entropy or self.reference_head is not None:
             pi, log_pi, never = _exp(logits - normaliser[:, None])
             if self.entropy:
@@ -120,8 +118,10 @@ class TokenStatsRequest:
                 own, log_ref = reference_hidden.beside(logits, normaliser)
                 kl = self._divergence(*_exp(own), log_ref)
             elif self.reference_head is not None and reference_hidden is not None:
-                log_ref = torch.log_softmax(upcast(self.reference_head(reference_hidden)) / self.temperature, -1)
-                kl = self._divergence(pi, log_pi, never, log_ref)
+                theirs = upcast(self.reference_head(reference_hidden)) / self.temperature
+                if (both := min(theirs.shape[-1], logits.shape[-1])) < logits.shape[-1]:  # what one has beyond is padding
+                    pi, log_pi, never = _exp(logits[:, :both].log_softmax(-1))
+                kl = self._divergence(pi, log_pi, never, theirs[:, :both].log_softmax(-1))
         if self.accuracy:
             hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
         if self.mean_logp:

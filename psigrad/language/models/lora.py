@@ -134,9 +134,11 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         held.lora_dropout = lora.dropout
         try:
             with without_peft_warning():
-                return peft.PeftModel.from_pretrained(hf, saved, is_trainable=True, config=config)
+                wrapped: nn.Module = peft.PeftModel.from_pretrained(hf, saved, is_trainable=True, config=config)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             raise UserError(f"The adapter {str(saved)!r} does not fit its base: {reason_of(error)}.") from error
+        check_untied(hf)
+        return wrapped
     if hf.name_or_path and Path(hf.name_or_path).is_dir():  # the adapter names its base, and is read from other folders too
         hf.name_or_path = str(Path(hf.name_or_path).resolve())
     targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
@@ -153,13 +155,28 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
     )
     try:
         with without_peft_warning():
-            return peft.get_peft_model(hf, config)
+            wrapped = peft.get_peft_model(hf, config)
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
         raise UserError(
             f"No LoRA adapter could be put on {list(lora.target_modules)}: {reason_of(error)} The linear layers of this model "
             f"are {', '.join(layers)}; all-linear takes them all."
         ) from error
+    check_untied(hf)
+    return wrapped
+
+
+def check_untied(network: Any) -> None:
+    """Refuse an adapter on a matrix that is embedding and head: merged, what it adds to one would be added to the other too."""
+    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
+    if None in ends or not any(hasattr(layer, "base_layer") for layer in ends):
+        return
+    one, other = (getattr(base_of(layer), "weight", None) for layer in ends)
+    if one is other:
+        raise UserError(
+            "The adapter is on the embedding or the head, and these are one matrix in this model (tie_word_embeddings), so that "
+            "it could not be merged; leave them out of lora_target_modules, or train them whole with lora_modules_to_save."
+        )
 
 
 @contextlib.contextmanager

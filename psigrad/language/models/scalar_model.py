@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.backbone import DTYPES, LOADING_ERRORS, Pretrained, own_share, with_whole_weights
+from psigrad.language.models.backbone import (
+    DTYPES,
+    LOADING_ERRORS,
+    Pretrained,
+    check_whole,
+    own_share,
+    read_tokenizer,
+    with_whole_weights,
+)
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
@@ -124,7 +132,7 @@ def load(
         network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
         if found is None and kind is not None:
             code_linears(network, kind)
-        words = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        words = tokenizer or read_tokenizer(path, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise UserError(
             f"No model with a scalar head could be loaded from {path!r} ({reason_of(error)}); give the folder or hub name of a "
@@ -147,7 +155,9 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTra
         hf, found = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
         )
-    return hf, [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
+    head = [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
+    check_whole(set(found["missing_keys"]).difference(head))
+    return hf, head
 
 
 def prepare(

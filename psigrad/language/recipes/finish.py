@@ -19,6 +19,7 @@ from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.rendered_rows import first_rows
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_scalar_model
+from psigrad.language.loading.model_source import tell_ends
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -135,8 +136,12 @@ def finish(
     if saved == "adapter" and isinstance(model, ScalarModel) and not config.model.quantize_base:
         saved = "both"  # an adapter does not say how its rows were read
     kept = "merged" if model.adapter is None else saved
-    in_shards = model.root is not None
-    leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
+    write_it = partial(write_model, model) if model.root is None else partial(sharded.save_merged, model, world)
+
+    def leave(folder: Path) -> None:
+        write_it(folder, kept=kept)
+        tell_ends(folder, model.tokenizer)
+
     journal.folder.save_model(leave)
     if world.rank and model.root is not None:
         leave(journal.folder.path)  # what the others have of it

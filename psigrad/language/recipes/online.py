@@ -81,8 +81,7 @@ def open_job(
         check_following(config, model.adapter is not None)
         episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
         prepared = _prepare_rows(config, model, journal, episodes, setup)
-        rows, held_out = prepared.rows, prepared.held_out
-        evaluates = bool(held_out) and scores
+        rows, held_out, evaluates = prepared.rows, prepared.held_out, bool(prepared.held_out) and scores
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
         own_reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
         check_teacher(own_reference, config, algorithm)
@@ -93,9 +92,10 @@ def open_job(
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
-        sampler = stack.enter_context(sampler_of(config, model, journal, longest_of(config, prepared, evaluator)))
+        sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, prepared, evaluator)))
         algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
+        row_limits.check_positions(longest, reference=own_reference, critic=critic and critic.model)
         policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if isinstance(own_reference, LanguageModel) and config.ref_model_sync_steps:

@@ -29,7 +29,7 @@ from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import generated_of, train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.row_encoding import Encoder
-from psigrad.language.recipes.row_limits import prepare_answers, token_limit
+from psigrad.language.recipes.row_limits import check_positions, prepare_answers, token_limit
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Task
@@ -61,6 +61,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
         encoder, limit = Encoder(model.tokenizer, partial(encode, model.tokenizer)), token_limit(config, model)
         prepared = prepare_answers(config, form, encoder, limit, journal)
         reference = _reference(config, loss, model, checkpoint, journal.world)
+        check_positions(max(map(pairs.longest, [*prepared.made, *prepared.judged])), reference=reference)
         task = _task(config, loss, model, reference, list(prepared.made), journal)
         held_out = _task(config, loss, model, reference, list(prepared.judged), journal) if prepared.held_out else None
         start = lambda: reference or model.frozen_copy()  # noqa: E731

@@ -13,6 +13,7 @@ from psigrad.language.data import pairs
 from psigrad.language.data.sources import read_dataset
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
+from psigrad.language.models.packing import Ids
 from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
@@ -20,7 +21,7 @@ from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import prepare_answers, token_limit
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
-from psigrad.language.training.scoring import judged_ids, score_all
+from psigrad.language.training.scoring import beyond_positions, judged_ids, score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.runs import machine, session
 from psigrad.runs.result import Result
@@ -81,7 +82,11 @@ def score_rows(
     machine.prepare_torch(config.run)
     loaded = load_trained_scalar_model(config.model, config.run)
     read = read_dataset(config.data, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
-    scores = score_all(loaded, [([], judged_ids(loaded, row)) for row in read.rows], budget)
+    pairs: list[tuple[Ids, Ids]] = [([], judged_ids(loaded, row)) for row in read.rows]
+    for row, pair in zip(read.rows, pairs, strict=True):
+        if why := beyond_positions(loaded, pair):
+            raise UserError(f"{row.source}: the reward model {model!r} cannot read {why}; shorten the row.")
+    scores = score_all(loaded, pairs, budget)
     return [
         {**row.columns, "prompt": row.prompt, "completion": row.completion, "reward": own}
         for row, own in zip(read.rows, scores, strict=True)

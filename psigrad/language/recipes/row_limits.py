@@ -19,6 +19,7 @@ from psigrad.language.data.posted_forms import Tell, as_turns, for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import prompt_for_reward, prompt_ids, said_otherwise
 from psigrad.language.loading.teacher import Teacher
+from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
@@ -110,6 +111,16 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
     """The most tokens of a row: `max_length`, or the model's positions if they are fewer."""
     return min(config.max_length or model.max_length, model.max_length)
+
+
+def check_positions(longest: int, **others: Any) -> None:
+    """Refuse models of a run, by their names, that have fewer positions than its longest text: some would give numbers."""
+    for name, other in others.items():
+        if isinstance(other, Pretrained) and longest > other.max_length:
+            raise UserError(
+                f"The {name} has {other.max_length} positions and the longest text of this run {longest} tokens; shorten the "
+                f"texts or give another {name}."
+            )
 
 
 def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) -> str:

@@ -325,6 +325,7 @@ class OnlineSettings(Given, total=False):
     samplers: int
     sampler_cpus: int
     sampler_gpus: float
+    weight_transfer: Literal["auto", "object_store", "nccl", "gloo"]
     parcel_prompts: int
     scorers: int
     scorer_cpus: int

@@ -29,6 +29,7 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> 
 
 
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
+_THOUGHT_AND_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
 math = Math()
@@ -37,10 +38,11 @@ math = Math()
 @dataclass(frozen=True)
 class Format:
     """1 where the whole completion matches `pattern`: by default one block of reasoning in <think>, then one answer in <answer>,
-    with none of these tags inside, and nothing around them but white space.
+    with none of these tags inside, and nothing around them but white space. Where the prompt ends with <think>, as some chat
+    templates open each answer, that one is read before the completion.
     """
 
-    pattern: str = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
+    pattern: str = _THOUGHT_AND_ANSWER
 
     def __post_init__(self) -> None:
         try:
@@ -48,9 +50,11 @@ class Format:
         except re.error as error:
             raise UserError(f"format: pattern {self.pattern!r} is not a regular expression ({error}).") from error
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+    def __call__(self, completions: Sequence[Any], opened_thoughts: Sequence[str] = (), **columns: Any) -> list[float]:
         """1.0 or 0.0 for each completion."""
-        return [float(re.fullmatch(self.pattern, text_of(c), re.DOTALL) is not None) for c in completions]
+        begun = opened_thoughts if opened_thoughts and self.pattern == _THOUGHT_AND_ANSWER else [""] * len(completions)
+        texts = [tag + text_of(c) for tag, c in zip(begun, completions, strict=True)]
+        return [float(re.fullmatch(self.pattern, text, re.DOTALL) is not None) for text in texts]
 
 
 def reasoning_gym(

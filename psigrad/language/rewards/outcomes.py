@@ -24,6 +24,8 @@ class Samples:
     """What the policy wrote, turn by turn, where a completion holds what others said too; None: see `turns_of`."""
     policy_ids: Sequence[Sequence[int]] | None = None
     """The tokens that the policy wrote; None: all of `completion_ids`."""
+    opened_thoughts: Sequence[str] | None = None
+    """The tag of a thought that each prompt ends in, which the completion goes on with; None: of none."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.shown.items()}
@@ -39,13 +41,13 @@ class Samples:
     def shown(self) -> dict[str, Sequence[Any]]:
         """What goes to the reward functions' workers, by name."""
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
-        policy = {"policy_turns": self.policy_turns, "policy_ids": self.policy_ids}
+        policy = {"policy_turns": self.policy_turns, "policy_ids": self.policy_ids, "opened_thoughts": self.opened_thoughts}
         return {**self.columns, **own, **{name: values for name, values in policy.items() if values is not None}}
 
 
 def join(parts: Sequence[Samples]) -> Samples:
     """All of these, one behind the other. Raises `ValueError` unless they say the same kinds of things of every completion."""
-    optional = ("prompt_ids", "policy_turns", "policy_ids")
+    optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
         raise ValueError(f"These samples have different columns, or only some have {', '.join(optional)}: {sorted(kinds)}.")

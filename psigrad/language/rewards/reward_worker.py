@@ -163,8 +163,8 @@ def finish(returned: Any) -> Any:
 
 
 def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What every function is given, and what it is given besides if it asks for it by name: three texts of each completion, and
-    the policy's own tokens.
+    """What every function is given, and what it is given besides if it asks for it by name: three texts of each completion, the
+    policy's own tokens, and the tag of a thought that the prompt has opened.
 
     psigrad's own functions take what the policy said last for the completion, and its own tokens for the completion's, unless
     they have `whole_conversation`: what an environment or a tool said is no merit of the policy's.
@@ -179,6 +179,7 @@ def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[d
         "policy_texts": ["\n".join(each) for each in turns],
         "transcripts": [transcript_of(completion) for completion in completions],
         "policy_ids": own,
+        "opened_thoughts": given.pop("opened_thoughts", None) or [""] * len(completions),
     }
     module = getattr(function, "__module__", None) or type(function).__module__
     if module.startswith("psigrad.") and not getattr(function, "whole_conversation", False):

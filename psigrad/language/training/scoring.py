@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,9 +64,18 @@ class ModelScorer:
         """The model's score of every completion."""
         own = None if samples.prompt_ids is None else list(zip(samples.prompt_ids, samples.completion_ids, strict=True))
         if self.separator and own is not None:
-            return self._by_steps(own)
+            return self._where_it_fits(own, self._by_steps)
         rows = [self._row(samples, i) for i in range(len(samples))]
         pairs = [self._tokens(row, own[i] if own else None) for i, row in enumerate(rows)]
+        return self._where_it_fits(pairs, self._by_texts)
+
+    def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
+        """What `score` makes of the texts that the model has positions for."""
+        long = [beyond_positions(self.model, pair) for pair in pairs]
+        found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
+        return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
+
+    def _by_texts(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
@@ -120,6 +129,12 @@ class ModelScorer:
         if not math.isfinite(value):
             return Unscored(f"the reward model {self.name} gave {value}")
         return Scored(value, {self.name: value})
+
+
+def beyond_positions(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
+    """What of a text a model cannot read, for a message; empty where it has positions for all of it."""
+    tokens = sum(map(len, pair))
+    return f"{tokens} tokens, beyond its {model.max_length} positions" if tokens > model.max_length else ""
 
 
 def judged_ids(model: ScalarModel, row: Row) -> Ids:

@@ -13,7 +13,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -22,6 +21,7 @@ from transformers import (
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.models.backbone import read_tokenizer
 from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan.shape import model_of
 
@@ -92,7 +92,7 @@ def _make(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path)
 
 def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     try:
-        found = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        found = read_tokenizer(model)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         found = None
     if found is None or len(found) < 2 or found.eos_token_id is None:

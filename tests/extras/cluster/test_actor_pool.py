@@ -116,6 +116,16 @@ def test_a_worker_that_does_not_answer_is_left(ray, monkeypatch):
     assert pool.entries["again"] >= 1
 
 
+def test_every_worker_is_greeted_also_one_in_the_place_of_another(ray):
+    greeted = []
+    pool = make(greet=lambda worker: greeted.append(worker.number) or Ref(worker.number, ""))
+    run(pool, [None] * 4)
+    assert greeted == [1, 2]
+    ray.dead.add(1)
+    run(pool, [None] * 4)
+    assert greeted == [1, 2, 3]
+
+
 def test_jobs_without_an_affinity_go_to_whoever_is_free(ray):
     pool = make()
     assert set(run(pool, [None] * 6).values()) == {1, 2}

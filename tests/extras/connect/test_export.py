@@ -121,6 +121,15 @@ def test_ollamas_template_says_what_the_tokenizers_says(tokenizer):
         assert shown == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
+def test_others_end_turns_where_the_template_does(tokenizer, tmp_path):
+    """Turns end with <|im_end|>, 3, and texts with <|endoftext|>, 0: without a word of the former a model would talk on."""
+    stops = [line for line in export.modelfile(tokenizer, "m.gguf").splitlines() if line.startswith("PARAMETER")]
+    assert stops == ['PARAMETER stop "<|endoftext|>"', 'PARAMETER stop "<|im_end|>"']
+    made = export.run(str(saved("llama", tokenizer, tmp_path / "model")), "gguf", str(tmp_path / "out"), "f16")
+    fields = gguf.GGUFReader(made.path).fields
+    assert [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot")] == [0, 3]
+
+
 def test_cuts_of_the_families_and_of_none_that_is_known():
     byte = {"type": "ByteLevel", "use_regex": False}
     split = lambda text: {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": text}}, byte]}  # noqa: E731

@@ -24,6 +24,8 @@ from psigrad.records.report import card
 from psigrad.runs.result import Result
 from psigrad_extras.investigate import comparison
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 @pytest.fixture(scope="module")
 def result(job, tmp_path_factory) -> Result:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_rewards import add
 
 from psigrad.errors import UserError
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
@@ -22,16 +23,6 @@ from psigrad_extras.connect import mcp_tools
 
 SERVER = Path(__file__).parents[2] / "support" / "shop_server.py"
 STDIO = f"mcp:{sys.executable} {SERVER}"
-
-
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: one
-        b: two
-    """
-    return a + b
 
 
 def call(name: str, /, **arguments) -> str:

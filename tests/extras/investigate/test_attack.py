@@ -76,8 +76,8 @@ def test_what_a_strict_reward_misses_is_no_hole():
 
 def test_of_several_rewards_the_sum_is_judged():
     """By hand: a bare answer gets 1 of 2, an empty form the same 1, so that format alone must not weigh as much."""
-    assert (False, "format without content") not in misjudged(attack(["math", "format"], ROWS[:1], weights=[1.0, 0.5]))
-    assert (False, "format without content") in misjudged(attack(["math", "format"], ROWS[:1], weights=[0.5, 1.0]))
+    assert (False, "format without content") not in misjudged(attack(["numeric", "format"], ROWS[:1], weights=[1.0, 0.5]))
+    assert (False, "format without content") in misjudged(attack(["numeric", "format"], ROWS[:1], weights=[0.5, 1.0]))
 
 
 def test_the_answers_are_these():

@@ -19,6 +19,8 @@ from psigrad.objective.catalog import METHODS
 from psigrad.records import run_folder
 from psigrad_extras.investigate.replay import lines_of, replay
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 def single_pass(job, output, **run):
     """One optimiser step a collection, through the activations that sampling kept; no KL, so a loss is a loss."""

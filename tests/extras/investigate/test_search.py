@@ -117,17 +117,22 @@ def test_a_failed_trial_is_counted_and_the_first_one_tells_why(tmp_path):
         sweep.run(made(tmp_path / "c", metric="loss"), Trainer())
 
 
-@pytest.mark.parametrize(("loss", "metric"), [(False, ""), (True, ""), (True, "eval/loss"), (True, "loss")])
-def test_the_search_goes_where_it_is_better(loss, metric, tmp_path):
+@pytest.mark.parametrize("loss", [False, True])
+def test_the_search_goes_where_it_is_better(loss, tmp_path):
     trainer = Trainer(loss=loss)
-    sweep.run(made(tmp_path, trials=25, seeds=(1,), metric=metric), trainer)
+    sweep.run(made(tmp_path / "unnamed", trials=25, seeds=(1,)), trainer)
     near = lambda xs: sum(abs(x - 3) for x, _ in xs) / len(xs)  # noqa: E731
     assert near(trainer.asked[-8:]) < near(trainer.asked[:8])
-    found = json.loads((tmp_path / "sweep.json").read_text())
-    best = min(trainer.asked, key=lambda one: abs(one[0] - 3))[0]
-    assert sweep.summary(tmp_path).startswith(f"best    x={best}: ")
-    kind = ("minimize", metric or "loss") if loss else ("maximize", "score")
-    assert (found["direction"], found["metric"]) == kind
+    for metric in ("", "eval/loss", "loss") if loss else ("",):
+        folder, named = tmp_path / (metric.replace("/", " ") or "unnamed"), trainer
+        if metric:  # the same search, behind the first trials, which are drawn without looking at what was found
+            named = Trainer(loss=loss)
+            sweep.run(made(folder, trials=13, seeds=(1,), metric=metric), named)
+            assert named.asked == trainer.asked[:13]
+        found = json.loads((folder / "sweep.json").read_text())
+        best = min(named.asked, key=lambda one: abs(one[0] - 3))[0]
+        assert sweep.summary(folder).startswith(f"best    x={best}: ")
+        assert (found["direction"], found["metric"]) == (("minimize", metric or "loss") if loss else ("maximize", "score"))
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

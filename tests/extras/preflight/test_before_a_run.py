@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from speed import measured_once  # noqa: F401 (a fixture)
 from tiny_jobs import agent_config, online_config, sft_config
-from tiny_rewards import of_misspelt, of_nothing, of_two
+from tiny_rewards import Doors, WrongDoors, deadly, of_misspelt, of_nothing, of_two, price
 
 from psigrad import cli
 from psigrad.config import Evaluation
@@ -17,6 +17,8 @@ from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
 from psigrad_extras.preflight import first_rows
 from psigrad_extras.preflight.plan import plan
+
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 
 def on(job, tmp_path, *rewards):
@@ -45,42 +47,6 @@ def test_all_columns_that_the_rewards_miss_are_named_at_once(job, tmp_path):
     assert "of_two needs the columns 'level' and 'solution', which the dataset does not have (found: " in str(refused.value)
 
 
-def price(answer: str, count: int, currency: str = "EUR") -> str:
-    """What it costs.
-
-    Args:
-        answer: what is bought
-        count: how many
-        currency: in what
-    """
-    return f"{count} of {answer!r}, {currency}"
-
-
-def deadly(kind: str) -> str:
-    """Never comes back.
-
-    Args:
-        kind: of what
-    """
-    os._exit(3)
-
-
-class Doors:
-    """Opens for the row's own answer alone."""
-
-    def reset(self, row):
-        self.key = row["answer"]
-        return "A door."
-
-    def step(self, completion):
-        return f"{completion} is not {self.key}", 0.5, True
-
-
-class Wrong(Doors):
-    def step(self, completion):
-        return completion.nope, 0.0, True
-
-
 def test_tools_are_called_and_the_environment_is_played_once_on_a_real_row(job, tmp_path, monkeypatch):
     monkeypatch.setattr("psigrad.language.loading.load_model.load_model", lambda *given: pytest.fail("a model was loaded"))
     given = on(job, tmp_path)
@@ -97,7 +63,7 @@ def test_tools_are_called_and_the_environment_is_played_once_on_a_real_row(job, 
     ("changes", "said"),
     [
         ({"tools": (price, deadly)}, r"tool deadly gives no answer to \(kind='\?'\): the environment: its process died"),
-        ({"environment": Wrong}, "the environment gives no answer to '\\?': the environment raised AttributeError"),
+        ({"environment": WrongDoors}, "the environment gives no answer to '\\?': the environment raised AttributeError"),
     ],
     ids=["tool", "environment"],
 )

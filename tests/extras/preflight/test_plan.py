@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from speed import measured_once  # noqa: F401 (a fixture)
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from psigrad import cli
@@ -30,6 +31,7 @@ from psigrad_extras.preflight.plan.arithmetic import work_of
 from psigrad_extras.preflight.plan.memory import REFILLED, SLACK, ModelRole, Terms, cache_bytes, recomputed_gradients, terms
 from psigrad_extras.preflight.plan.shape import count_shape
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -28,10 +29,12 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.types import Completion, Request, SamplingParams
-from psigrad_extras.vllm import vllm_backend
+from psigrad_extras.vllm import broadcast, vllm_backend
+from psigrad_extras.vllm.broadcast import Meeting
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 from psigrad_extras.vllm.vllm_probe import written
-from psigrad_extras.vllm.vllm_weights import fingerprint
+from psigrad_extras.vllm.vllm_sources import Delivery
+from psigrad_extras.vllm.vllm_weights import bit_sums, fingerprint, in_buckets, outgoing
 
 pytestmark = pytest.mark.vllm
 torch.set_num_threads(1)
@@ -237,6 +240,62 @@ def test_a_mixture_of_experts_takes_its_updates():
             assert worst(sampler, SamplingParams(max_tokens=16)) < 5e-4 and sampler.version == version
             step(model)
         assert sampler.sample(some_requests(), SamplingParams(max_tokens=16)) != before
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_computes_with_what_a_trainer_elsewhere_broadcasts(size):
+    """Into one process, and into two with half of the model each. One weight that is dropped is named."""
+    trainer, passes, store = a_model(), ("choose", "load", "compare"), broadcast.listen()
+    sampler = VLLMSampler(a_model(), 16, service="vllm_sabotage:service", tensor_parallel_size=size)
+    with closing(sampler), ThreadPoolExecutor(1) as other:
+        joined = other.submit(vllm_backend.join, sampler, Meeting("gloo", "127.0.0.1", store.port, 1 + size))
+        group = broadcast.gather_group(store, "gloo", 1 + size, torch.device("cpu"), joined.done)
+        assert joined.result() == ""
+
+        def update(number: int) -> None:
+            step(trainer)
+            bucketed = in_buckets(outgoing(trainer), 1)
+            buckets = [broadcast.pack(bucket, bit_sums(list(bucket.values()))) for bucket in bucketed]
+            taken = other.submit(sampler.take, Delivery(number, tuple(contents for contents, _ in buckets), passes, ()))
+            for _ in passes:
+                for _, buffer in buckets:
+                    group.send(buffer)
+            taken.result(60.0)
+
+        own, sampler.model = sampler.model, trainer  # whose log-probs are asked for
+        for number in range(3):
+            update(number)
+            assert worst(sampler, SamplingParams(max_tokens=16)) < EQUAL
+        sampler.model = own
+        assert worst(sampler, SamplingParams(max_tokens=16)) > 1e-2, "negative control: of the weights of the beginning"
+        if size == 1:
+            switch(sampler, dropped="layers.1.mlp.down_proj")
+            with pytest.raises(UserError, match=r"does not compute with the weight model\.layers\.1\.mlp\.down_proj\.weight as"):
+                update(3)
+
+
+@pytest.mark.parametrize("transfer", ["gloo", "object_store"])
+def test_grpo_trains_with_an_engine_on_a_cluster(tmp_path, transfer):
+    """On Ray: each version goes to the engine, and its log-probs are the trainer's."""
+    job, out = make_job(tmp_path), tmp_path / "run"
+    tokenizer = AutoTokenizer.from_pretrained(job / "base")
+    tiny.model("qwen3", len(tokenizer), hidden=64, layers=1, heads=2, max_length=64).save_pretrained(job / "base")
+    command = [sys.executable, "-m", "psigrad", "grpo", "--cluster=auto", "--samplers=1", "--sampler=vllm", "--max-steps=4"]
+    command += [f"--model={job / 'base'}", f"--dataset={job / 'train.jsonl'}", f"--output-dir={out}", "--prompts-per-step=4"]
+    command += ["--num-generations=4", "--max-completion-length=4", "--threads=1", "--no-progress", "--no-report"]
+    command += ["--reward=exact", "--eval-prompts=0", f"--weight-transfer={transfer}"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    (fleet,) = [event["fleet"] for event in events if "fleet" in event]
+    assert fleet["lost"] == 0 and fleet.get("broadcasts", 0) == (4 if transfer == "gloo" else 0)
+    rollouts = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    trained = {(row["step"], row["version"]) for row in rollouts if row["kind"] == "train"}
+    assert trained == {(1, 0), (2, 1), (3, 2), (4, 3)}
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row[name] for row in metrics if (name := "sampling/sampling_logp_difference/max") in row]
+    assert len(gaps) == 4 and 0 < max(gaps) < EQUAL
 
 
 def test_a_missed_update_ends_the_run_in_a_sentence():

@@ -20,7 +20,7 @@ from psigrad.language.rollout.episodes import episodes as played_episodes
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.types import Completion, NextTurn, Request, RestartedDialogue, Sampler, SamplingParams
-from psigrad_extras.vllm import vllm_backend
+from psigrad_extras.vllm import vllm_weights
 from psigrad_extras.vllm.flight import Flight, Ticket
 
 MORE = [Request((20, 21), (7, 8)), Request((22,), (9,))]
@@ -53,8 +53,8 @@ def test_requests_join_those_that_are_being_written(engine, tmp_path):
 
 def test_a_snapshot_stays_and_does_not_look_at_the_weights_again(engine, monkeypatch):
     sampler, looks = engine(), []
-    look = vllm_backend.fingerprint
-    monkeypatch.setattr(vllm_backend, "fingerprint", lambda model: looks.append(1) or look(model))
+    look = vllm_weights.fingerprint
+    monkeypatch.setattr(vllm_weights, "fingerprint", lambda model: looks.append(1) or look(model))
     at, before = sampler.snapshot(), expected(sampler.model)
     nudge(sampler.model)
     talk = at.dialogue([REQUESTS[0].prompt_ids], PARAMS)

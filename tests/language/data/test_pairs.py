@@ -11,7 +11,7 @@ from psigrad.config import Data
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row, RowError, validate
-from psigrad.language.data.templates import CHATML, decode, prompt_ids
+from psigrad.language.data.templates import CHATML, decode, examples, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
@@ -149,3 +149,31 @@ def test_turns_that_the_template_rewrites_are_compared_each_in_its_own_context(f
     labelled = {"prompt": prompt, "completion": turns, "label": True}
     judged = pairs.encode_judged(forgetful, validate(labelled, "unpaired-preference", "x"))
     assert judged.prompt == made.prompt and judged.answer == made.chosen
+
+
+CALLS = (
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}{{ m['role'] + ' ' + (m['content'] or '') }}"
+    "{% for c in m.get('tool_calls', []) %}{{ c.function.name ~ c.function.arguments }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+
+
+def test_tools_and_calls_of_a_pair_are_rendered_as_in_fine_tuning(build):
+    """A call may be the better answer; a template is given the tools, the calls before it and a null content alike."""
+    tokenizer = build(CALLS)
+    call = [{"type": "function", "function": {"name": "add", "arguments": {"x": 2}}}]
+    talk = [
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": None, "tool_calls": call},
+        {"role": "tool", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    chosen = {"role": "assistant", "content": None, "tool_calls": call}
+    rows = {"prompt": talk, "chosen": [chosen], "rejected": [{"role": "assistant", "content": "3"}], "tools": tools}
+    pair = pairs.encode_pair(tokenizer, validate(rows, "preference", "x"))
+    whole = tokenizer.decode([*pair.prompt, *pair.chosen.ids])
+    assert whole == "[add]user two?<|im_end|>assistant add{'x': 2}<|im_end|>tool 2<|im_end|>assistant add{'x': 2}<|im_end|>"
+    (alone,) = examples(tokenizer, validate({"messages": [*talk, {**chosen}], "tools": tools}, "sft", "x"))
+    assert alone.ids == [*pair.prompt, *pair.chosen.ids]
+    assert tokenizer.decode(pair.rejected.ids) == "3<|im_end|>"

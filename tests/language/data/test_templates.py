@@ -83,6 +83,16 @@ def test_an_eos_written_in_the_completion_is_not_doubled(bare: PreTrainedTokeniz
     assert built.ids.count(bare.eos_token_id) == 1 and built.mask[-1]
 
 
+def test_a_closing_tag_that_is_a_special_token_ends_no_text(build: Build) -> None:
+    tokenizer = build()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</answer>", "<end_of_turn>"]})
+    tag, end = tokenizer.convert_tokens_to_ids(["</answer>", "<end_of_turn>"])
+    row = sft(prompt="the cat", completion=" sat</answer>")
+    assert example(tokenizer, row).ids[-2:] == [tag, tokenizer.eos_token_id] and example(tokenizer, row).mask[-1]
+    assert example(tokenizer, sft(text="the cat</answer>")).ids[-2:] == [tag, tokenizer.eos_token_id]
+    assert example(tokenizer, sft(text="the cat<end_of_turn>")).ids[-1] == end, "the end that the text has"
+
+
 def test_plain_text_has_loss_on_all_but_its_first_token(bare: PreTrainedTokenizerFast) -> None:
     built = example(bare, sft(text="the cat sat"))
     assert built.ids == bare("the cat sat")["input_ids"] + [bare.eos_token_id]
@@ -145,17 +155,27 @@ def test_tokens_do_not_merge_across_the_start_of_a_turn(plain_chatml: PreTrained
     assert example(plain_chatml, row).ids[: len(prompt)] == prompt
 
 
+ENDS_OUTSIDE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
 def test_an_end_of_turn_token_left_outside_the_generation_block_is_trained_all_the_same(build: Build) -> None:
-    tokenizer = build(
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
+    tokenizer = build(ENDS_OUTSIDE)
     masked = tokenizer.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)
     ends = [i for i, token in enumerate(masked["input_ids"]) if token == stop_token_ids(tokenizer)[0]]
     assert not any(masked["assistant_masks"][i] for i in ends), "transformers' own mask leaves it out: the trap of trl#5988"
     assert pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) == TWO_TURNS_EXPECTED
+
+
+def test_the_end_of_turn_behind_a_block_is_trained_where_the_answer_ends_with_a_tag(build: Build) -> None:
+    tokenizer = build(ENDS_OUTSIDE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</answer>"]})
+    row = sft(messages=[user("hello"), bot("the cat</answer>")])
+    assert pieces(tokenizer, example(tokenizer, row))[1:] == [(True, "the cat</answer><|im_end|>"), (False, "\n")]
 
 
 def test_a_template_that_ends_turns_with_no_special_token_is_refused(build: Build) -> None:

@@ -11,10 +11,11 @@ import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
+from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import locate
 from psigrad.language.models import language_model, tiny
@@ -200,6 +201,29 @@ def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path, monkeypatch
     file.write_text(json.dumps({**held, "peft_type": "IA3"}))
     with pytest.raises(UserError, match=r"is of the kind IA3; psigrad goes on with LORA"):
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+
+
+@pytest.mark.parametrize("adapter", ["continue", "merge"])
+def test_an_adapter_on_the_head_of_a_tied_base_is_refused(adapter, tmp_path):
+    tokenizer = tiny.tokenizer(["say a: b"], 270)
+    tiny.model("llama", len(tokenizer), hidden=32, layers=1, heads=2).save_pretrained(tmp_path / "tied")
+    tokenizer.save_pretrained(tmp_path / "tied")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # peft's own, which a log buries
+        adapted(tmp_path / "tied", tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+        with pytest.raises(UserError, match="one matrix in this model"):
+            load_model(Model(path=str(tmp_path / "adapter"), adapter=adapter), Run(), None)
+
+
+def test_others_end_a_merged_models_turns_where_its_template_does(base, tmp_path):
+    """The base ends a text with <|endoftext|>, 0; the adapter was trained on turns that end with <|im_end|>, 3."""
+    adapted(base, tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = CHATML.replace("eos_token", "'<|im_end|>'")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    merged = locate(Model(path=str(tmp_path / "adapter"), adapter="merge"))
+    assert AutoModelForCausalLM.from_pretrained(base).generation_config.eos_token_id == 0
+    assert AutoModelForCausalLM.from_pretrained(merged).generation_config.eos_token_id == [0, 3]
 
 
 def test_a_process_other_than_the_first_writes_weights_too(base, tmp_path):

@@ -24,7 +24,10 @@ import psigrad
 from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.given_model import digest_weights, weights_digest
+from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.rewards import Scored, Unscored
+
+pytestmark = pytest.mark.usefixtures("rewards_here")
 
 SHORT = {
     "max_steps": 4,
@@ -293,3 +296,11 @@ def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, 
     with pytest.raises(UserError, match=r"placement\.strategy is fsdp"):
         fresh = AutoModelForCausalLM.from_pretrained(job / "base")
         psigrad.train("sft", model=fresh, strategy="fsdp", output_dir=tmp_path / "f", **data)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gpt2"])
+def test_a_folder_without_a_tokenizer_is_refused_though_transformers_makes_one_without_words(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert AutoTokenizer.from_pretrained(tmp_path)("Hello").input_ids in ([], [3])  # nothing, or unknown: the trap
+    with pytest.raises(UserError, match=r"it has no tokenizer: save one there by tokenizer\.save_pretrained"):
+        load_tokenizer(str(tmp_path))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-from fused_models import CONFIGS, some_groups, tied_or_not, written
+from fused_models import some_groups, tied_or_not
 from torch import nn
 
 from psigrad.config import Optim
@@ -143,24 +141,3 @@ def test_sums_of_a_trial_leave_no_trace():
     assert optimizer.sums.uses
     optimizer.clear()
     assert not optimizer.sums.uses and table.grad is None
-
-
-@pytest.mark.needs("compiler")
-def test_recomputing_imports_no_compiler(tmp_path, tokenizer):
-    """torch's own checkpoint does: two seconds and forty megabytes, where memory is what is short."""
-    written(tmp_path, CONFIGS["qwen3"], tokenizer)
-    code = f"""
-import sys
-from transformers import AutoModelForCausalLM
-theirs = set(sys.modules)  # transformers 5.17 imports more for this name than 5.23
-from psigrad.config import Optim
-from psigrad.language.models import language_model
-from psigrad.language.models.packing import Groups
-from psigrad.language.training.update import Optimizer
-model = language_model.load({str(tmp_path)!r}, gradient_checkpointing=True)
-optimizer = Optimizer(model.trainable(), Optim(), recompute=True)
-optimizer.step([lambda: model.evaluate(Groups([[1, 5]], [[[8, 9]]])).logp.sum()], 0.1)
-print([name for name in ("torch._dynamo", "sympy") if name in sys.modules.keys() - theirs])
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert found.stdout.strip() == "[]", found.stdout + found.stderr

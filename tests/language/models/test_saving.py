@@ -7,10 +7,11 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError
-from psigrad.language.models import language_model, tiny
+from psigrad.language.models import language_model, scalar_model, tiny
 from psigrad.language.models.language_model import Lora, prepare
 
 
@@ -89,3 +90,49 @@ def test_dropout_of_the_model_is_off_and_its_configuration_is_kept(tokenizer, tm
     assert torch.equal(model.as_transformers()(input_ids=ids).logits, model.as_transformers()(input_ids=ids).logits)
     model.save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["resid_pdrop"] == 0.1
+
+
+def without(folder, name: str) -> None:
+    """Take one weight out of a saved model."""
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("llama", "lm_head.weight"), ("llama", "model.layers.0.mlp.up_proj.weight"), ("gpt_neox", "embed_out.weight")],
+)
+def test_weights_that_are_not_in_the_files_are_refused_and_not_drawn_at_random(architecture, name, tokenizer, tmp_path):
+    prepare(tiny.model(architecture, len(tokenizer), tied=False), tokenizer).save(tmp_path)
+    without(tmp_path, name)
+    own = name.replace("embed_out", "lm_head")  # transformers' name of it
+    with pytest.raises(UserError, match=rf"its files lack {own}, which would be random numbers"):
+        language_model.load(str(tmp_path))
+
+
+def test_a_reward_model_may_lack_its_head_alone(tokenizer, tmp_path):
+    prepare(tiny.model("gpt_neox", len(tokenizer), tied=False), tokenizer).save(tmp_path)
+    assert scalar_model.load(str(tmp_path)).per_token
+    without(tmp_path, "gpt_neox.layers.0.mlp.dense_h_to_4h.weight")
+    with pytest.raises(UserError, match=r"its files lack .*layers\.0\.mlp\.dense_h_to_4h\.weight, which would be random"):
+        scalar_model.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("targets", [("lm_head",), ("q_proj", "embed_tokens"), ("embed_tokens", "lm_head")], ids=str)
+def test_an_adapter_on_a_matrix_that_is_embedding_and_head_is_refused(targets, tokenizer, tmp_path):
+    """Merged it would change the other too: at a rank of 2 the logits were off by 77."""
+    with pytest.raises(UserError, match=r"one matrix in this model \(tie_word_embeddings\).*lora_modules_to_save"):
+        prepare(tiny.model("qwen3", len(tokenizer)), tokenizer, lora=Lora(2, target_modules=targets))
+    free = prepare(tiny.model("qwen3", len(tokenizer), tied=False), tokenizer, lora=Lora(2, target_modules=targets))
+    saved = prepare(
+        tiny.model("qwen3", len(tokenizer)), tokenizer, lora=Lora(2, target_modules=("q_proj",), modules_to_save=("lm_head",))
+    )
+    for model, folder in ((free, tmp_path / "free"), (saved, tmp_path / "saved")):
+        for p in model.trainable().values():
+            torch.nn.init.normal_(p, std=0.1)
+        model.save_merged(folder)
+        with torch.no_grad():
+            wanted, found = logits(model.as_transformers()), logits(AutoModelForCausalLM.from_pretrained(folder))
+        assert torch.allclose(wanted, found, atol=1e-4), "these can be merged"
+        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False, "embedding and head are two"

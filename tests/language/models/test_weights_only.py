@@ -253,7 +253,7 @@ STEP = """
 import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM
-LARGE = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "scipy", "accelerate")
+LARGE = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "scipy", "accelerate", "sympy")
 theirs = set(sys.modules)  # transformers 5.17 imports more for this name than 5.23
 from psigrad.config import Optim
 from psigrad.language.models import language_model
@@ -263,25 +263,45 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.language.training.update import Optimizer
 
-for place in map(Path, sys.argv[1:]):
-    model = language_model.load(str(place))
+def step(place, recompute=False):
+    model = language_model.load(str(place), gradient_checkpointing=recompute)
     [[completion]] = EmbeddedSampler(model).sample([Request((3, 4, 5), (1,))], SamplingParams(max_tokens=4))
-    optimizer = Optimizer(model.trainable(), Optim())
+    optimizer = Optimizer(model.trainable(), Optim(), recompute=recompute)
     optimizer.step([lambda: model.evaluate(Groups([[3, 4, 5]], [[completion.ids]])).logp.sum()], 1e-3)
     model.save(place / "saved")
     ours = sys.modules.keys() - theirs
     print([name for name in LARGE if name in ours])
+
+
+weights_only, modules = map(Path, sys.argv[1:])
+step(weights_only)
+step(weights_only, recompute=True)
+step(modules)
 """
 
 
-def test_sampling_training_and_saving_need_no_modelling_code(tmp_path, tokenizer):
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory, tokenizer):
+    """The folders of a Qwen3 and a GPT-2 with what a step of each has saved, and what it has imported by then: of Qwen3, of the
+    same recomputing, and of GPT-2.
+    """
+    folder = tmp_path_factory.mktemp("stepped")
     for architecture in ("qwen3", "gpt2"):
-        tiny.model(architecture, len(tokenizer)).save_pretrained(tmp_path / architecture)
-        tokenizer.save_pretrained(tmp_path / architecture)
+        tiny.model(architecture, len(tokenizer)).save_pretrained(folder / architecture)
+        tokenizer.save_pretrained(folder / architecture)
     here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", STEP, str(tmp_path / "qwen3"), str(tmp_path / "gpt2")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here)
-    light, control = done.stdout.splitlines()
+    command = [sys.executable, "-c", STEP, str(folder / "qwen3"), str(folder / "gpt2")]
+    return folder, subprocess.run(command, capture_output=True, text=True, check=True, env=here).stdout.splitlines()
+
+
+def test_sampling_training_and_saving_need_no_modelling_code(stepped, tokenizer):
+    folder, (light, _, control) = stepped
     assert light == "[]" != control, "negative control: GPT-2 has no weights-only form"
     for architecture in ("qwen3", "gpt2"):
-        assert AutoTokenizer.from_pretrained(tmp_path / architecture / "saved").vocab_size == tokenizer.vocab_size
+        assert AutoTokenizer.from_pretrained(folder / architecture / "saved").vocab_size == tokenizer.vocab_size
+
+
+def test_recomputing_imports_no_compiler(stepped):
+    """torch's own checkpoint does: two seconds and forty megabytes, where memory is what is short."""
+    _, (_, recomputing, _) = stepped
+    assert recomputing == "[]"

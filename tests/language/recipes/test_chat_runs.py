@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from tiny_jobs import online_config
-from tiny_rewards import Again, lengths
+from tiny_rewards import Again, lengths, opened
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.config import Data, Evaluation, Model, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
@@ -92,10 +93,13 @@ def test_online_rl_starts_on_templates_that_change_the_past(template, specials, 
         data=data,
         evaluation=Evaluation(eval_prompts=0),
         sampling=Sampling(max_completion_length=8),
-        **({"environment": Again, "reward": (), "max_turns": 2} if several else {"reward": (lengths,)}),
+        **({"environment": Again, "reward": (), "max_turns": 2} if several else {"reward": (lengths, opened)}),
     )
     online.run(config)
     assert (tmp_path / "run" / "model" / "config.json").exists()
+    if not several:
+        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert next(row["rewards/opened/mean"] for row in rows if "rewards/opened/mean" in row) == 1.0
 
 
 def test_a_run_that_goes_on_tomorrow_reads_the_date_of_its_start(job, tmp_path, monkeypatch):
@@ -150,3 +154,17 @@ def test_a_run_goes_on_with_the_templates_arguments_eos_and_text_that_it_began_w
     own.write_text(MOODY)
     sft.run(longer)
     assert (tmp_path / "run" / "model" / "config.json").exists(), "the same goes on"
+
+
+@pytest.mark.parametrize("eos", ["", "<|other|>"])
+def test_others_end_the_trained_models_turns_where_training_does(eos, tmp_path):
+    """The model ends with <|endoftext|>, 0, its template with <|im_end|>, 3; `generate` reads generation_config.json alone."""
+    folder = model(tmp_path / "model", "qwen2_5", ("<|im_end|>", "<|other|>"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 0.6, "do_sample": False}))
+    config = sft_config(tmp_path, folder, [{"messages": talk("2")}, {"messages": talk("4")}])
+    done = sft.run(replace(config, model=replace(config.model, eos_token=eos)))  # that makes no sense, and is Llama 2's
+    other = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|other|>")
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 0
+    found = AutoModelForCausalLM.from_pretrained(done.model).generation_config.eos_token_id
+    assert found == [0, 3] + ([other] if eos else [])

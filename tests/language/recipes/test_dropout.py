@@ -12,6 +12,8 @@ from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.training.online import online_run
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 def config_of(job, output):
     made = online_config(job, output, max_steps=6)

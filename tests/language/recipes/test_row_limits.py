@@ -116,3 +116,15 @@ def test_a_column_nested_too_deep_is_named_by_line(job, tmp_path):
     with pytest.raises(UserError, match=r"rows\.jsonl:4.*'extra' is nested 800 levels deep; at most 100"):
         online.run(config)
     online.run(with_rows(online_config(job, tmp_path / "skip", max_steps=1), str(tmp_path / "rows.jsonl"), bad_rows="skip"))
+
+
+def test_a_reference_with_fewer_positions_than_a_run_needs_is_refused(job, tmp_path, narrow):
+    """Rotary positions go on beyond them, and give numbers."""
+    rows = written(tmp_path / "rows.jsonl", [{**rows_of(job / "train.jsonl")[0], "prompt": "say a: " * 8}] * 8)
+    config = replace(with_rows(online_config(job, tmp_path / "run", "rloo"), rows), reference=narrow)
+    with pytest.raises(UserError, match=r"The reference has 24 positions and the longest text of this run \d+ tokens"):
+        online.run(config)
+    pairs = [{"prompt": "say a: " * 8, "chosen": " a" * (i + 1), "rejected": " b"} for i in range(12)]
+    config = with_rows(preference_config(job, tmp_path / "dpo", "dpo"), written(tmp_path / "pairs.jsonl", pairs))
+    with pytest.raises(UserError, match=r"The reference has 24 positions and the longest text of this run \d+ tokens"):
+        preference.run(replace(config, reference=narrow))

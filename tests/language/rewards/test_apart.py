@@ -8,9 +8,10 @@ import time
 
 import psutil
 import pytest
+from inline_scorer import InlineScorer
 from timing import LIMITS, late
 
-from psigrad.language.rewards import Failed, RewardSpec, Scored, Unscored, builtin, resolve
+from psigrad.language.rewards import Failed, RewardPool, RewardSpec, Scored, Unscored, builtin, resolve
 
 
 @pytest.mark.parametrize("bad", ["raise", "sys.exit", "fail"])
@@ -71,21 +72,31 @@ def test_ours_outweighs_the_policys_fault(scorer_of, zoo, score):
     assert fine == Scored(2.0, {"fault_of_odd": 1.0, "nan_for_odd": 1.0})
 
 
+@pytest.fixture(scope="module", params=["inline", "pool"])
+def gym(request):
+    """Scores by reasoning_gym, for all of its tests, as its worker imports for a second."""
+    if request.param == "inline":
+        yield InlineScorer([resolve("reasoning_gym")])
+        return
+    with RewardPool([resolve("reasoning_gym")], timeout=60.0) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("text", ["wrong", "[1,2", "\ud800", "2 × two"])
-def test_text_that_a_reasoning_gym_scorer_chokes_on_is_the_policys_fault(scorer_of, score, text):
+def test_text_that_a_reasoning_gym_scorer_chokes_on_is_the_policys_fault(gym, score, text):
     """prime_factorization's scorer raises ValueError for what is no product of numbers: no reason to stop a run."""
     row = {"task": "prime_factorization", "answer": "2 × 2 × 3", "metadata": {"number": 12, "factors": [2, 2, 3]}}
     columns = {name: [value] * 2 for name, value in row.items()}
-    right, wrong = score(scorer_of(resolve("reasoning_gym")), ["2 × 2 × 3", text], **columns)
+    right, wrong = score(gym, ["2 × 2 × 3", text], **columns)
     assert right == Scored(1.0, {"reasoning_gym": 1.0})
     assert wrong == Failed(
         0.0, "reasoning_gym: the scorer of prime_factorization cannot read it (ValueError)", {"reasoning_gym": 0.0}
     )
 
 
-def test_a_row_that_its_scorer_chokes_on_is_not_the_policys_fault(scorer_of, score):
+def test_a_row_that_its_scorer_chokes_on_is_not_the_policys_fault(gym, score):
     columns = {"task": ["prime_factorization"], "answer": ["two"], "metadata": [{"number": 12, "factors": [2, 2, 3]}]}
-    (result,) = score(scorer_of(resolve("reasoning_gym")), ["4"], **columns)
+    (result,) = score(gym, ["4"], **columns)
     assert isinstance(result, Unscored) and "ValueError" in result.reason
 
 

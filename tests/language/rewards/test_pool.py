@@ -128,8 +128,11 @@ def test_programs_that_a_hanging_function_started_die_with_it(pool_of, zoo, scor
     monkeypatch.setenv("ZOO_CHILD", str(tmp_path / "pid"))
     (result,) = score(pool_of(zoo("act"), timeout=60.0), ["child"])
     assert "KeyError: 'ZOO_CHILD'" in result.reason and "name this one in worker_env" in result.reason
-    (result,) = score(pool_of(zoo("act"), timeout=5.0, variables=("ZOO_CHILD",)), ["child"])
-    assert result == Unscored("act: time-out after 5 s")
+    for timeout in LIMITS:
+        (result,) = score(pool_of(zoo("act"), timeout=timeout, variables=("ZOO_CHILD",)), ["child"])
+        if (tmp_path / "pid").exists():  # it had the time to start one
+            break
+    assert result == Unscored(f"act: time-out after {timeout:g} s")
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -202,7 +205,7 @@ def test_closing_leaves_nothing_behind(zoo, score):
 
 
 def test_results_do_not_depend_on_the_number_of_workers(pool_of, zoo, score):
-    texts = [("ok", "half", "raise", "none", "fail", "os._exit", "print")[i % 7] for i in range(42)]
+    texts = [("ok", "half", "raise", "none", "fail", "os._exit", "print")[i % 7] for i in range(21)]
     one, two, three = (score(pool_of(zoo("act"), zoo("rank_in_group"), timeout=30.0, workers=n), texts) for n in (1, 2, 3))
     assert one == two == three
     assert {type(r).__name__ for r in one} == {"Scored", "Failed", "Unscored"}

@@ -142,16 +142,12 @@ WAYS = {
         lambda: resolve(functools.partial(resolve(f"{ZOO}:positional_default").function, scale=4.0)),
         4.0,
     ),
-    "function of this module": (lambda: resolve(of_this_module), 5.0),
+    "function of a module": (lambda: resolve(tiny_rewards.constant), 1.0),
     "lambda": (lambda: resolve(lambda completions, **columns: [6.0] * len(completions)), 6.0),
     "closure": (lambda: resolve(closure(3.0)), 9.0),
     "partial": (lambda: resolve(functools.partial(tiny_rewards.lengths, extra=2.0)), 3.0),
     "frozen dataclass": (lambda: resolve(builtin.SoftOverlong(2, 1)), 0.0),
 }
-
-
-def of_this_module(completions, **columns):
-    return [5.0] * len(completions)
 
 
 @pytest.mark.parametrize("way", WAYS)

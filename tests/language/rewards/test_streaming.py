@@ -16,17 +16,18 @@ def add(scoring, texts, **columns):
     scoring.add(Samples(["question"] * len(texts), texts, [[1]] * len(texts), columns, [[7]] * len(texts)))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_results_are_those_of_all_at_once(pool_of, zoo, score, workers):
-    rng = random.Random(workers)
-    texts = [rng.choice(["ok", "half", "os._exit", "nonsense", "ok", "half"]) for _ in range(40)]
+def test_results_are_those_of_all_at_once(pool_of, zoo, score):
+    """Six groups, three of which lose a process or two; their results differ, so that any other order is seen."""
+    rng = random.Random(9)
+    texts = [rng.choice(["ok", "half", "os._exit", "nonsense", "ok", "half"]) for _ in range(24)]
     specs = (zoo("act"), zoo("rank_in_group"))
     whole = score(pool_of(*specs, timeout=30.0), texts)
-    streaming = pool_of(*specs, timeout=30.0, workers=workers).begin()
-    for start in range(0, len(texts), 4):
-        add(streaming, texts[start : start + 4])
-        streaming.poll()
-    assert streaming.results() == whole
+    for workers in (1, 3):
+        streaming = pool_of(*specs, timeout=30.0, workers=workers).begin()
+        for start in range(0, len(texts), 4):
+            add(streaming, texts[start : start + 4])
+            streaming.poll()
+        assert streaming.results() == whole
     assert any(isinstance(r, Unscored) for r in whole) and any(isinstance(r, Scored) for r in whole)
 
 
@@ -63,18 +64,18 @@ def test_a_scoring_that_was_given_up_disturbs_no_later_one(pool_of, zoo, score):
     assert time.monotonic() - begun < 20, "it waited for what nobody asks for any more"
 
 
-@pytest.mark.parametrize("absence", [1.0, float("inf")])
+@pytest.mark.parametrize("absence", [0.3, float("inf")])
 def test_who_answers_while_nobody_listens_is_not_late(pool_of, zoo, score, monkeypatch, absence):
     """The control, where absence never counts, shows that the deadline does pass meanwhile."""
     monkeypatch.setattr(worker_pool, "ABSENCE", absence)
-    working = pool_of(zoo("act"), timeout=1.5)
+    working = pool_of(zoo("act"), timeout=0.5)
     score(working, ["ok"])
     scoring = working.begin()
     add(scoring, ["sleep"])
     before = working.workers.processes
-    time.sleep(2.0)
+    time.sleep(0.8)
     scoring.poll()
-    assert (working.workers.processes == before) == (absence == 1.0)
+    assert (working.workers.processes == before) == (absence == 0.3)
     begun = time.monotonic()
     (result,) = scoring.results()
     assert isinstance(result, Unscored) and "time-out" in result.reason, "heard at last, it is late like any other"

@@ -7,7 +7,7 @@ from inline_scorer import InlineScorer, results
 
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardPool, Samples, resolve
-from psigrad.language.rewards.builtin import NAMES, Length, SoftOverlong, Verl
+from psigrad.language.rewards.builtin import NAMES, Format, Length, SoftOverlong, Verl
 from psigrad.language.rewards.outcomes import join, text_of, transcript_of, turns_of
 from psigrad.language.rewards.reward_worker import ask
 
@@ -69,6 +69,15 @@ def test_without_turns_a_completion_is_one_and_a_column_that_is_missing_is_named
     assert given(reads, ["7", "8"]) == [1.0, 0.0]
     missing = given(lambda last_turns, truth: [0.0], ["7"], answer=["7"])
     assert "needs the column 'truth'" in missing.reason and "(found: answer)" in missing.reason
+
+
+def test_format_reads_the_thought_that_the_prompt_has_opened():
+    """DeepSeek-R1's generation prompt ends with <think>, so that no completion begins with it."""
+    said = ["a</think><answer>4</answer>", "<think>a</think><answer>4</answer>", "<answer>4</answer>"]
+    assert given(NAMES["format"], said, opened_thoughts=["<think>\n"] * 3) == [1.0, 0.0, 0.0]
+    assert given(NAMES["format"], said) == [0.0, 1.0, 0.0]
+    own = Format(r".*</think><answer>4</answer>")
+    assert given(own, said, opened_thoughts=["<think>\n"] * 3) == [1.0, 1.0, 0.0], "one's own pattern is for the completion"
 
 
 def test_an_environment_that_speaks_as_the_assistant_is_not_the_policy():

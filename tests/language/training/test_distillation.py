@@ -187,6 +187,16 @@ def test_the_rest_counts_as_one_token():
     assert found == pytest.approx([0.0, exact, exact], abs=1e-6)
 
 
+@pytest.mark.parametrize(("logits", "theirs"), [([0.0, math.log(3)], [0.0, 0.0, 5.0]), ([0.0, math.log(3), 7.0], [0.0, 0.0])])
+def test_a_teacher_whose_head_has_another_width_is_compared_on_the_tokens_of_both(logits, theirs):
+    """Qwen2.5-1.5B has 151,936 rows and the 7B 152,064, for the same tokens. π = (¼, ¾) and q = (½, ½) on those of both."""
+    from psigrad.language.models.logprobs import TokenStatsRequest
+
+    wanted = TokenStatsRequest(reference_head=lambda hidden: hidden)
+    kl = wanted.of(torch.tensor([logits]), torch.zeros(1).long(), torch.tensor([theirs]))[2]
+    assert float(kl) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-6)
+
+
 @pytest.fixture(scope="module")
 def foreign(folder):
     """A teacher that cuts the same texts otherwise."""

@@ -38,6 +38,8 @@ from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 from psigrad.objective.preferences.reward_model import BradleyTerry
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 @pytest.fixture(scope="module")
 def model(job):

@@ -14,6 +14,7 @@ import trl
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from psigrad.config import Data, OnlineConfig
+from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import as_turns
@@ -22,7 +23,7 @@ from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import reward
 from psigrad.language.recipes.scorers import _load_model
-from psigrad.language.rewards import Samples
+from psigrad.language.rewards import Samples, Scored, Unscored
 from psigrad.language.training.scoring import ModelScorer, answer_end, score_all
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -132,3 +133,23 @@ def test_a_reward_model_of_plain_prompts_stays_one(plain: bool, tmp_path: Path) 
         assert found == pytest.approx(said, abs=1e-5)
     scorer = _load_model(str(done.model), "judge", OnlineConfig(data=Data(plain_prompts=plain)), tokenizer)
     assert isinstance(scorer, ModelScorer) and scorer.same_tokens and scorer.model.plain_prompts == plain
+
+
+def test_a_text_beyond_the_reward_models_positions_is_unscored_and_not_scored_at_random(tmp_path: Path) -> None:
+    """Rotary positions go on beyond the last that was trained, and give numbers."""
+    tokenizer = tiny.tokenizer(PROMPTS + ANSWERS, 270)
+    config = tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=16).config
+    config.num_labels = 1
+    scalar_model.prepare(AutoModelForSequenceClassification.from_config(config), tokenizer).save_merged(tmp_path)
+    texts = ["a" * 8, "a" * 9]
+    written = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    assert [len(ids) for ids in written] == [8, 9]
+    scorer = _load_model(str(tmp_path), "judge", OnlineConfig(), tokenizer)
+    prompt = [tokenizer("b" * 7, add_special_tokens=False).input_ids] * 2
+    found = scorer.score(Samples(["b" * 7] * 2, texts, written, prompt_ids=prompt))  # with an EOS 16 and 17 tokens
+    assert isinstance(found[0], Scored) and isinstance(found[1], Unscored)
+    assert "the reward model judge cannot read 17 tokens, beyond its 16 positions" in found[1].reason
+    rows = [{"prompt": "b" * 7, "completion": text} for text in texts]
+    with pytest.raises(UserError, match="cannot read 17 tokens, beyond its 16 positions; shorten the row"):
+        reward.score_rows(str(tmp_path), rows, device="cpu")
+    assert len(reward.score_rows(str(tmp_path), rows[:1], device="cpu")) == 1

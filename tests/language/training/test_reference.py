@@ -31,6 +31,8 @@ from psigrad.language.training.online.online_run import (
 )
 from psigrad.objective.parts.ratio import truncated_importance
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 @pytest.fixture(scope="module")
 def tokenizer():

@@ -8,15 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from hostile_programs import groups, programs
 
+from psigrad.language.rewards import code
 from psigrad.language.rewards.code import Code
-from psigrad.processes.sandbox import Limits, Program, cgroup, tier_of_this_machine
+from psigrad.processes.sandbox import Limits, Program, ProgramOutcome, cgroup, tier_of_this_machine
 from psigrad.processes.sandbox.bubblewrap import Bubblewrap
 from psigrad.processes.sandbox.enclosure import USERS, Enclosure, user_of, users_here
 
@@ -53,6 +56,18 @@ def sandbox():
     return Bubblewrap(tier_of_this_machine())
 
 
+class Watched:
+    """The sandbox, with room for 8 MB of files, and what came of the programs that it ran."""
+
+    def __init__(self, sandbox: Bubblewrap) -> None:
+        self.sandbox, self.outcomes = sandbox, list[ProgramOutcome]()
+
+    def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
+        found = self.sandbox.run(programs, replace(limits, files_mb=8))
+        self.outcomes += found
+        return found
+
+
 def left_over(process: int | None = None) -> list[str]:
     """Processes of the sandboxes of a process of ours, by their command; as root they have users of their own."""
     first, left, by_user = user_of(process or os.getpid(), 0), [], os.geteuid() == 0 and users_here()[1] > 0
@@ -83,17 +98,19 @@ def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
     monkeypatch.setenv("PSIGRAD_SECRET", SECRET)
     marker = host / "marker"
     source = programs(host / "secret", marker, os.getpid())[name]
-    limits = Limits(seconds=1.0, wall_seconds=1.5, memory_mb=256, files_mb=8, output_kb=64)
-    for _ in range(3):
-        (outcome,) = sandbox.run([Program(source, stdin="some input")], limits)
-        if outcome.seconds < 4:  # else it is the machine, which may have much else to do, or it is so every time
-            break
-    assert SECRET not in outcome.stdout + outcome.stderr
-    assert len(outcome.stdout) <= limits.output_kb << 10 and len(outcome.stderr) <= limits.output_kb << 10
-    assert outcome.seconds < 4
-    assert not marker.exists() and (host / "secret").read_text() == SECRET
     tests = [{"input": "some input", "output": EXPECTED}], [f"assert answer() == {EXPECTED!r}"]
-    rewards = Code(seconds=0.3, memory_mb=256)([source, source], tests=list(tests))
+    judge = Code(seconds=0.3, memory_mb=256, output_kb=64)
+    for _ in range(3):
+        watched = Watched(sandbox)
+        monkeypatch.setattr(code, "_executor", lambda *given, watched=watched: watched)
+        rewards = judge([source, source], tests=list(tests))
+        if watched.outcomes[0].seconds < 4:  # else it is the machine, which may have much else to do, or it is so every time
+            break
+    assert len(watched.outcomes) == 2 and watched.outcomes[0].seconds < 4
+    for outcome in watched.outcomes:
+        assert SECRET not in outcome.stdout + outcome.stderr
+        assert max(len(outcome.stdout), len(outcome.stderr)) <= judge.output_kb << 10
+    assert not marker.exists() and (host / "secret").read_text() == SECRET
     assert all(reward == 0.0 for reward in rewards), rewards
     assert not any(EXPECTED in reward.reason for reward in rewards)
     assert not left_over() and not groups_left()

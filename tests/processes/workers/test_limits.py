@@ -92,12 +92,12 @@ def test_what_a_reward_started_ends_with_a_trainer_that_was_killed():
 
 def test_memory_has_a_limit():
     def greedy(completions, **columns):
-        return [float(len(bytearray(3 << 30)))] * len(completions)
+        return [float(len(bytearray(1 << 30)))] * len(completions)
 
-    results = scored(greedy, memory_gb=1.0)
+    results = scored(greedy, memory_gb=0.5)
     assert all(isinstance(r, Unscored) and "MemoryError" in r.reason for r in results)
     (fine,) = scored(greedy, ["a"], memory_gb=0.0, timeout=60.0)  # negative control: without a limit there is none
-    assert fine.value == float(3 << 30)
+    assert fine.value == float(1 << 30)
 
 
 def test_memory_that_is_shared_counts_too(capfd):
@@ -105,17 +105,17 @@ def test_memory_that_is_shared_counts_too(capfd):
         import mmap
         import time
 
-        held, piece = mmap.mmap(-1, 1 << 30), b"x" * (16 << 20)
-        for _ in range(60):
+        held, piece = mmap.mmap(-1, 1 << 29), b"x" * (16 << 20)
+        for _ in range(25):
             held.write(piece)
         time.sleep(1.0)
         return [float(held.tell())] * len(completions)
 
-    (result,) = scored(shares, ["a"], memory_gb=0.8)
+    (result,) = scored(shares, ["a"], memory_gb=0.3)
     assert isinstance(result, Unscored) and "signal 9" in result.reason
     assert "more than worker_memory_gb" in capfd.readouterr().err
     (fine,) = scored(shares, ["a"], memory_gb=0.0)  # negative control: without a limit there is none
-    assert fine.value == float(60 * (16 << 20))
+    assert fine.value == float(25 * (16 << 20))
 
 
 def test_what_is_printed_has_a_limit_and_nobody_waits(capfd):

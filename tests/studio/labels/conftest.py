@@ -79,18 +79,20 @@ def migrated(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def postgres_template(postgres_server):
-    _administrate(postgres_server, "CREATE DATABASE psigrad_template")
+def administrate(postgres_server):
+    """Has the server do what is no part of a transaction."""
+    engine = create_engine(database._url(postgres_server + "postgres"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        yield lambda statement: connection.execute(text(statement))
+    engine.dispose()
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server, administrate):
+    administrate("CREATE DATABASE psigrad_template")
     database.connect(postgres_server + "psigrad_template").close()
     yield "psigrad_template"
-    _administrate(postgres_server, "DROP DATABASE psigrad_template")
-
-
-def _administrate(server: str, statement: str) -> None:
-    engine = create_engine(database._url(server + "postgres"), isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.execute(text(statement))
-    engine.dispose()
+    administrate("DROP DATABASE psigrad_template")
 
 
 @pytest.fixture
@@ -106,10 +108,11 @@ def empty(request, scratch):
     if request.param == "sqlite":
         yield str(scratch / "new.db")
         return
-    server, name = request.getfixturevalue("postgres_server"), f"psigrad_test_{os.getpid()}_{next(_numbers)}"
-    _administrate(server, f"CREATE DATABASE {name}")
+    server, administrate = request.getfixturevalue("postgres_server"), request.getfixturevalue("administrate")
+    name = f"psigrad_test_{os.getpid()}_{next(_numbers)}"
+    administrate(f"CREATE DATABASE {name}")
     yield server + name
-    _administrate(server, f"DROP DATABASE {name} WITH (FORCE)")
+    administrate(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture(params=DATABASES)
@@ -119,11 +122,11 @@ def where(request, scratch):
         path = Path(shutil.copy(request.getfixturevalue("migrated"), scratch / "labels.db"))
         yield str(path)
         return
-    server, template = request.getfixturevalue("postgres_server"), request.getfixturevalue("postgres_template")
+    server, administrate = request.getfixturevalue("postgres_server"), request.getfixturevalue("administrate")
     name = f"psigrad_test_{os.getpid()}_{next(_numbers)}"
-    _administrate(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    administrate(f"CREATE DATABASE {name} TEMPLATE {request.getfixturevalue('postgres_template')}")
     yield server + name
-    _administrate(server, f"DROP DATABASE {name} WITH (FORCE)")
+    administrate(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
+OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
 # behind it line breaks alone: a space belongs to the answer
 _EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\n*")
 _CLOSES = {"<think>": "</think>\n\n", "<|channel>thought": "<channel|>", "[THINK]": "[/THINK]"}
@@ -180,7 +180,7 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
         raise refuse(talk.row, "", "is a thought that the chat template writes behind the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
-        empty = (_CLOSE if _OPEN.search(before) else _EMPTY).match(text, start)
+        empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
     # the policy continues the prompt from its very end, wherever the template's first block starts
     return before, text, [(start, own[0][1]), *own[1:]] if own and text.startswith(as_rendered) else [(start, len(text))]
@@ -188,7 +188,7 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
 
 def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
     """Context and text of a turn whose generation prompt opens a thought, which the template leaves out or writes otherwise."""
-    opened, thought = _OPEN.search(before), _thought_of(said)
+    opened, thought = OPEN.search(before), _thought_of(said)
     tail = "" if opened is None else text[opened.start() :]
     begins = opened is not None and tail.startswith(opened.group(1))
     if opened is None or not text.startswith(before[: opened.start()]) or (thought and thought in tail and not begins):

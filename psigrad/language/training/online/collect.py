@@ -6,6 +6,7 @@ ledger says what became of each prompt.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from psigrad import seeds
-from psigrad.language.data.templates import completion_for_reward, decode, prompt_for_reward
+from psigrad.language.data.templates import completion_for_reward, decode, opened_thought, prompt_for_reward
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import order
@@ -190,7 +191,7 @@ def rollout(
     trajectories: list[Trajectory] = []
     if own:
         own_prompts = [prompts[i] for i in own]
-        rewards = _Rewards(scorer, {p.index: p.row for p in own_prompts}, episodes is not None)
+        rewards = _Rewards(scorer, {p.index: p.row for p in own_prompts}, episodes is not None, model.tokenizer)
         with phase("time/sample"):
             if episodes is None:
                 requests = [Request(prompts[i].ids, tuple(seed_of(i, k) for k in range(num_generations))) for i in own]
@@ -256,8 +257,8 @@ class _Rewards:
     Rewards of the environment and of steps are added to the scorer's; without a scorer they are all there is.
     """
 
-    def __init__(self, scorer: Scorer | None, rows: Mapping[int, Any], episodes: bool = False) -> None:
-        self._scoring, self._rows = None if scorer is None else scorer.begin(), rows
+    def __init__(self, scorer: Scorer | None, rows: Mapping[int, Any], episodes: bool = False, tokenizer: Any = None) -> None:
+        self._scoring, self._rows, self._tokenizer = None if scorer is None else scorer.begin(), rows, tokenizer
         self._names = sorted({name for row in rows.values() for name in row.columns})
         self._places: dict[int, int] = {}
         self._episodes = episodes
@@ -277,6 +278,7 @@ class _Rewards:
         texts = [t.text if t.answer is None else t.answer for t in group]
         shown = [list(t.messages) or completion_for_reward(row, text) for row, t, text in zip(sources, group, texts, strict=True)]
         turns = [list(t.policy_turns) or turns_of(completion) for t, completion in zip(group, shown, strict=True)]
+        opened = functools.cache(lambda ids: opened_thought(self._tokenizer, ids))  # a group has one prompt
         samples = Samples(
             prompts=[prompt_for_reward(row) for row in sources],
             completions=shown,
@@ -285,6 +287,7 @@ class _Rewards:
             prompt_ids=[t.prompt_ids for t in group],
             policy_turns=turns if self._episodes else None,
             policy_ids=[list(t.policy_ids) for t in group] if self._episodes else None,
+            opened_thoughts=None if self._tokenizer is None else [opened(t.prompt_ids) for t in group],
         )
         self._scoring.add(samples)
 

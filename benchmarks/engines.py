@@ -1,0 +1,168 @@
+"""Sampling beside llama.cpp or vLLM, with the same weights in the same precision.
+
+`make bench-llama-cpp MODEL=PATH` and `make bench-vllm MODEL=PATH`. Both are asked for the same completions at once, in turn,
+from as many threads: psigrad's sampler in one call; vLLM in one call, compiled as it is by default; llama.cpp by its server's
+slots, as many as there are sequences. Every sequence has a prompt of its own, both draw from the whole softmax at temperature
+1, and a model's end of text counts for neither. Tokens per second include the prompts.
+
+Before that each continues every prompt by its likeliest tokens. How many of them the two have in common, until the first that
+differs, is printed: in bfloat16 rounding decides near-ties, so that continuations part sooner or later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from psigrad.config import Run
+from psigrad.intervals import over_seeds
+from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.models import language_model
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.runs.machine import prepare_torch, provenance
+from psigrad_extras.connect import exporting
+
+PROMPT = 64
+GREEDY = 16  # likeliest tokens that are compared
+STORED = {"float32": "f32", "bfloat16": "bf16"}
+Prompts = Sequence[list[int]]
+Sample = Callable[[Prompts, int, int, float], list[list[int]]]
+
+
+def ours(folder: str, dtype: str) -> Sample:
+    """(prompts, tokens, seed, temperature) -> completions, by psigrad."""
+    model = language_model.load(folder, dtype=dtype)
+    sampler = EmbeddedSampler(model)
+
+    def sample(prompts: Prompts, tokens: int, seed: int, temperature: float) -> list[list[int]]:
+        requests = [Request(tuple(ids), (seed + place,)) for place, ids in enumerate(prompts)]
+        made: dict[int, list[int]] = {}
+        for step in sampler.steps(requests, SamplingParams(tokens, temperature), None):
+            for place, found in step:
+                made[place] = [token for one in found for token in one.ids]
+        return [made[place] for place in range(len(prompts))]
+
+    return sample
+
+
+def by_llama_cpp(folder: str, room: Path, dtype: str, sequences: int, threads: int, tokens: int) -> Sample:
+    """The same by llama.cpp."""
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path = str(exporting.run(folder, "gguf", str(room / f"{sequences}"), STORED[dtype]).path)
+    settings.n_parallel, settings.n_ctx = sequences, sequences * (PROMPT + tokens + 64)
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(settings)
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": ["temperature"], "repeat_penalty": 1.0, "ignore_eos": True}
+
+    def sample(prompts: Prompts, tokens: int, seed: int, temperature: float) -> list[list[int]]:
+        def one(place: int) -> list[int]:
+            asked: dict[str, Any] = {"prompt": prompts[place], "max_tokens": tokens, "seed": seed + place, "cache_prompt": False}
+            if temperature == 0:
+                asked["logprobs"] = 1  # it says which tokens these are with their log-probs alone, which take time
+            found = server.handle_completions({**plain, **asked, "temperature": temperature})
+            made = found if isinstance(found, dict) else json.loads(found)
+            if temperature > 0:
+                return [-1] * int(made["usage"]["completion_tokens"])
+            return [token["id"] for token in made["choices"][0]["logprobs"]["content"]]
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(one, range(len(prompts))))
+
+    return sample
+
+
+def by_vllm(folder: str, room: Path, dtype: str, sequences: int, threads: int, tokens: int) -> Sample:
+    """The same by vLLM, whose engine is a process of its own. It has no prefix cache: no prompt is met twice."""
+    os.environ.update(OMP_NUM_THREADS=str(threads), VLLM_CPU_KVCACHE_SPACE="2", VLLM_LOGGING_LEVEL="WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    import vllm
+
+    engine = vllm.LLM(
+        folder,
+        dtype=dtype,
+        max_model_len=PROMPT + tokens,
+        max_num_seqs=sequences,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        disable_log_stats=True,
+    )
+
+    def sample(prompts: Prompts, tokens: int, seed: int, temperature: float) -> list[list[int]]:
+        # a seed for each request would make vLLM draw one by one
+        drawn = vllm.SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], drawn, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in found]
+
+    return sample
+
+
+ENGINES = {"llama.cpp": by_llama_cpp, "vllm": by_vllm}
+
+
+def rate(sample: Sample, prompts: Prompts, tokens: int, seed: int) -> float:
+    """Tokens per second."""
+    begin = time.perf_counter()
+    made = sample(prompts, tokens, seed, 1.0)
+    seconds = time.perf_counter() - begin
+    assert [len(ids) for ids in made] == [tokens] * len(prompts), "completions of another length"
+    return tokens * len(prompts) / seconds
+
+
+def in_common(a: Prompts, b: Prompts) -> tuple[int, int]:
+    """How many tokens the completions have in common until the first that differs, and of how many."""
+    same = 0
+    for one, two in zip(a, b, strict=True):
+        same += next((at for at, (x, y) in enumerate(zip(one, two, strict=True)) if x != y), len(one))
+    return same, sum(map(len, a))
+
+
+def main() -> None:
+    """Print a line for each count of sequences, as it is found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--beside", default="llama.cpp", choices=ENGINES)
+    parser.add_argument("--dtype", default="bfloat16", choices=STORED)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    prepare_torch(Run(threads=given.threads))
+    folder = plain_folder(given.model)
+    print(provenance("cpu")["processor"], given.dtype, f"{given.threads} threads", flush=True)
+    rng = random.Random(0)
+
+    def drawn(count: int) -> Prompts:
+        return [[rng.randrange(100, 10000) for _ in range(PROMPT)] for _ in range(count)]
+
+    mine = ours(folder, given.dtype)
+    for sequences in given.sequences:
+        with tempfile.TemporaryDirectory() as room:
+            other = ENGINES[given.beside](folder, Path(room), given.dtype, sequences, given.threads, given.tokens)
+            prompts = drawn(sequences)
+            same, of = in_common(*(sample(prompts, GREEDY, 0, 0.0) for sample in (mine, other)))
+            rates = []
+            for turn in range(given.rounds + 1):  # the first warms both up
+                prompts = drawn(sequences)
+                rates.append(tuple(rate(sample, prompts, given.tokens, 1000 * turn) for sample in (mine, other)))
+            (own, _, _), (beside, _, _) = (over_seeds([pair[side] for pair in rates[1:]]) for side in (0, 1))
+            mean, low, high = over_seeds([a / b for a, b in rates[1:]])
+            print(f"{sequences:3} sequences: psigrad {own:7.1f} tokens/s, {given.beside} {beside:7.1f}: "
+                  f"{mean:.2f} times [{low:.2f}, {high:.2f}]; {same} of {of} likeliest tokens in common", flush=True)  # fmt: skip
+            del other
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Weights from the trainer's process to those of an engine elsewhere, by a broadcast in a group of their own: NCCL between GPUs,
+as vLLM builds it, gloo between CPUs.
+
+A group never waits for ever. What takes longer than `LIMIT` is given up with `BroadcastLostError`, and so is the group: an engine
+may have died in the middle, and NCCL alone would wait for it without an end. torch's own process group of NCCL is not used,
+since its watchdog ends the whole process when another one is gone.
+
+A bucket of weights is one buffer of bytes with each weight at a multiple of `STEP`, which any type can be read at.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+Kind = Literal["nccl", "gloo"]
+# Seconds for all to come together, and for each bucket.
+LIMIT = 120.0
+# Seconds between two looks.
+_OFTEN = 0.001
+STEP = 16
+LOST = "The broadcast of weights"
+
+
+class BroadcastLostError(Exception):
+    """A group of which a part is gone, or late; nothing more goes through it."""
+
+
+class Meeting(NamedTuple):
+    """Where the processes of a group come together: the trainer is rank 0, the engine's are 1 to `size` - 1."""
+
+    kind: Kind
+    host: str
+    port: int
+    size: int
+
+
+class Span(NamedTuple):
+    """One weight in a bucket: its bytes `first` to `end`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in a bucket, in order; `sums` of the bits tell a weight that is as it was."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    sums: list[int]
+
+    def spans(self) -> Iterator[Span]:
+        """Where each weight is."""
+        first = 0
+        for name, kind, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
+            dtype = getattr(torch, kind)
+            end = first + math.prod(shape) * dtype.itemsize
+            yield Span(name, dtype, tuple(shape), first, end)
+            first = -(-end // STEP) * STEP
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buffer."""
+        return max((span.end for span in self.spans()), default=0)
+
+
+def pack(bucket: Mapping[str, Tensor], sums: list[int]) -> tuple[Contents, Tensor]:
+    """A bucket in the host's memory, from which a GPU reads it at full speed. torch rounds such a block up to a power of two."""
+    kinds = [str(weight.dtype).removeprefix("torch.") for weight in bucket.values()]
+    contents = Contents(list(bucket), kinds, [list(weight.shape) for weight in bucket.values()], sums)
+    pinned = any(weight.is_cuda for weight in bucket.values())
+    buffer = torch.empty(contents.size, dtype=torch.uint8, pin_memory=pinned)
+    for span, weight in zip(contents.spans(), bucket.values(), strict=True):
+        buffer[span.first : span.end].copy_(weight.contiguous().view(-1).view(torch.uint8), non_blocking=pinned)
+    if pinned:
+        torch.cuda.current_stream().synchronize()
+    return contents, buffer
+
+
+def unpack(contents: Contents, buffer: Tensor) -> dict[str, Tensor]:
+    """The weights, in the buffer's own memory."""
+    return {s.name: buffer[s.first : s.end].view(s.dtype).view(s.shape) for s in contents.spans()}
+
+
+class BroadcastGroup:
+    """One process' end; `device` is where its buffers are."""
+
+    def __init__(self, store: TCPStore, device: torch.device) -> None:
+        self.device, self._store = device, store
+
+    def send(self, buffer: Tensor) -> None:
+        """From rank 0 to all. Raises `BroadcastLostError`."""
+        self._broadcast(buffer.to(self.device, non_blocking=True))
+
+    def receive(self, size: int) -> Tensor:
+        """That many bytes of rank 0's. Raises `BroadcastLostError`."""
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._broadcast(buffer)
+        return buffer
+
+    def end(self) -> None:
+        """Leave it."""
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        raise NotImplementedError
+
+
+class GlooGroup(BroadcastGroup):
+    """Between CPUs."""
+
+    def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(store, device)
+        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=LIMIT))
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank, options.timeout = 0, timedelta(seconds=LIMIT)
+        try:
+            self._group.broadcast([buffer], options).wait(timedelta(seconds=LIMIT))
+        except RuntimeError as error:
+            raise BroadcastLostError(f"{LOST} broke off ({str(error).splitlines()[0][-200:]})") from error
+
+
+class NCCLGroup(BroadcastGroup):
+    """Between GPUs, by the communicator of vLLM's own transfer of weights. It enqueues on the current stream."""
+
+    def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(store, device)
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        with unpinned_nccl_env():
+            self._communicator = PyNcclCommunicator(StatelessProcessGroup(rank, size, store), device)
+        if self._communicator.disabled:  # it would send nothing, and say nothing
+            raise BroadcastLostError("vLLM finds no NCCL")
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        self._communicator.broadcast(buffer, src=0, stream=stream)
+        done, end = stream.record_event(), time.monotonic() + LIMIT
+        while not done.query():
+            if time.monotonic() > end:
+                self.end()
+                raise BroadcastLostError(f"{LOST} took longer than {LIMIT:.0f} s")
+            time.sleep(_OFTEN)
+
+    def end(self) -> None:
+        """Also what it waits for on the GPU ends."""
+        self._communicator.destroy()
+
+
+_KINDS: dict[str, Callable[..., BroadcastGroup]] = {"nccl": NCCLGroup, "gloo": GlooGroup}
+
+
+def listen() -> TCPStore:
+    """Where a group of this process' is to meet; its `port` is one that was free."""
+    return TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
+
+
+def join(meeting: Meeting, rank: int, device: torch.device) -> BroadcastGroup:
+    """An engine's end, whose `rank` is 1 or more. Raises `BroadcastLostError` where the others can't be reached in time."""
+    try:
+        store = TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
+        store.set(f"came {rank}", "")
+    except (RuntimeError, OSError) as error:
+        raise BroadcastLostError(f"the trainer can't be reached at {meeting.host}:{meeting.port}") from error
+    group = _in_time(lambda: _KINDS[meeting.kind](store, rank, meeting.size, device))
+    store.set(f"joined {rank}", "")
+    return group
+
+
+def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, given_up: Callable[[], bool]) -> BroadcastGroup:
+    """The trainer's end, once the others have come. Raises `BroadcastLostError` where they can't be reached, or `given_up`."""
+    while not store.check([f"came {rank}" for rank in range(1, size)]):
+        if given_up():
+            raise BroadcastLostError("nobody came")
+        time.sleep(0.05)
+    group = _in_time(lambda: _KINDS[kind](store, 0, size, device))
+    try:
+        store.wait([f"joined {rank}" for rank in range(1, size)], timedelta(seconds=LIMIT))
+    except RuntimeError as error:
+        raise BroadcastLostError("not all of the engine's processes could join") from error
+    return group
+
+
+def _in_time(make: Callable[[], T]) -> T:
+    """What it makes within `LIMIT`: to build a group takes all of its processes, and has no end of its own."""
+    found: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            found.put((True, make()))
+        except Exception as error:
+            found.put((False, error))
+
+    threading.Thread(target=work, name="a group is built", daemon=True).start()
+    try:
+        made, what = found.get(timeout=LIMIT)
+    except queue.Empty:
+        raise BroadcastLostError(f"no group was built within {LIMIT:.0f} s") from None
+    if not made:
+        raise BroadcastLostError(str(what).splitlines()[0][:200] if str(what) else type(what).__name__) from what
+    result: T = what
+    return result

@@ -1,0 +1,163 @@
+"""Where an engine's weights come from, and how they go there: the model beside it, or a trainer elsewhere.
+
+Beside it, in buckets that are handles of the GPU's own memory, or files. From elsewhere by a broadcast to the engine's processes,
+or by files of what Ray's object store has brought.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.models.language_model import LanguageModel
+from psigrad_extras.vllm import vllm_weights
+from psigrad_extras.vllm.broadcast import Contents, unpack
+
+Known = dict[str, tuple[tuple[int, ...], int]]
+"""Of each weight that an engine got last its shape, and the sum of its bits."""
+Say = Callable[..., None]
+
+
+class Source(ABC):
+    """Weights for an engine; `own` are the model's that is beside it."""
+
+    own = True
+
+    @abstractmethod
+    def mark(self) -> object:
+        """Something that changes when they do."""
+
+    @abstractmethod
+    def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
+        """All of them in buckets, as number `version`, and what the engine then computes with against them."""
+
+
+class ModelWeights(Source):
+    """Those of a model beside the engine, with `handles` on the same GPU."""
+
+    def __init__(self, model: LanguageModel, handles: bool) -> None:
+        self._model, self._handles = model, handles
+
+    def mark(self) -> object:
+        """See `vllm_weights.fingerprint`."""
+        return vllm_weights.fingerprint(self._model)
+
+    def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
+        """See `Source`. What is in the GPU's own memory is gathered again to be compared."""
+        turned = vllm_weights.transposed(self._model.network)
+        weights = lambda: vllm_weights.outgoing(self._model)  # noqa: E731
+        if not self._handles:
+            return send_files(weights, vllm_weights.size_of(self._model), turned, say, known, readback, version)
+        found: Known = {}
+        say("start")
+        for bucket in vllm_weights.in_buckets(weights()):
+            found |= _looked_at(bucket)
+            told, memory = vllm_weights.as_handle(bucket)
+            say("load", told)
+            del memory
+        say("finish", version)
+        for bucket in vllm_weights.in_buckets(weights()) if readback else ():
+            told, memory = vllm_weights.as_handle(bucket)
+            say("compare", told, turned)
+            del memory
+        return found
+
+
+@dataclass(frozen=True)
+class Delivery(Source):
+    """Those of a trainer elsewhere. Without `stored` buckets they come by a broadcast, all of them once for each of `passes`."""
+
+    number: int
+    buckets: tuple[Contents, ...]
+    passes: tuple[str, ...]
+    turned: tuple[str, ...]
+    stored: tuple[Any, ...] = ()
+
+    own = False
+
+    def mark(self) -> object:
+        """Their number."""
+        return self.number
+
+    def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
+        """See `Source`."""
+        if self.stored:
+            size = sum(contents.size for contents in self.buckets)
+            return send_files(self._weights, size, list(self.turned), say, known, readback, version)
+        found, turned, told = self._looked_at(), list(self.turned), [{"contents": asdict(contents)} for contents in self.buckets]
+        changed = [name for name, value in found.items() if known.get(name, value) != value]
+        for kind in self.passes:
+            if kind == "load":
+                say("start")
+            for bucket in told:
+                say(kind, bucket, *{"choose": (changed, turned), "compare": (turned,)}.get(kind, ()))
+            if kind == "load":
+                say("finish", version)
+        return found
+
+    def check(self, known: Known) -> None:
+        """Raises `UserError` for weights that are not those of the engine's model."""
+        sent = self._looked_at()
+        for name in [*sent, *known]:
+            theirs, own = (one[name][0] if name in one else None for one in (sent, known))
+            if theirs != own:
+                raise UserError(
+                    f"The trainer's weight {name} has the shape {theirs} and the sampler's {own}: they have other models. "
+                    "Install the same psigrad and transformers on all machines, and give them the same model."
+                )
+
+    def _looked_at(self) -> Known:
+        return {s.name: (s.shape, value) for c in self.buckets for s, value in zip(c.spans(), c.sums, strict=True)}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for contents, array in zip(self.buckets, self.stored, strict=True):
+            yield from unpack(contents, torch.from_numpy(array.copy())).items()
+
+
+def send_files(
+    weights: Callable[[], Iterable[tuple[str, Tensor]]],
+    size: int,
+    turned: list[str],
+    say: Say,
+    known: Known,
+    readback: bool,
+    version: int,
+) -> Known:
+    """Weights of `size` bytes by files, which are written once and with `readback` stay until they are compared."""
+    found: Known = {}
+    with vllm_weights.shared_folder(size if readback else 2 * vllm_weights.BUCKET) as folder:
+        buckets = _files(weights(), folder, found, known)
+        if readback:
+            buckets = list(buckets)
+            for told, changed in buckets:
+                say("choose", told, changed, turned)
+        say("start")
+        for told, _ in buckets:
+            say("load", told)
+            if not readback:
+                Path(told["path"]).unlink()
+        say("finish", version)
+        for told, _ in buckets if readback else ():
+            say("compare", told, turned)
+    return found
+
+
+def _files(
+    weights: Iterable[tuple[str, Tensor]], folder: Path, found: Known, known: Known
+) -> Iterable[tuple[dict[str, Any], list[str]]]:
+    """What the engine is told of each bucket, and which of its weights are others than at the last update."""
+    for bucket in vllm_weights.in_buckets(weights):
+        found |= (own := _looked_at(bucket))
+        yield vllm_weights.as_file(bucket, folder), [name for name, value in own.items() if known.get(name, value) != value]
+
+
+def _looked_at(bucket: dict[str, Tensor]) -> Known:
+    sums = vllm_weights.bit_sums(list(bucket.values()))
+    return {name: (tuple(weight.shape), value) for (name, weight), value in zip(bucket.items(), sums, strict=True)}
