@@ -32,6 +32,7 @@ LIBRARIES = {
     "x86-64-v3": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     "x86-64-v4": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
     "x86-64-v4-bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "x86-64-v4-amx": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
 }
 LARGER = 1.02
 
@@ -40,7 +41,7 @@ def force(tier: str) -> None:
     """Let psigrad see a processor of this tier, and compile for it."""
     flags, needed = processor.LEVELS["x86_64"][tier]
     gone = {word for _, words in processor.LEVELS["x86_64"].values() for word in words.split()} - set(needed.split())
-    gone |= {"amx_bf16"} | ({"avx512f"} if tier == "x86-64-v3" else set())
+    gone |= {"avx512f"} if tier == "x86-64-v3" else set()
     seen = tuple(" ".join(word for word in line.split(" ") if word not in gone) for line in processor._described())
     processor._described = lambda: seen  # type: ignore[assignment]
     build.FLAGS = (*flags.split(), *build.PORTABLE, "-shared")

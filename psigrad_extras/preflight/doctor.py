@@ -165,4 +165,5 @@ def _kernels() -> Check:
         return Check("CPU kernels", "broken", f"a result differs from PyTorch's by {difference:.1e}", "set PSIGRAD_NATIVE=0")
     ready = prebuilt()
     made = "compiled here" if ready is None else f"the package's for {ready.stem}"
-    return Check("CPU kernels", "ok", f"{made}; a result agrees with PyTorch's")
+    by = ", ".join(f"{kind} by {found.products.instructions(getattr(torch, kind))}" for kind in ("float32", "bfloat16"))
+    return Check("CPU kernels", "ok", f"{made}, {by}; a result agrees with PyTorch's")

@@ -192,6 +192,20 @@ def _compiler() -> Lack | None:
     return Lack(f"{found} does not compile here ({said})", there=True, advice="apt-get install g++") if said else None
 
 
+def _tiles() -> Lack | None:
+    from psigrad.language.models.native import build, processor
+
+    if "x86-64-v4-bf16" not in processor.levels():
+        return Lack("this processor has no AVX-512 with bfloat16, which works beside AMX's tiles")
+    if lack := _compiler():
+        return lack
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "tiles.cpp"
+        source.write_text("#include <immintrin.h>\nint main() { _tile_release(); }\n")
+        said = _runs(str(build.compiler()), "-mamx-tile", "-mamx-bf16", str(source), "-o", f"{folder}/tiles")
+    return Lack(f"{build.compiler()} knows no AMX ({said})", advice="take g++ 11 or clang++ 12, or a later one") if said else None
+
+
 def _git() -> Lack | None:
     if lack := _program("git"):
         return lack
@@ -228,6 +242,7 @@ NEEDS = {
     "chromium": Need("pages in a browser", _chromium, ("chromium", "fonts-liberation", "libatomic1")),
     "postgresql": Need("labels on PostgreSQL", _postgresql, ("postgresql",)),
     "compiler": Need("the kernels for a CPU", _compiler, ("g++",)),
+    "tiles": Need("the kernels for AMX", _tiles),
     "git": Need("the wheel", _git, ("git",)),
     "zsh": Need("completion in zsh", lambda: _program("zsh"), ("zsh",)),
     "fish": Need("completion in fish", lambda: _program("fish"), ("fish",)),

@@ -105,6 +105,11 @@ class Pretrained(ABC):
         return ""
 
     @property
+    def instructions(self) -> str:
+        """What multiplies in fused layers: AVX2, AVX-512, AMX tiles, …; empty where there are none."""
+        return "" if self.decoder is None else self.decoder.native.products.instructions(self.decoder.dtype)
+
+    @property
     def max_length(self) -> int:
         """The most tokens of one sequence, prompt and completion together."""
         config = self.network.config.get_text_config()

@@ -309,7 +309,8 @@ def begin(
     if journal.callbacks and world.rank == 0 and not world.lockstep:
         journal.callbacks.know(model.adapter or model.as_transformers(), model.tokenizer)
     slower = getattr(model, "slower", "")
-    session.note_start(config.run, journal, found, first.step, slower=slower, rows=rows[0], eval_rows=rows[1])
+    how = {"slower": slower, "instructions": getattr(model, "instructions", "")}
+    session.note_start(config.run, journal, found, first.step, **how, rows=rows[0], eval_rows=rows[1])
     if slower:
         journal.tell("slower", slower, why=slower)
 

@@ -25,13 +25,16 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     began = format_time(number(run.events[0].get("time"))) if run.events else ""
     commands = list(dict.fromkeys(str(event["command"]) for event in starts if event.get("command")))
     machine = next((m for event in reversed(starts) if isinstance(m := event.get("machine"), dict)), {})
+    by = next((event.get("instructions") for event in reversed(starts)), "")
+    on = (machine.get("processor"), *_shares(machine), by, machine.get("gpu"))
+    slower = (next((str(event.get("slower") or "") for event in reversed(starts)), ""), _computed_again(run))
     versions = machine.get("versions")
     facts = [
         ("Begun", f"{began}, taken up again {_times(len(starts) - 1)}" if began and len(starts) > 1 else began),
         ("Took", _took(run)),
         ("Command", "\n".join(clip(command, 1000) for command in commands[-3:])),
-        ("On", ", ".join(filter(None, [str(machine.get("processor") or ""), *_shares(machine), str(machine.get("gpu") or "")]))),
-        ("Slower", "\n".join(filter(None, [str(starts[-1].get("slower") or "") if starts else "", _computed_again(run)]))),
+        ("On", ", ".join(str(part) for part in on if part)),
+        ("Slower", "\n".join(filter(None, slower))),
         ("Sampler against trainer", _sampled(run)),
         ("With", ", ".join(f"{name} {number}" for name, number in versions.items()) if isinstance(versions, dict) else ""),
     ]

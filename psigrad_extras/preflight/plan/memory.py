@@ -23,7 +23,7 @@ from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
 from psigrad.language.models.lora import Lora
-from psigrad.language.models.native.processor import plain_bfloat16
+from psigrad.language.models.native.processor import multiplies_bfloat16
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.cache import BLOCK
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
@@ -296,7 +296,7 @@ def passing(
     if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
         found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
-        if kept.fused == 4 or (kept.fused and plain_bfloat16()):
+        if kept.fused == 4 or (kept.fused and multiplies_bfloat16()):
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
             head = kept.fused * policy.head

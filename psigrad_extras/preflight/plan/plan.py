@@ -11,6 +11,9 @@ from typing import Any
 
 from psigrad import redaction
 from psigrad.errors import UserError
+from psigrad.language.models.backbone import DTYPES
+from psigrad.language.models.fused.layer import compute_dtype
+from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device as device_of
@@ -93,7 +96,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     # of an episode nobody knows how many turns it has, nor how long they are waited for
     plays = getattr(config, "plays", False)
     apart = ", evaluations apart" * (config.evaluation.eval_prompts != 0)
-    spent = " a turn" if plays else f", about {seconds(there)} here{apart}" if made.seconds else ""
+    spent = " a turn" if plays else f", about {seconds(there)} here{_instructions(config)}{apart}" if made.seconds else ""
     steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
     redaction.say(f"{steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.")
     default = type(config)().run
@@ -101,6 +104,12 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     long = unsaid and made.seconds * work.steps > HOUR
     if ask is not None and long and not ask("Begin? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
         raise UserError("Nothing was begun; give --max-steps, or --num-train-epochs to have it as long as this.")
+
+
+def _instructions(config: Config) -> str:
+    """By what this processor multiplies, in brackets; empty on a GPU and without kernels."""
+    found = kernels() if device_of(config.run) == "cpu" else ""
+    return "" if isinstance(found, str) else f" ({found.products.instructions(compute_dtype(DTYPES[config.model.dtype]))})"
 
 
 def _sentence(plan: Plan) -> str:

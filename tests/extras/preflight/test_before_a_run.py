@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from speed import measured_once  # noqa: F401 (a fixture)
@@ -99,13 +100,17 @@ def test_the_command_says_all_of_it_before_it_loads_a_model(job, tmp_path, monke
     assert "nowhere" in (error := capsys.readouterr().err) and "would be loaded" not in error
 
 
-def test_a_run_says_first_how_long_it_will_be(job, tmp_path, capsys):
+def test_a_run_says_first_how_long_it_will_be_and_by_which_kernel(job, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "kernels", lambda: SimpleNamespace(products=SimpleNamespace(instructions=lambda dtype: "A kernel")))
     plan.foretell(sft_config(job, tmp_path / "run"))
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens
-    assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " s here, evaluations apart." in said
+    assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " s here (A kernel), evaluations apart." in said
     plan.foretell(replace(sft_config(job, tmp_path / "run"), evaluation=Evaluation(eval_prompts=0)))
-    assert capsys.readouterr().err.endswith(" s here.\n"), "what is not done is not told of"
+    assert capsys.readouterr().err.endswith(" s here (A kernel).\n"), "what is not done is not told of"
+    monkeypatch.setattr(plan, "kernels", lambda: "no C++ compiler was found")
+    plan.foretell(sft_config(job, tmp_path / "run"))
+    assert " s here, evaluations apart." in capsys.readouterr().err
     plan.foretell(agent_config(job, tmp_path / "agent"))
     assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
 

@@ -8,9 +8,11 @@ import time
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 
 from psigrad import cli
+from psigrad.language.models.native.products import Products
 from psigrad_extras.preflight import doctor
 from psigrad_extras.preflight.doctor import Check
 from psigrad_extras.preflight.plan import hardware
@@ -55,6 +57,14 @@ def test_kernels_that_compute_something_else_are_broken(monkeypatch):
     for found, state in (("no C++ compiler was found", "missing"), (Wrong(), "broken")):
         monkeypatch.setattr(doctor, "kernels", lambda found=found: found)
         assert doctor._kernels().state == state and doctor._kernels().advice
+
+
+@pytest.mark.needs("compiler")
+def test_the_kernels_say_what_multiplies(monkeypatch):
+    native = doctor.kernels()
+    assert f"bfloat16 by {native.products.instructions(torch.bfloat16)}; " in doctor._kernels().detail
+    monkeypatch.setattr(Products, "instructions", lambda self, dtype: f"{dtype} tiles")
+    assert "float32 by torch.float32 tiles, bfloat16 by torch.bfloat16 tiles; a result agrees" in doctor._kernels().detail
 
 
 def test_a_package_that_is_absent_is_missing_and_one_that_breaks_is_broken(monkeypatch, tmp_path):

@@ -156,6 +156,7 @@ def test_sampler_and_trainer_agree_to_the_last_bit(dtype, members, tokenizer, mo
     """With few sequences too: codes need no packing."""
     monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
     monkeypatch.setattr(kernels().products, "bfloat16", True)
+    monkeypatch.setattr(kernels().products, "packs_bfloat16", True)
     monkeypatch.setattr(kernels().products, "float32", True)
     model, _ = with_codes("qwen3", tokenizer, "nf4", dtype)
     prompts = some_groups().prompts

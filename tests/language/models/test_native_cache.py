@@ -193,6 +193,8 @@ def test_a_level_is_for_processors_that_have_all_of_it(monkeypatch):
     avx512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
     older = "avx2 bmi1 bmi2 f16c fma movbe"
     for machine, flags, found in (
+        ("x86_64", f"{older} {avx512} avx512_bf16 amx_bf16 amx_tile", [f"x86-64-{v}" for v in ("v4-amx", "v4-bf16", "v4", "v3")]),
+        ("x86_64", f"{older} {avx512} avx512_bf16 amx_int8 amx_tile", ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]),
         ("x86_64", f"{older} {avx512} avx512_bf16", ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]),
         ("x86_64", f"{older} {avx512}", ["x86-64-v4", "x86-64-v3"]),
         ("x86_64", f"{older} avx512f", ["x86-64-v3"]),

@@ -187,7 +187,7 @@ def test_bfloat16_matrices_are_packed_where_the_kernels_multiply_them(tokenizer,
     products = kernels().products
     for native, bfloat16 in ((True, True), (True, False), (False, True)):
         monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda native=native: native)
-        monkeypatch.setattr(products, "bfloat16", bfloat16)
+        monkeypatch.setattr(products, "packs_bfloat16", bfloat16)
         packings.clear()
         drawn(made(CONFIGS["qwen3"], tokenizer, torch.bfloat16))
         assert bool(packings) is (bfloat16 or not native)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fused_models import CONFIGS, adapted, made, some_groups
@@ -35,6 +37,7 @@ def products(monkeypatch) -> Products:
     assert not isinstance(native, str), native
     monkeypatch.setattr(native.products, "float32", True)
     monkeypatch.setattr(native.products, "bfloat16", True)
+    monkeypatch.setattr(native.products, "packs_bfloat16", True)
     return native.products
 
 
@@ -154,17 +157,20 @@ def test_gradients_are_the_same_by_whichever_products(kind, tokenizer, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("lines", "half", "mkl"),
+    ("lines", "half", "trains", "packs"),
     [
-        (("vendor_id: AuthenticAMD", "flags : avx2 avx512f avx512_bf16"), True, True),
-        (("vendor_id: AuthenticAMD", "flags : avx2"), False, True),
-        (("vendor_id: GenuineIntel", "flags : avx2 avx512f avx512_bf16"), False, False),
-        (("vendor_id: GenuineIntel", "flags : avx512f avx512_bf16 amx_bf16"), True, False),
-        ((), False, False),
+        (("vendor_id: AuthenticAMD", "flags : avx2 avx512f avx512_bf16"), True, (True, True), True),
+        (("vendor_id: AuthenticAMD", "flags : avx2"), False, (True, False), False),
+        (("vendor_id: GenuineIntel", "flags : avx2 avx512f avx512_bf16"), False, (False, True), True),
+        (("vendor_id: GenuineIntel", "flags : avx512f avx512_bf16 amx_bf16"), True, (False, False), True),
+        ((), False, (False, False), False),
     ],
 )
-def test_the_processor_decides(lines, half, mkl, monkeypatch):
+def test_the_processor_decides(lines, half, trains, packs, monkeypatch):
+    """In which type layers are computed, which of training's products are the kernels', and whether bfloat16 is packed."""
     monkeypatch.setattr(processor, "_described", lambda: lines)
+    products = Products(SimpleNamespace())
     assert processor.fast_bfloat16() is half
-    assert processor.slow_mkl() is mkl
+    assert (products.float32, products.bfloat16) == trains
+    assert products.can_pack(torch.ones(3, 4).bfloat16()) is packs
     assert processor.identity()

@@ -25,6 +25,7 @@ def _own_products(monkeypatch):
     """Training multiplies by our kernels, as it does on AMD's processors; where MKL is faster the bits are its own."""
     monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
     monkeypatch.setattr(kernels().products, "bfloat16", True)
+    monkeypatch.setattr(kernels().products, "packs_bfloat16", True)
     monkeypatch.setattr(kernels().products, "float32", True)
 
 

@@ -8,12 +8,18 @@ import pytest
 import torch
 from cached import sample
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
+from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import RANKS, Layer, LayerWeights
+from psigrad.language.models.language_model import prepare
+from psigrad.language.models.lora import Lora
+from psigrad.language.models.native import processor
 from psigrad.language.models.native.kernels import Kernels, kernels
+from psigrad.language.models.native.products import Products
+from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
@@ -41,7 +47,12 @@ def steps(monkeypatch):
 
 
 def some_model(name, tokenizer, kind=torch.float32):
-    """A model of `MODELS`, or Qwen2 with its biases and the adapters of `ADAPTED`."""
+    """A model of `MODELS`, Qwen2 with its biases and the adapters of `ADAPTED`, or one with an adapter over codes."""
+    if name == "nf4":
+        config = Qwen3Config(**COMMON | {"intermediate_size": 128}, hidden_size=64, head_dim=16)  # of whole blocks
+        hf = made(config, tokenizer, kind).as_transformers()
+        code_linears(hf, name)
+        return prepare(hf, tokenizer, lora=Lora(4))
     if name in ADAPTED:
         return adapted(MODELS["qwen2"], tokenizer, kind, **ADAPTED[name])
     return made(MODELS[name], tokenizer, kind)
@@ -61,6 +72,7 @@ def drawn(model, *, keep=False, max_batch=256):
 def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):
     monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
     monkeypatch.setattr(kernels().products, "bfloat16", True)
+    monkeypatch.setattr(kernels().products, "packs_bfloat16", True)
     model = some_model(name, tokenizer, kind)
     assert model.decoder.dtype == kind
     together = drawn(model, keep=keep, max_batch=max_batch)
@@ -73,6 +85,33 @@ def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kin
     assert together[0] == alone[0]
     assert len(together[1]) == len(alone[1]) and bool(alone[1]) == keep
     assert all(torch.equal(a, b) for a, b in zip(together[1], alone[1], strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", *ADAPTED, "nf4"])
+def test_where_amx_multiplies_sampling_is_one_call_and_training_by_pytorch(name, tokenizer, steps, monkeypatch):
+    """On a processor that says it has AMX; whichever bfloat16 kernels this one has stand in for tiles. What sampling keeps is
+    what training goes on from: the same gradient but for rounding.
+    """
+    monkeypatch.setattr(processor, "_described", lambda: ("vendor_id: GenuineIntel", "flags : avx512f avx512_bf16 amx_bf16"))
+    products = kernels().products
+    pretended, by_kernels = Products(products._call), []
+    for kind in ("float32", "bfloat16", "packs_bfloat16"):
+        monkeypatch.setattr(products, kind, getattr(pretended, kind))
+    for each in ("product", "product_bf16"):
+        monkeypatch.setattr(products._call, each, lambda *given: by_kernels.append(given))
+    model = some_model(name, tokenizer, torch.bfloat16)
+    assert model.decoder.dtype == torch.bfloat16
+    cache = ActivationCache(float("inf"))
+    drawn = [[c.ids for c in group] for group in sample(EmbeddedSampler(model), REQUESTS, LONG, cache)]
+    assert len(steps) > 60 and {layers for _, layers in steps} == {len(model.decoder.layers)}
+    found = {}
+    for kept in (cache, None):
+        outputs = model.evaluate(Groups(some_groups().prompts, drawn), cache=kept)
+        gradients = torch.autograd.grad(outputs.logp.sum(), list(model.trainable().values()), allow_unused=True)
+        found[kept is None] = outputs.logp.detach(), torch.cat([g.flatten().float() for g in gradients if g is not None])
+    assert not by_kernels, "training's products are PyTorch's"
+    assert (found[True][0] - found[False][0]).abs().max() < 0.1 and found[True][0].any()
+    assert torch.cosine_similarity(found[True][1], found[False][1], dim=0) > 0.99
 
 
 def test_negative_control_norms_in_each_others_place_are_noticed(tokenizer, steps, monkeypatch):

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import psigrad
 from psigrad.config import EvalConfig, Evaluation, Model
 from psigrad.errors import UserError
+from psigrad.language.models.native.kernels import kernels
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.records import checkpoint
 from psigrad.records.rows import RolloutRow
@@ -80,6 +81,9 @@ def test_a_run_leaves_its_folder(job, tmp_path):
     # without a compiler a run is told that it is slower
     told = [kind for kind in events_of(result.folder) if kind not in ("warning", "no_effect", "slower")]
     assert told == ["prompt_form", "first_rows", "started", "saved", "saved", "saved", "finished"]
+    (began,) = [event for event in lines(result.folder / "events.jsonl") if event["kind"] == "started"]
+    native = kernels()
+    assert began["instructions"] == ("" if isinstance(native, str) else native.products.instructions(torch.float32))
     steps = [row["step"] for row in lines(result.folder / "metrics.jsonl") if "reward" in row]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in lines(result.folder / "metrics.jsonl") if "eval/prompts" in row] == [0, 3, 6]

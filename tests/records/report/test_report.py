@@ -163,14 +163,16 @@ def test_the_page_says_when_how_long_by_what_command_and_where(run, page):
     lives = [
         {"time": 1.7e9, "kind": "started", "step": 0, "command": "psigrad grpo --x '<b>'", "machine": machine},
         {"time": 1.7e9 + 50, "kind": "saved", "step": 9},
-        {"time": 1.8e9, "kind": "resumed", "step": 9, "command": "psigrad grpo --x '<b>'", "machine": machine},
+        {"time": 1.8e9, "kind": "resumed", "step": 9, "command": "psigrad grpo --x '<b>'", "machine": machine}
+        | {"instructions": "AMX tiles"},
         {"time": 1.8e9 + 20, "kind": "finished"},
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lives))
     text = " ".join(page(report.write(folder).read_text()).text)
     assert "2023-11-14 22:13:20 UTC, taken up again once" in text
     assert "1 min 10 s, of which 1 min 0 s in steps and evaluations" in text
-    assert "psigrad grpo --x '<b>'" in text and "a processor, 2 cores, 1 threads" in text and "psigrad 9.9, torch 2.0" in text
+    assert "psigrad grpo --x '<b>'" in text and "psigrad 9.9, torch 2.0" in text
+    assert "a processor, 2 cores, 1 threads, AMX tiles" in text
 
 
 def test_conversations_are_shown_as_messages(run, page):

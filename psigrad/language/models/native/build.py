@@ -28,7 +28,7 @@ from psigrad.errors import NO_LOCKS
 from psigrad.language.models.native.processor import identity, levels
 
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
-HEADERS = ("common.h", "codes.h")
+HEADERS = ("common.h", "codes.h", "amx.h")
 # without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
 FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 PORTABLE = tuple(flag for flag in FLAGS if flag not in ("-march=native", "-shared"))  # for objects of one of `LEVELS`

@@ -39,6 +39,7 @@ _SIGNATURES = {
     "multiply_codes_bf16": "ppppiiiiit",
     "product": "ppppiiiiiiiiitt",
     "product_bf16": "ppppiiiiiiiiitt",
+    "instructions": "tp",
     "draw": "tppppiift",
     "sums_of_stretches": "tppiiiift",
     "log_probs": "ppiift",

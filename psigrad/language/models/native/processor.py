@@ -6,11 +6,13 @@ import functools
 import platform
 from pathlib import Path
 
-_AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
+_V4, _AVX512 = "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl"
+_BF16 = f"{_V4} -mavx512bf16", f"{_AVX512} avx512_bf16"
 LEVELS = {
     "x86_64": {
-        "x86-64-v4-bf16": ("-march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512", f"{_AVX512} avx512_bf16"),
-        "x86-64-v4": ("-march=x86-64-v4 -mprefer-vector-width=512", _AVX512),
+        "x86-64-v4-amx": (f"{_BF16[0]} -mamx-tile -mamx-bf16", f"{_BF16[1]} amx_tile amx_bf16"),
+        "x86-64-v4-bf16": _BF16,
+        "x86-64-v4": (_V4, _AVX512),
         "x86-64-v3": ("-march=x86-64-v3", "avx2 bmi1 bmi2 f16c fma movbe"),
     },
     "aarch64": {"armv8-a": ("-march=armv8-a", "asimd")},
@@ -54,9 +56,15 @@ def fast_bfloat16() -> bool:
     return _has("amx_bf16") or (_has("AuthenticAMD") and _has("avx512_bf16"))
 
 
-def plain_bfloat16() -> bool:
-    """Whether it multiplies bfloat16 numbers with vectors and not with matrices: then the kernels do so as fast as oneDNN where a
-    product is large and was met before; else in 0.6 to 0.9 of its time, as it compiles code for every new shape.
+def multiplies_bfloat16() -> bool:
+    """Whether the kernels have instructions for products of bfloat16 numbers: vectors, or AMX's tiles beside them."""
+    return _has("avx512_bf16")
+
+
+def slow_onednn() -> bool:
+    """Whether PyTorch's bfloat16 products take as long as the kernels' or longer: by vectors, without AMX, oneDNN's are as fast
+    where a product is large and was met before; else the kernels' take 0.6 to 0.9 of its time, as it compiles code for every new
+    shape. By AMX's tiles the two were never compared.
     """
     return _has("avx512_bf16") and not _has("amx_bf16")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from psigrad.language.models.native.codes import CodedMatrix
-from psigrad.language.models.native.processor import plain_bfloat16, slow_mkl
+from psigrad.language.models.native.processor import multiplies_bfloat16, slow_mkl, slow_onednn
 
 # Up to so many rows `few_rows` takes half the time of MKL, which for 4 to 15 rows reads the matrix once per two rows. With fewer
 # rows, or a matrix in the nearest caches, the two are about equal.
@@ -39,8 +39,16 @@ class Products:
         self._call = call
         self.float32 = slow_mkl()
         """Whether the kernels compute training's products in float32."""
-        self.bfloat16 = plain_bfloat16()
-        """Whether the kernels compute all products in bfloat16."""
+        self.bfloat16 = slow_onednn()
+        """Whether the kernels compute training's products in bfloat16."""
+        self.packs_bfloat16 = multiplies_bfloat16()
+        """Whether the kernels compute sampling's products in bfloat16, with packed matrices."""
+
+    def instructions(self, dtype: torch.dtype) -> str:
+        """What multiplies numbers of this type: AVX2, AVX-512, NEON, and in bfloat16 also AVX-512 bfloat16 or AMX tiles."""
+        room = ctypes.create_string_buffer(64)
+        self._call.instructions(int(dtype == torch.bfloat16), room)
+        return room.value.decode()
 
     def of(self, a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
         """out [M, N] ← a [M, K] · b [K, N] + base, which is [M, N], or [N] for all rows, and may be `out` itself. Matrices may be
@@ -77,7 +85,7 @@ class Products:
 
     def can_pack(self, weight: Tensor) -> bool:
         """Whether packing a matrix [N, K] is possible and pays: float32, or bfloat16 with an even number of columns."""
-        pairs = self.bfloat16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+        pairs = self.packs_bfloat16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
         return (pairs or weight.dtype == torch.float32) and weight.is_contiguous()
 
     def multiply_packed(self, x: Tensor, weight: PackedMatrix, out: Tensor, base: Tensor | None = None) -> Tensor:

@@ -6,6 +6,11 @@
 
 #include "codes.h"
 
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#include "amx.h"
+#define TILES
+#endif
+
 namespace {
 
 // Neighbours in a row, as one word.
@@ -48,6 +53,25 @@ ALWAYS_INLINE void tile_of(int64_t m, float* sums, const bfloat16* a, int64_t a_
     if (m == MR) return half_tile<MR>(sums, a, a_row, a_pair, panel, pairs, add);
     if constexpr (MR > 1) tile_of<MR - 1>(m, sums, a, a_row, a_pair, panel, pairs, add);
 }
+
+// What a thread multiplies blocks of at most ROWS rows with; rows are shared by GRAIN. Where Linux gives no tiles vectors do it.
+struct Multiplier {
+#if defined(TILES)
+    static constexpr int64_t ROWS = Tiles::ROWS, GRAIN = EDGE;
+    Tiles tiles;
+#else
+    static constexpr int64_t ROWS = TILE_ROWS, GRAIN = TILE_ROWS;
+#endif
+    // sums[m, PANEL] (+)= a[m, 2 pairs] panel[pairs, PANEL], as `half_tile`
+    ALWAYS_INLINE void operator()(int64_t m, float* sums, const bfloat16* a, int64_t a_row, int64_t a_pair, const uint32_t* panel, int64_t pairs, bool add) {
+#if defined(TILES)
+        if (tiles_granted()) return tiles.multiply(m, sums, a, a_row, a_pair, panel, pairs, add);
+#endif
+        for (int64_t top = 0; top < m; top += TILE_ROWS)
+            tile_of(std::min<int64_t>(TILE_ROWS, m - top), sums + top * PANEL, a + top * a_row, a_row, a_pair, panel, pairs, add);
+    }
+};
+constexpr int64_t ROWS = Multiplier::ROWS, GRAIN = Multiplier::GRAIN;
 
 // to[count] = sums[count], and what is at `from`, rounded
 inline void rounded(bfloat16* to, const float* sums, const bfloat16* from, int64_t count) {
@@ -121,79 +145,111 @@ extern "C" {
 // As `multiply_packed`, for bfloat16: k is even, and `pack_matrix` has packed the matrix as one of k / 2 words to a row. What is summed, base
 // included, is rounded once. A row's numbers do not depend on how many others there are here either.
 void multiply_packed_bf16(bfloat16* out, const bfloat16* x, const uint32_t* panels, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
-    int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + GRAIN - 1) / GRAIN;
     int64_t shares = std::max<int64_t>(1, std::min(tall, (4 * threads + wide - 1) / wide));
-    int64_t share = (tall + shares - 1) / shares * TILE_ROWS;
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
-    for (int64_t i = 0; i < m; i += share)
-        for (int64_t j = 0; j < n; j += PANEL) {
-            int64_t end = std::min(i + share, m), count = std::min(PANEL, n - j);
-            for (int64_t top = i; top < end; top += TILE_ROWS) {
-                float sums[TILE_ROWS * PANEL];
-                int64_t rows = std::min<int64_t>(TILE_ROWS, end - top);
-                tile_of(rows, sums, x + top * x_row, x_row, 2, panels + j * (k / 2), k / 2, false);
-                for (int64_t r = 0; r < rows; r++) rounded(out + (top + r) * out_row + j, sums + r * PANEL, base ? base + (top + r) * base_row + j : nullptr, count);
+    int64_t share = (tall + shares - 1) / shares * GRAIN;
+#pragma omp parallel num_threads(threads) if (m * n * k > WORTH_SHARING)
+    {
+        Multiplier multiply;
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t i = 0; i < m; i += share)
+            for (int64_t j = 0; j < n; j += PANEL) {
+                int64_t end = std::min(i + share, m), count = std::min(PANEL, n - j);
+                for (int64_t top = i; top < end; top += ROWS) {
+                    float sums[ROWS * PANEL];
+                    int64_t rows = std::min<int64_t>(ROWS, end - top);
+                    multiply(rows, sums, x + top * x_row, x_row, 2, panels + j * (k / 2), k / 2, false);
+                    for (int64_t r = 0; r < rows; r++) rounded(out + (top + r) * out_row + j, sums + r * PANEL, base ? base + (top + r) * base_row + j : nullptr, count);
+                }
             }
-        }
+    }
 }
 
 // As `multiply_packed_bf16`, with a matrix in codes.
 void multiply_codes_bf16(bfloat16* out, const bfloat16* x, const Codes* codes, const bfloat16* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
-    int64_t n = codes->rows, wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t shares = std::max<int64_t>(1, std::min(tall, threads / std::max<int64_t>(1, wide))), share = (tall + shares - 1) / shares * TILE_ROWS;
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
-    for (int64_t i = 0; i < m; i += share)
-        for (int64_t j = 0; j < n; j += PANEL) {
-            static thread_local std::vector<float> sums;
-            static thread_local std::vector<uint32_t> panel(DEPTH / 2 * PANEL);
-            int64_t rows = std::min(share, m - i);
-            sums.resize(std::max<int64_t>(sums.size(), share * PANEL));
-            for (int64_t p = 0; p < k; p += DEPTH) {
-                int64_t depth = std::min(DEPTH, k - p);
-                unpacked<true, PANEL>(panel.data(), *codes, k, j, p, depth);
-                for (int64_t top = 0; top < rows; top += TILE_ROWS)
-                    tile_of(std::min<int64_t>(TILE_ROWS, rows - top), sums.data() + top * PANEL, x + (i + top) * x_row + p, x_row, 2, panel.data(), depth / 2, p > 0);
+    int64_t n = codes->rows, wide = (n + PANEL - 1) / PANEL, tall = (m + GRAIN - 1) / GRAIN;
+    int64_t shares = std::max<int64_t>(1, std::min(tall, threads / std::max<int64_t>(1, wide))), share = (tall + shares - 1) / shares * GRAIN;
+#pragma omp parallel num_threads(threads) if (m * n * k > WORTH_SHARING)
+    {
+        Multiplier multiply;
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t i = 0; i < m; i += share)
+            for (int64_t j = 0; j < n; j += PANEL) {
+                static thread_local std::vector<float> sums;
+                static thread_local std::vector<uint32_t> panel(DEPTH / 2 * PANEL);
+                int64_t rows = std::min(share, m - i);
+                sums.resize(std::max<int64_t>(sums.size(), share * PANEL));
+                for (int64_t p = 0; p < k; p += DEPTH) {
+                    int64_t depth = std::min(DEPTH, k - p);
+                    unpacked<true, PANEL>(panel.data(), *codes, k, j, p, depth);
+                    for (int64_t top = 0; top < rows; top += ROWS)
+                        multiply(std::min<int64_t>(ROWS, rows - top), sums.data() + top * PANEL, x + (i + top) * x_row + p, x_row, 2, panel.data(), depth / 2, p > 0);
+                }
+                for (int64_t r = 0; r < rows; r++) rounded(out + (i + r) * out_row + j, sums.data() + r * PANEL, base ? base + (i + r) * base_row + j : nullptr, std::min(PANEL, n - j));
             }
-            for (int64_t r = 0; r < rows; r++) rounded(out + (i + r) * out_row + j, sums.data() + r * PANEL, base ? base + (i + r) * base_row + j : nullptr, std::min(PANEL, n - j));
-        }
+    }
 }
 
 // As `product`, for bfloat16: what is summed, c or base included, is rounded once.
 void product_bf16(bfloat16* c, const bfloat16* a, const bfloat16* b, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads) {
-    int64_t tall = std::max<int64_t>(1, (m + TILE_ROWS - 1) / TILE_ROWS), down = std::max<int64_t>(1, (m + BLOCK_ROWS - 1) / BLOCK_ROWS);
+    int64_t tall = std::max<int64_t>(1, (m + GRAIN - 1) / GRAIN), down = std::max<int64_t>(1, (m + BLOCK_ROWS - 1) / BLOCK_ROWS);
     int64_t columns = std::min(BLOCK_COLUMNS, std::max<int64_t>(1, (n + PANEL - 1) / PANEL) * PANEL);
     if (tall >= 8 * threads)
         down = (down + threads - 1) / threads * threads;
     else
         columns = std::min(columns, std::max<int64_t>(1, (n + PANEL * threads - 1) / (PANEL * threads)) * PANEL);
-    int64_t share = (tall + down - 1) / down * TILE_ROWS;
+    int64_t share = (tall + down - 1) / down * GRAIN;
     bool packs = a_col != 1 || k % 2;
     if (add) base = c, base_row = c_row;
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
-    for (int64_t i = 0; i < m; i += share)
-        for (int64_t left = 0; left < n; left += columns) {
-            int64_t rows = std::min(share, m - i), tiled = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, right = std::min(n, left + columns);
-            static thread_local std::vector<float> sums;
-            static thread_local std::vector<uint32_t> panel(DEPTH / 2 * PANEL);
-            static thread_local Packed packed(BLOCK_ROWS + TILE_ROWS);
-            sums.resize(std::max<int64_t>(sums.size(), tiled * columns));
-            for (int64_t p = 0; p < k || p == 0; p += DEPTH) {
-                int64_t depth = std::min(DEPTH, k - p), pairs = (depth + 1) / 2;
-                if (packs) packed.fill(a + i * a_row + p * a_col, rows, depth, a_row, a_col);
-                for (int64_t j = left; j < right; j += PANEL) {
-                    panel_of(panel.data(), b + p * b_row + j * b_col, std::min(PANEL, n - j), depth, b_row, b_col);
-                    float* at = sums.data() + (j - left) * tiled;  // panel by panel
-                    for (int64_t top = 0; top < rows; top += TILE_ROWS) {
-                        int64_t count = std::min<int64_t>(TILE_ROWS, rows - top);
-                        if (packs)
-                            tile_of(count, at + top * PANEL, (const bfloat16*)(packed.words.data() + top), 2, 2 * packed.stride, panel.data(), pairs, p > 0);
-                        else
-                            tile_of(count, at + top * PANEL, a + (i + top) * a_row + p, a_row, 2, panel.data(), pairs, p > 0);
+#pragma omp parallel num_threads(threads) if (m * n * k > WORTH_SHARING)
+    {
+        Multiplier multiply;
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t i = 0; i < m; i += share)
+            for (int64_t left = 0; left < n; left += columns) {
+                int64_t rows = std::min(share, m - i), tiled = (rows + GRAIN - 1) / GRAIN * GRAIN, right = std::min(n, left + columns);
+                static thread_local std::vector<float> sums;
+                static thread_local std::vector<uint32_t> panel(DEPTH / 2 * PANEL);
+                static thread_local Packed packed(BLOCK_ROWS + GRAIN);
+                sums.resize(std::max<int64_t>(sums.size(), tiled * columns));
+                for (int64_t p = 0; p < k || p == 0; p += DEPTH) {
+                    int64_t depth = std::min(DEPTH, k - p), pairs = (depth + 1) / 2;
+                    if (packs) packed.fill(a + i * a_row + p * a_col, rows, depth, a_row, a_col);
+                    for (int64_t j = left; j < right; j += PANEL) {
+                        panel_of(panel.data(), b + p * b_row + j * b_col, std::min(PANEL, n - j), depth, b_row, b_col);
+                        float* at = sums.data() + (j - left) * tiled;  // panel by panel
+                        for (int64_t top = 0; top < rows; top += ROWS) {
+                            int64_t count = std::min<int64_t>(ROWS, rows - top);
+                            if (packs)
+                                multiply(count, at + top * PANEL, (const bfloat16*)(packed.words.data() + top), 2, 2 * packed.stride, panel.data(), pairs, p > 0);
+                            else
+                                multiply(count, at + top * PANEL, a + (i + top) * a_row + p, a_row, 2, panel.data(), pairs, p > 0);
+                        }
+                        if (p + DEPTH < k) continue;
+                        for (int64_t r = 0; r < rows; r++) rounded(c + (i + r) * c_row + j, at + r * PANEL, base ? base + (i + r) * base_row + j : nullptr, std::min(PANEL, n - j));
                     }
-                    if (p + DEPTH < k) continue;
-                    for (int64_t r = 0; r < rows; r++) rounded(c + (i + r) * c_row + j, at + r * PANEL, base ? base + (i + r) * base_row + j : nullptr, std::min(PANEL, n - j));
                 }
             }
-        }
+    }
+}
+
+// The name of what multiplies float32 numbers, or `half` ones, in at most 64 letters.
+void instructions(int half, char* name) {
+#if defined(__AVX512F__)
+    const char* found = "AVX-512";
+#elif defined(__AVX2__)
+    const char* found = "AVX2";
+#elif defined(__ARM_NEON)
+    const char* found = "NEON";
+#else
+    const char* found = "vectors of the compiler's choice";
+#endif
+#if defined(__AVX512BF16__)
+    if (half) found = "AVX-512 bfloat16";
+#endif
+#if defined(TILES)
+    if (half) found = tiles_granted() ? "AMX tiles" : "AVX-512 bfloat16 (Linux refused AMX tiles)";
+#endif
+    strcpy(name, found);
 }
 }

@@ -210,7 +210,9 @@ class SharedCache:
 
     @property
     def exact(self) -> bool:
-        """Whether the layers give the bits that they give in training: from packed matrices they do."""
+        """Whether the layers give the bits that they give in training: from packed matrices they do, where training multiplies by
+        the kernels too.
+        """
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
