@@ -165,8 +165,9 @@ def test_chunks_of_the_head_change_nothing_and_never_hold_all_logits(qwen3, grou
 
 
 def test_the_exact_kl_of_a_lora_model_is_to_the_head_without_its_adapter(tokenizer, groups):
-    base = prepare(tiny.model("qwen3", len(tokenizer)), tokenizer)
-    model = prepare(tiny.model("qwen3", len(tokenizer)), tokenizer, lora=Lora(2, target_modules=("lm_head", "q_proj")))
+    base = prepare(tiny.model("qwen3", len(tokenizer), tied=False), tokenizer)
+    apart = tiny.model("qwen3", len(tokenizer), tied=False)
+    model = prepare(apart, tokenizer, lora=Lora(2, target_modules=("lm_head", "q_proj")))
     with torch.no_grad():
         for p in model.trainable().values():
             p.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
