@@ -57,7 +57,7 @@ def chat_tokenizer(family: str) -> Any:
 def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with a head of chance, whose score is another at every token."""
     folder, tokenizer = tmp_path_factory.mktemp(f"judge-{request.param}"), chat_tokenizer(request.param)
-    base = tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2)
+    base = tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=4096)
     base.save_pretrained(folder)
     torch.manual_seed(0)
     network = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
