@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
@@ -91,7 +91,7 @@ class RolloutWorker:
 
 def _end(lost: RankLost) -> NoReturn:
     """An engine was lost that only the trainer can give its weights again: another sampler takes this one's place."""
-    print(f"psigrad: {lost}", file=sys.stderr, flush=True)
+    redaction.say(str(lost))
     os._exit(RankLost.exit_status)
 
 
