@@ -106,7 +106,8 @@ class ActorPool:
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_concurrency=depth)(kind)
         self._workers, self._batches = list[_Worker](), list[JobBatch]()
         self._watch = SharedWait()
-        self._closed, self._failed, self._noticed, self._alone_since = False, 0, False, time.monotonic()
+        self._closed, self._failed, self._noticed = False, 0, False
+        self._alone_since, self._next_start = time.monotonic(), 0.0
         self._broken: UserError | None = None
         self._head = _Head(self.ray, self._lose_head)
         self._seconds: deque[float] = deque(maxlen=64)
@@ -278,8 +279,10 @@ class ActorPool:
     def _lose(self, worker: _Worker, reason: str, said: str = "") -> None:
         self._workers.remove(worker)
         self._kill(worker)
-        self._failed += worker.starting is not None
-        if worker.starting is not None and self._failed >= LOSSES:
+        if worker.starting is not None:  # on a machine that was cut off they fail at once: those that are there go on meanwhile
+            self._failed += 1
+            self._next_start = time.monotonic() + (2.0 ** min(self._failed, 6) if self._here() else 0.0)
+        if worker.starting is not None and self._failed >= LOSSES and not self._here():
             began = f"{self._failed} {self._name}s in a row could not start on the cluster"
             self._broken = UserError(f"{began}: {reason}. {said}".rstrip())
             return
@@ -329,7 +332,7 @@ class ActorPool:
             waited = time.monotonic() - min(owed.since for owed in worker.work.values())
             if waited > 60 * self._minutes or not any(owed.wanted for owed in worker.work.values()):
                 self._lose(worker, f"no answer for {waited:.0f} s")
-        for _ in range(len(self._workers), self.wanted):
+        for _ in range(len(self._workers), self.wanted if time.monotonic() >= self._next_start else 0):
             actor = self._remote.remote(*self._arguments)
             self._workers.append(_Worker(actor, self._greet(actor)))
 

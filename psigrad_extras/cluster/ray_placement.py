@@ -130,7 +130,7 @@ def _why_not(kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, mo
         return f"it is for sampler=vllm, and the sampler is {sampling.sampler}"
     if not vllm_weights.why_merged(model):
         return "vLLM gets the adapter alone, which is small"
-    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+    if sampling.filtered:
         return "with top_p, top_k or min_p samplers need the weights too, for the policy's log-probs"
     if placement.cluster.startswith("ray://"):
         return "the trainer's machine is not one of the cluster's"

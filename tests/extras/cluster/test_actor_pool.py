@@ -310,6 +310,24 @@ def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatc
     assert "OOM kill reason" in said and said.endswith("To revert to the legacy policy, set it.") and len(said) < 1300 < len(LOW)
 
 
+def test_where_no_more_workers_can_start_those_that_are_there_go_on(ray):
+    """As on a machine that was cut off, where each dies at once: the next is tried after 2, 4, 8, … s, and none ends the run."""
+    pool = make(count=2)
+    assert set(run(pool, [None] * 4).values()) == {1, 2}
+    ray.dead |= set(range(2, 20))
+    for _ in range(actor_pool.LOSSES + 2):
+        assert set(run(pool, [None] * 4).values()) == {1}
+    assert ray.made == 3, "one was tried again"
+    for _ in range(actor_pool.LOSSES):
+        pool._next_start = 0.0
+        assert set(run(pool, [None] * 4).values()) == {1}
+    assert ray.made == 3 + actor_pool.LOSSES
+    ray.dead -= set(range(10, 20))
+    pool._next_start = 0.0
+    assert set(run(pool, [None] * 4).values()) == {1, 10}
+    assert pool._failed == 0
+
+
 @pytest.mark.parametrize("address", ["auto", "ray-head"])
 def test_a_cluster_that_wants_a_token_is_no_missing_cluster(monkeypatch, address):
     """By default Ray makes a token for the first cluster of its own on a machine, and wants it of those started later."""
