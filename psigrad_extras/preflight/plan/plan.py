@@ -21,7 +21,7 @@ from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
 from psigrad_extras.preflight.plan.hardware import machine, named_gpu
 from psigrad_extras.preflight.plan.memory import count
 from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
-from psigrad_extras.preflight.plan.predict import MARGIN, Plan, filling, lengths_of, predict
+from psigrad_extras.preflight.plan.predict import ALL, MARGIN, Plan, filling, lengths_of, predict
 from psigrad_extras.preflight.settings import PlanConfig
 
 SMALL, HOUR = 50_000_000, 3600
@@ -114,6 +114,8 @@ def _instructions(config: Config) -> str:
 
 def _sentence(plan: Plan) -> str:
     way = next((name for name, other in plan.ways if other.fits), "")
+    if way == ALL:
+        way = "all of " + ", ".join(name for name, _ in plan.ways if name != ALL)
     advice = f"try {way}" if way else "`psigrad plan` shows where it goes"
     return f"The run may need {show_size(plan.memory.peak)} of memory and there are {show_size(plan.machine.memory)}; {advice}."
 

@@ -328,7 +328,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
         everything = change(everything)
         names.append(name)
     if len(names) > 1:
-        yield "all of these", everything
+        yield ALL, everything
 
 
 def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
@@ -372,6 +372,7 @@ def _with(config: Config, **settings: Any) -> Config:
     return replace(config, model=model)
 
 
+ALL = "all of these"  # changes, at once
 # Tokens of the largest and the smallest micro-batches that are tried where the settings leave it to the device.
 MOST, LEAST = 1 << 16, 1 << 10
 

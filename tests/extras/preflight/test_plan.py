@@ -380,6 +380,17 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     assert command.warning(settings(folder, algorithm="nonsense")) == ""
 
 
+def test_the_warning_names_what_to_change_also_where_all_is_needed():
+    def said(*fits: bool) -> str:
+        ways = [(name, SimpleNamespace(fits=fit)) for name, fit in zip(("a=1", "b=2", "all of these"), fits, strict=True)]
+        memory, machine = SimpleNamespace(peak=3e9), SimpleNamespace(memory=2e9)
+        return command._sentence(SimpleNamespace(ways=ways, memory=memory, machine=machine))
+
+    assert said(False, True, True).endswith("there are 2 GB; try b=2.")
+    assert said(False, False, True).endswith("; try all of a=1, b=2.")
+    assert said(False, False, False).endswith("; `psigrad plan` shows where it goes.")
+
+
 def test_a_model_whose_own_code_fails_is_no_reason_to_stop_a_run_and_a_bug_of_the_planner_shows(folder, monkeypatch):
     from psigrad_extras.preflight.plan import shape
 
