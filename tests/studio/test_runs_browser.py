@@ -477,10 +477,33 @@ def test_the_whole_flow_by_keyboard_alone(opened):
     press("Tab")
     tab_to(".member input")
     press("Space")
-    expect(page.locator(".sending")).to_be_visible()
+    expect(page.locator(".sending button").last).to_be_visible()
     tab_to(".sending button:last-of-type")
     press("Enter")
     expect(page.locator(".sending")).to_contain_text("It waits in “Sent from runs”")
+
+
+def test_two_completions_can_be_sent_once_the_projects_are_known(opened, ids):
+    page = opened(f"runs={ids['rloo']}&tab=rollouts")
+    waiting = []
+    page.route("**/api/runs/projects", lambda route: waiting.append(route), times=1)
+    page.locator(".found button").first.click()
+    boxes, sending = page.locator(".member input"), page.locator(".sending")
+    boxes.nth(0).check()
+    boxes.nth(1).check()
+    until(lambda: page.wait_for_timeout(5) or len(waiting) == 1)
+    assert not sending.is_visible(), "a card with nothing in it"
+    boxes.nth(1).uncheck()
+    with page.expect_response("**/api/runs/projects") as came:
+        waiting.pop().continue_()
+    came.value.finished()
+    page.wait_for_timeout(100)
+    assert not sending.is_visible(), "one completion is no pair"
+    boxes.nth(1).check()
+    expect(sending.get_by_role("button")).to_have_text(["Difference", "Send"])
+    page.get_by_role("checkbox", name="Markdown").click()
+    expect(boxes.nth(1)).to_be_checked()
+    expect(sending).to_be_visible()  # those who are chosen stay offered
 
 
 TABS = {"curves": "#charts canvas", "table": ".compare td", "rollouts": ".member", "about": "#about table"}

@@ -62,6 +62,7 @@ export class Group {
     if (this.common) head.append(el("p", { class: "why" }, this.common));
     this.node.replaceChildren(head, ...(group.picture ? [episodePicture(this.run.id)] : []), ...(this.offered.length && !this.markdown ? [this.colours()] : []), this.members, this.sending);
     this.fill();
+    this.offer();
   }
 
   /** Whether Markdown and formulas are rendered; tokens have colours only as they were written. */
@@ -139,14 +140,16 @@ export class Group {
   }
 
   async offer() {
-    this.sending.hidden = this.chosen.length !== 2;
-    if (this.sending.hidden) return;
+    this.sending.hidden = true;
+    if (this.chosen.length !== 2) return;
     try {
       this.projects ??= await get("/api/runs/projects");
     } catch (error) {
       notice(error.message);
       return;
     }
+    // while the projects came, other completions may have been chosen
+    if (this.chosen.length !== 2) return;
     const [a, b] = this.chosen.map((n) => this.shown.members.find((m) => m.n === n));
     const options = this.projects.map((p) => el("option", { value: p.id }, p.name));
     if (!this.projects.some((p) => p.name === OWN)) options.push(el("option", { value: "" }, `a new project, “${OWN}”`));
@@ -163,6 +166,7 @@ export class Group {
       el("p", {}, `#${a.k} and #${b.k}: see where they differ, or send them, blind and in random order, to the labelling desk:`),
       el("div", { class: "row" }, differ, select, button),
     );
+    this.sending.hidden = false;
   }
 
   async send(a, b, project, button) {
