@@ -124,7 +124,7 @@ TALK_IDS = [0, 2, 6, 1, 3, 6, 0, 4, 6, 1, 5, 6]
         ({"loss_mask": [0, 0, 0, 1]}, [10, 11]),
         ({"train": [False, True, False, False]}, [4, 5]),
         ({"weight": [0, 1.0, 0, 1]}, [4, 5, 10, 11]),
-        ({"weight": [0, 1, 0, 1], "loss_mask": [0, 0, 0, 1]}, [10, 11]),
+        ({"loss_mask": [0, 0, 0, 1], "weight": [0, 1, 0, 1]}, [10, 11]),
         ({"loss_mask": 1, "weight": None, "train": "a train", "attention_mask": [1] * 12}, [4, 5, 10, 11]),
     ],
 )
@@ -147,8 +147,8 @@ def test_a_system_column_moves_no_weight() -> None:
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"loss_mask": [0, 1, 1]}, "'loss_mask' has 3 entries for 2 messages; give one per message, not one per token"),
-        ({"loss_mask": [0, None]}, "'loss_mask' has 1 entries for 2 messages"),
+        ({"loss_mask": [0, 1, 1]}, "'loss_mask' has 3 weights for 2 messages; give one per message, not one per token"),
+        ({"loss_mask": [0, None]}, "'loss_mask' has 1 weight for 2 messages"),
         ({"weight": [0, 0.5]}, r"'messages\[1\].weight' is 0.5; a turn is trained \(1 or true\) or not"),
         ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1 in the turn of another role"),
         ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is a column, and a field of"),

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from psigrad.errors import several
+
 Message = dict[str, Any]
 Fail = Callable[[str, str], NoReturn]
 """Refuses a row: (place in it, reason)."""
@@ -69,7 +71,10 @@ def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
         if name not in WEIGHTS or not isinstance(talk, list):
             fail(name, f"would be a mask of tokens, which are made here; give messages, each with a weight of 0 or 1, {other}")
         if (count := len(given) - given.count(None)) != len(talk):
-            fail(name, f"has {count} entries for {len(talk)} messages; give one per message, not one per token")
+            fail(
+                name,
+                f"has {several(count, 'weight')} for {several(len(talk), 'message')}; give one per message, not one per token",
+            )
         if any(isinstance(turn, Mapping) and turn.get(name) is not None for turn in talk):
             fail(name, "is a column, and a field of the messages too; keep one of them")
         weighed = [{**turn, name: one} if isinstance(turn, Mapping) else turn for turn, one in zip(weighed, given, strict=True)]
