@@ -5,6 +5,9 @@ from as many threads: psigrad's sampler in one call; vLLM in one call, compiled 
 slots, as many as there are sequences. Every sequence has a prompt of its own, both draw from the whole softmax at temperature
 1, and a model's end of text counts for neither. Tokens per second include the prompts.
 
+With --dtype q4_0 or q8_0 the model is first stored so in a GGUF file, and both read it as it is: psigrad as the base of a LoRA
+adapter of rank 8, which it samples with, llama.cpp without one.
+
 Before that each continues every prompt by its likeliest tokens. How many of them the two have in common, until the first that
 differs, is printed: in bfloat16 rounding decides near-ties, so that continuations part sooner or later.
 """
@@ -22,10 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from psigrad.config import Run
+from psigrad.config import Model, Run
 from psigrad.intervals import over_seeds
+from psigrad.language.loading import load_model
 from psigrad.language.loading.model_source import plain_folder
-from psigrad.language.models import language_model
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.runs.machine import prepare_torch, provenance
@@ -33,14 +36,22 @@ from psigrad_extras.connect import exporting
 
 PROMPT = 64
 GREEDY = 16  # likeliest tokens that are compared
-STORED = {"float32": "f32", "bfloat16": "bf16"}
+STORED = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0"}
 Prompts = Sequence[list[int]]
 Sample = Callable[[Prompts, int, int, float], list[list[int]]]
 
 
-def ours(folder: str, dtype: str) -> Sample:
+def stored(folder: str, room: Path, dtype: str) -> str:
+    """The model as a GGUF file in `room`."""
+    return str(exporting.run(folder, "gguf", str(room / dtype), STORED[dtype]).path)
+
+
+def ours(folder: str, room: Path, dtype: str, threads: int) -> Sample:
     """(prompts, tokens, seed, temperature) -> completions, by psigrad."""
-    model = language_model.load(folder, dtype=dtype)
+    settings = Model(path=folder, dtype=dtype)
+    if dtype.startswith("q"):
+        settings = Model(path=stored(folder, room, dtype), dtype="bfloat16", quantize_base="gguf", lora_rank=8)
+    model = load_model.load_model(settings, Run(threads=threads), None)
     sampler = EmbeddedSampler(model)
 
     def sample(prompts: Prompts, tokens: int, seed: int, temperature: float) -> list[list[int]]:
@@ -59,7 +70,7 @@ def by_llama_cpp(folder: str, room: Path, dtype: str, sequences: int, threads: i
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
-    settings.model.path = str(exporting.run(folder, "gguf", str(room / f"{sequences}"), STORED[dtype]).path)
+    settings.model.path = stored(folder, room, dtype)
     settings.n_parallel, settings.n_ctx = sequences, sequences * (PROMPT + tokens + 64)
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(settings)
@@ -139,6 +150,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
+    if given.beside == "vllm" and given.dtype.startswith("q"):
+        parser.error("vLLM reads no GGUF file; take --dtype float32 or bfloat16")
     prepare_torch(Run(threads=given.threads))
     folder = plain_folder(given.model)
     print(provenance("cpu")["processor"], given.dtype, f"{given.threads} threads", flush=True)
@@ -147,9 +160,9 @@ def main() -> None:
     def drawn(count: int) -> Prompts:
         return [[rng.randrange(100, 10000) for _ in range(PROMPT)] for _ in range(count)]
 
-    mine = ours(folder, given.dtype)
     for sequences in given.sequences:
         with tempfile.TemporaryDirectory() as room:
+            mine = ours(folder, Path(room) / "ours", given.dtype, given.threads)
             other = ENGINES[given.beside](folder, Path(room), given.dtype, sequences, given.threads, given.tokens)
             prompts = drawn(sequences)
             same, of = in_common(*(sample(prompts, GREEDY, 0, 0.0) for sample in (mine, other)))
@@ -161,7 +174,7 @@ def main() -> None:
             mean, low, high = over_seeds([a / b for a, b in rates[1:]])
             print(f"{sequences:3} sequences: psigrad {own:7.1f} tokens/s, {given.beside} {beside:7.1f}: "
                   f"{mean:.2f} times [{low:.2f}, {high:.2f}]; {same} of {of} likeliest tokens in common", flush=True)  # fmt: skip
-            del other
+            del mine, other
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ PATIENCE, TIMES = 60.0, 5.0
 SLICE = 0.05
 # Workers that may be lost in a row while they start, or at one job; seconds after which people are told that none is there.
 LOSSES, NOTICE = 6, 20.0
+# Where no worker is there, the share of the seconds between the starts of others: a cluster that just began may refuse the first.
+SOONER = 0.25
 # Seconds in which the head of the cluster does not answer, after which it is lost. Ray ends its driver after 60.
 HEAD = 30.0
 # Characters that are kept of the beginning and of the end of what Ray says of a loss.
@@ -281,7 +283,7 @@ class ActorPool:
         self._kill(worker)
         if worker.starting is not None:  # on a machine that was cut off they fail at once: those that are there go on meanwhile
             self._failed += 1
-            self._next_start = time.monotonic() + (2.0 ** min(self._failed, 6) if self._here() else 0.0)
+            self._next_start = time.monotonic() + 2.0 ** min(self._failed, 6) * (1.0 if self._here() else SOONER)
         if worker.starting is not None and self._failed >= LOSSES and not self._here():
             began = f"{self._failed} {self._name}s in a row could not start on the cluster"
             self._broken = UserError(f"{began}: {reason}. {said}".rstrip())

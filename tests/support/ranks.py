@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ class Rank:
     def _main(
         self, environment: Mapping[str, str], lockstep: bool | Division, module: str, function: str, *arguments: str
     ) -> None:
+        gc.freeze()  # another test's process groups are not collected here, where their threads are not
         for descriptor in (1, 2):
             os.dup2(self._said, descriptor)
         sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))

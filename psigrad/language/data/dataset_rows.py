@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from psigrad.errors import UserError, nearest
-from psigrad.language.data.chat.messages import Message, check_answers, read_message
+from psigrad.language.data.chat.messages import Message, check_answers, read_message, weigh_turns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -121,6 +121,10 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
     columns = {name: value for name, value in raw.items() if name not in kind.columns}
     check.columns(columns, for_rewards=kind.for_rewards)
     _refuse_several_missing(check, raw, kind.needs)
+    if form in ("sft", "messages", "prompt-completion"):
+        talk = raw.get("messages") if kind is FORMS["messages"] else None
+        if (weighed := weigh_turns(talk, columns, check.fail)) is not talk:
+            raw = {**raw, "messages": weighed}
     return Row(source, columns=columns, **kind.fields(check, raw))
 
 

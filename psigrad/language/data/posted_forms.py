@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from psigrad.errors import UserError, nearest, several
 from psigrad.language.data.chat.dialect import specials_of
-from psigrad.language.data.chat.messages import Message, join_parts
+from psigrad.language.data.chat.messages import WEIGHTS, Message, join_parts
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, alike, name_columns, role_of, show
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
         first = row[place][0]
         if role_of(first) not in ("system", "developer"):
             row[place] = [_turn("system", text), *row[place]]
+            row |= {weights: [0, *row[weights]] for weights in WEIGHTS if isinstance(row.get(weights), list)}
         elif _said(first, source) != text.strip():
             _fail(source, name, f"and the first turn of {place} are two system turns that differ; keep one of them")
     return f"{name} is the system turn" if lists or (places == ["prompt"] and isinstance(row["prompt"], str)) else ""

@@ -9,7 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from hashlib import blake2b
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,8 +19,9 @@ from psigrad.config import Data
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, name_reason, nearest, several
 from psigrad.language.data import posted_forms, tasks
+from psigrad.language.data.chat.messages import is_trained
 from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, find_form, rows_of, show
-from psigrad.language.data.posted_forms import Tell
+from psigrad.language.data.posted_forms import Tell, as_turns
 from psigrad.language.data.row_files import READERS, Raw, Records, read_file
 from psigrad.seeds import permutation
 
@@ -77,18 +79,24 @@ def from_rows(
     return _collect((Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows, columns or {})
 
 
-def holdout(rows: LoadedRows, n: int, seed: int = 0) -> tuple[LoadedRows, LoadedRows]:
-    """(rows to train on, `n` held-out rows drawn by `seed`), both in the order of the source; `skipped` stays with the first.
+def holdout(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
+    """(the rows of each part to train on, held-out rows of all parts), in the order of the source; of each part about as many are
+    held out as `counts` says, drawn by `seed`.
 
-    Labelled answers of one prompt go together, for both of a pair must be on one side; prompts with more of them than are left to
-    hold out are passed over. UserError if no row is left to train on.
+    All rows of a prompt, in whichever part, are on one side. Prompts are taken in random order while they fit; if none of a part
+    does, one with at most twice the rows that are wanted; if none has so few, rows are drawn whatever their prompts, and only the
+    two answers of a pair stay together. UserError if no row is left to train on.
     """
-    check_held_out(n, len(rows.rows))
-    alone = [str(i) for i in range(len(rows.rows))]
-    held = _draw(n, seed, [_prompt_key(row) for row in rows.rows] if rows.rows[0].label is not None else alone)
-    held = held or _draw(n, seed, [row.source for row in rows.rows])  # one prompt with many answers: pairs at least stay whole
-    parts = [[row for i, row in enumerate(rows.rows) if (i in held) == wanted] for wanted in (False, True)]
-    return LoadedRows(parts[0], rows.skipped, rows.recognised), LoadedRows(parts[1], [])
+    for part, count in zip(parts, counts, strict=True):
+        check_held_out(count, len(part))
+    keys: list[list[Any]] = [[_prompt_key(row) for row in part] for part in parts]
+    held, taken = _draw(counts, seed, keys)
+    for place, part in enumerate(parts):
+        if counts[place] and not taken[place]:
+            keys[place] = [(place, row.source) for row in part]
+            held |= _draw([counts[place]], seed, [keys[place]])[0]
+    train = [[row for row, key in zip(part, own, strict=True) if key not in held] for part, own in zip(parts, keys, strict=True)]
+    return train, [row for row, key in zip(chain(*parts), chain(*keys), strict=True) if key in held]
 
 
 def check_held_out(count: int, total: int) -> None:
@@ -108,20 +116,40 @@ def tell_held_out(count: int, total: int, which: str, tell: Tell | None) -> None
         tell("held_out", text, count=count, rows=total)
 
 
-def _draw(n: int, seed: int, keys: Sequence[str]) -> set[int]:
-    """At most `n` places of rows, whole groups of one key, in the order of a permutation of the groups."""
-    groups: dict[str, list[int]] = {}
-    for place, key in enumerate(keys):
-        groups.setdefault(key, []).append(place)
-    members, taken = list(groups.values()), set[int]()
-    for group in permutation(len(members), seed, "held out") if n else ():
-        if len(taken) + len(members[group]) <= n:
-            taken.update(members[group])
-    return taken
+def _tell_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> None:
+    """Say how many held-out rows have a prompt that is trained on."""
+    keys = [_prompt_key(row) for row in held_out]
+    trained = set(keys).intersection(map(_prompt_key, train)) if keys else ()
+    if count := sum(key in trained for key in keys):
+        has = several(count, "held-out row", "has", "have")
+        text = f"{has} a prompt that is trained on too: what is measured there may be memory."
+        tell("held_out_seen", text, count=count)
 
 
-def _prompt_key(row: Row) -> str:
-    return row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True, default=repr)
+def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
+    """(keys, how many rows of each part have them): about as many as `counts` says, in the order of a permutation of the keys."""
+    parts, held, taken = [Counter(own) for own in keys], set[Any](), [0] * len(keys)
+    for most in (1, 2):
+        for place, (own, count) in enumerate(zip(parts, counts, strict=True)):
+            groups = list(own)
+            for i in permutation(len(groups), seed, "held out") if count else ():
+                if taken[place] >= (count if most == 1 else 1):
+                    break
+                then = [n + part[groups[i]] for n, part in zip(taken, parts, strict=True)]
+                bounds = zip(then, taken, counts, keys, strict=True)
+                if all(new == n or new <= min(most * c, len(rows) - 1) for new, n, c, rows in bounds) and groups[i] not in held:
+                    held.add(groups[i])
+                    taken = then
+    return held, taken
+
+
+def _prompt_key(row: Row) -> bytes:
+    """A hash of what a model reads before its first answer: of a conversation the turns before the first that is trained. A row
+    of text alone goes by its text.
+    """
+    asked = as_turns(None, row).prompt or row.completion
+    read = list(takewhile(lambda turn: not is_trained(turn), row.messages)) if row.messages else asked
+    return blake2b(json.dumps(read, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
 def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str]) -> LoadedRows:
@@ -349,20 +377,26 @@ def read_rows(
     usual = _HELD_OUT_PAIRS if form in ("preference", "unpaired-preference", "stepwise") else HELD_OUT
     usual = usual if data.eval_dataset else min(usual, total // ONE_OF)
     wanted = usual if eval_prompts is None else eval_prompts
-    held_out_rows: list[Row] = []
+    rows, held_out_rows, which = [part.rows for part in parts], list[Row](), "drawn at random"
     if data.eval_dataset:
         given = read_dataset(data, form, data.eval_dataset, data.eval_split, tell)
-        held_out_rows = given.rows if wanted >= len(given.rows) else holdout(given, wanted, seed)[1].rows
+        held_out_rows = given.rows
+        if wanted < len(given.rows):  # what is not drawn is not trained on either, so a prompt may be on both sides
+            drawn = _draw([wanted], seed, [[row.source for row in given.rows]])[0]
+            held_out_rows = [row for row in given.rows if row.source in drawn]
     elif wanted:
         sizes = [len(part.rows) if share.weight is None else share.weight for part, share in zip(parts, shares, strict=True)]
         counts = quotas(wanted, sizes)
         if eval_prompts is None:  # a dataset may have few rows and much weight
             counts = [min(n, -(-len(part.rows) // ONE_OF), len(part.rows) - 1) for part, n in zip(parts, counts, strict=True)]
-        split = [holdout(part, n, seed) for part, n in zip(parts, counts, strict=True)]
-        parts, held_out_rows = [train for train, _ in split], [row for _, held in split for row in held.rows]
+        rows, held_out_rows = holdout(rows, counts, seed)
+        if len(held_out_rows) != sum(counts):
+            which = f"drawn at random by whole prompts where {sum(counts)} were wanted"
     if not data.eval_dataset:
-        tell_held_out(len(held_out_rows), total, "drawn at random", tell)
-    return mix([part.rows for part in parts], [share.weight for share in shares], seed), held_out_rows
+        tell_held_out(len(held_out_rows), total, which, tell)
+    if tell is not None:
+        _tell_seen(chain.from_iterable(rows), held_out_rows, tell)
+    return mix(rows, [share.weight for share in shares], seed), held_out_rows
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, tell: Tell | None = None) -> LoadedRows:

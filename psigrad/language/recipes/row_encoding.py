@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -123,6 +124,7 @@ _work: dict[str, Any] = {}
 
 
 def _begin(rows: Sequence[Any], encoder: Encoder[Any]) -> None:
+    gc.freeze()  # what the parent had is not collected here: it may end threads or sockets, which a fork leaves behind
     die_with_parent()
     os.setsid()  # what is sent to the parent's group, by Ctrl-C or `timeout`, is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -299,6 +299,7 @@ LOW = (
 
 
 def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatch):
+    monkeypatch.setattr(actor_pool, "SOONER", 0.0)
     monkeypatch.setattr(Ray, "get", lambda self, ref: (_ for _ in ()).throw(Lost(LOW)))
     told = []
     pool = make(tell=lambda kind, text, **fields: told.append((kind, text, fields)))
@@ -308,6 +309,16 @@ def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatc
     assert told and all(kind == "worker_lost" and why in text for kind, text, _ in told)
     said = told[0][2]["said"]
     assert "OOM kill reason" in said and said.endswith("To revert to the legacy policy, set it.") and len(said) < 1300 < len(LOW)
+
+
+def test_a_cluster_that_refuses_workers_for_a_moment_ends_no_run(ray, monkeypatch):
+    """As one does that just began: each of them dies within milliseconds, and six would be gone before it is ready."""
+    ray.dead |= set(range(1, 20))
+    pool, begun = make(count=1), time.monotonic()
+    monkeypatch.setattr(actor_pool, "SOONER", 0.05)  # waits of 0.1, 0.2, 0.4, 0.8 and 1.6 s
+    threading.Timer(1.0, ray.dead.clear).start()
+    assert run(pool, [None]).keys() == {0}
+    assert time.monotonic() - begun > 1.0 and 4 <= ray.made < actor_pool.LOSSES
 
 
 def test_where_no_more_workers_can_start_those_that_are_there_go_on(ray):

@@ -13,13 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from psigrad.config import Model, Sampling
 from psigrad.errors import UserError
 from psigrad.language.data.chat.rendering import arguments_of, day_of, settle
 from psigrad.language.data.dataset_rows import Row, RowError, validate
-from psigrad.language.data.sources import load
+from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.recipes.row_limits import tell_translations
@@ -100,6 +101,81 @@ def test_a_turn_of_weight_0_is_context(name: str, plain_chatml: PreTrainedTokeni
         example(plain_chatml, sft(USER, {**BOT, name: 0}))
 
 
+def words() -> PreTrainedTokenizerFast:
+    """Seven words, and turns that are a role, a word and an end."""
+    names = ["user", "assistant", "hi", "yes", "why", "so", "<|im_end|>"]
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="so"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+    return tokenizer
+
+
+TALK = [("user", "hi"), ("assistant", "yes"), ("user", "why"), ("assistant", "so")]
+TALK_IDS = [0, 2, 6, 1, 3, 6, 0, 4, 6, 1, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("weights", "trained"),
+    [
+        ({"loss_mask": [0, 0, 0, 1]}, [10, 11]),
+        ({"train": [False, True, False, False]}, [4, 5]),
+        ({"weight": [0, 1.0, 0, 1]}, [4, 5, 10, 11]),
+        ({"loss_mask": [0, 0, 0, 1], "weight": [0, 1, 0, 1]}, [10, 11]),
+        ({"loss_mask": 1, "weight": None, "train": "a train", "attention_mask": [1] * 12}, [4, 5, 10, 11]),
+    ],
+)
+def test_a_column_of_weights_has_one_for_each_message(weights: dict[str, Any], trained: list[int]) -> None:
+    openai = {"messages": [{"role": role, "content": word} for role, word in TALK], **weights}
+    sharegpt = {"conversations": [{"from": role, "value": word} for role, word in TALK], **weights}
+    for form, row in (("messages", openai), ("sft", openai), ("sft", sharegpt)):
+        (made,) = examples(words(), from_rows([row], form).rows[0])
+        assert (made.ids, [i for i, learns in enumerate(made.mask) if learns]) == (TALK_IDS, trained), "the end is trained too"
+    assert "loss_mask" not in openai["messages"][1], "the row that was given is as it was"
+
+
+def test_a_system_column_moves_no_weight() -> None:
+    messages = [{"role": role, "content": word} for role, word in TALK]
+    row = {"messages": messages, "system": "hi", "loss_mask": [0, 0, 0, 1]}
+    made = from_rows([row], "sft").rows[0].messages
+    assert made is not None and [turn["loss_mask"] for turn in made] == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"loss_mask": [0, 1, 1]}, "'loss_mask' has 3 weights for 2 messages; give one per message, not one per token"),
+        ({"loss_mask": [0, None]}, "'loss_mask' has 1 weight for 2 messages"),
+        ({"weight": [0, 0.5]}, r"'messages\[1\].weight' is 0.5; a turn is trained \(1 or true\) or not"),
+        ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1 in the turn of another role"),
+        ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is a column, and a field of"),
+        ({"weight": 0.5}, "'weight' is 0.5; rows are trained alike.*--columns weight=other"),
+        ({"train": False}, "'train' is False; rows are trained alike, so leave out"),
+        ({"loss_mask": "0"}, "'loss_mask' is '0'"),
+        ({"assistant_masks": [0, 1]}, "'assistant_masks' would be a mask of tokens.*--columns assistant_masks=other"),
+        ({"messages": None, "text": "a b", "loss_mask": [0, 1]}, "'loss_mask' would be a mask of tokens"),
+        ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, "'completion_mask' would be a mask of tokens"),
+        (
+            {"prompt": [USER], "completion": [BOT], "loss_mask": [0, 1]},
+            "'loss_mask' would be.*give messages, each with a weight",
+        ),
+    ],
+)
+def test_a_mask_that_cannot_be_meant_is_refused_by_name(columns: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"rows:1: column {said}"):
+        from_rows([{"messages": [USER, BOT], **columns}], "sft")
+    if "messages" not in columns and "prompt" not in columns:
+        name = next(iter(columns))
+        assert from_rows([{"messages": [USER, BOT], **columns}], "sft", columns={name: "other"}).rows, "it is renamed"
+
+
+def test_reward_functions_get_masks_as_other_columns() -> None:
+    assert from_rows([{"prompt": "a", "weight": 0.5, "loss_mask": [0, 1]}], "prompt-only").rows[0].columns["weight"] == 0.5
+
+
 def test_thoughts_a_template_has_no_field_for_stand_in_tags(plain_chatml: PreTrainedTokenizerFast) -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         row = sft(USER, {**BOT, name: "two"})
@@ -118,6 +194,7 @@ def test_calls_that_a_template_does_not_show_are_written_in_hermes_form(plain_ch
     [
         ({**USER, "name": "Al"}, r"messages\[0\].name"),
         ({**BOT, "mood": "gay"}, r"messages\[1\].mood"),
+        ({**BOT, "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}, r"messages\[1\].train_detail"),
         ({**BOT, "annotations": [{"a": 1}]}, r"messages\[1\].annotations"),
     ],
 )

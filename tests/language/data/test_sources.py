@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from psigrad.errors import UserError
 from psigrad.language.data import sources
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import LoadedRows, from_rows, holdout, load, read_rows
+from psigrad.seeds import permutation
 
 USER = {"role": "user", "content": "hi"}
 BOT = {"role": "assistant", "content": "yes"}
@@ -236,18 +238,105 @@ def test_impossible_names_are_user_errors(name: str) -> None:
         load(name, form="prompt-only")
 
 
+def asked(rows: Iterable[Row]) -> list[Any]:
+    return [row.prompt for row in rows]
+
+
+def hold_out(rows: list[Row], n: int, seed: int = 0) -> tuple[list[Row], list[Row]]:
+    (train,), held = holdout([rows], [n], seed)
+    return train, held
+
+
 def test_held_out_rows_are_drawn_by_the_seed() -> None:
-    rows = from_rows([*RECORDS, 7], "prompt-only", bad_rows="skip")
-    train, held = holdout(rows, 2, seed=0)
-    assert len(prompts(held)) == 2 and sorted(prompts(train) + prompts(held)) == [f"p{i}" for i in range(5)]
-    assert prompts(train) == sorted(prompts(train)), "in the order of the source"
-    drawn = Counter(prompt for seed in range(200) for prompt in prompts(holdout(rows, 2, seed)[1]))
-    assert holdout(rows, 2, seed=0)[1] == held and min(drawn.values()) > 50, "each of the five is held out in about 80 of 200"
-    assert train.skipped == rows.skipped and held.skipped == []
-    assert holdout(rows, 0)[0].rows == rows.rows
+    rows = from_rows(RECORDS, "prompt-only").rows
+    train, held = hold_out(rows, 2)
+    assert len(held) == 2 and sorted(asked(train) + asked(held)) == [f"p{i}" for i in range(5)]
+    assert asked(train) == sorted(asked(train)), "in the order of the source"
+    drawn = Counter(prompt for seed in range(200) for prompt in asked(hold_out(rows, 2, seed)[1]))
+    assert hold_out(rows, 2) == (train, held) and min(drawn.values()) > 50, "each of the five is held out in about 80 of 200"
+    assert hold_out(rows, 0) == (rows, [])
     for n in (-1, 5, 6):
         with pytest.raises(UserError, match=rf"Holding out {n} of 5.*--eval-prompts"):
-            holdout(rows, n)
+            hold_out(rows, n)
+
+
+def test_rows_of_different_prompts_are_split_as_they_always_were() -> None:
+    """The split of a run that goes on must be the one it began with: the first places of a permutation by the seed."""
+    rows = from_rows([{"prompt": f"p{i}", "chosen": "a", "rejected": "b"} for i in range(100)], "preference").rows
+    first = sorted(permutation(100, 3, "held out")[:7])
+    assert asked(hold_out(rows, 7, 3)[1]) == [f"p{i}" for i in first]
+    assert first == [10, 39, 52, 60, 61, 93, 99], "on every machine"
+
+
+def messages(*words: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
+
+
+FOURS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "prompt-only": lambda p, i: {"prompt": f"p{p}", "answer": i},
+    "prompt-completion": lambda p, i: {"prompt": messages(f"p{p}"), "completion": [{"role": "assistant", "content": f"c{i}"}]},
+    "messages": lambda p, i: {"messages": messages(f"p{p}", f"c{i}", "and", "so")},
+    "preference": lambda p, i: {"prompt": f"p{p}", "chosen": f"good {i}", "rejected": "bad"},
+    "unpaired-preference": lambda p, i: {"prompt": f"p{p}", "completion": f"c{i}", "label": i % 2 == 0},
+    "stepwise": lambda p, i: {"prompt": f"p{p}", "completions": [f"c{i}"], "labels": [True]},
+}
+
+
+@pytest.mark.parametrize("form", FOURS)
+def test_all_rows_of_a_prompt_are_on_one_side(form: str) -> None:
+    said: list[str] = []
+    raw = [FOURS[form](i % 10, i) for i in range(40)]  # ten prompts, four rows each, far apart
+    train, held = read_rows(Data(dataset=raw), form, 10, 0, lambda kind, text, **_: said.append(text))
+    assert (len(train), len(held)) == (32, 8), "two prompts of four rows fit into ten"
+    assert Counter(int(row.source.removeprefix("rows:")) % 10 for row in held).most_common()[0][1] == 4
+    assert not {int(row.source.removeprefix("rows:")) % 10 for row in held} & {int(row.source[5:]) % 10 for row in train}
+    assert said[-1] == (
+        "8 of 40 rows, drawn at random by whole prompts where 10 were wanted, are held out; --eval-prompts sets their number."
+    )
+    assert read_rows(Data(dataset=raw), form, 10, 0) == (train, held) != read_rows(Data(dataset=raw), form, 10, 1)
+
+
+def test_a_prompt_is_what_is_read_before_the_first_trained_turn() -> None:
+    """Text and one user turn are alike to a chat model; how a conversation goes on makes no other prompt of its beginning."""
+    system = [{"role": "system", "content": "s"}]
+    untrained = [*messages("a"), {"role": "assistant", "content": "x", "weight": 0}]
+    groups: list[list[dict[str, Any]]] = [
+        [{"prompt": "a", "completion": "1"}, {"prompt": messages("a"), "completion": messages("", "2")[1:]}],
+        [{"messages": [*system, *messages("a", "1")]}, {"prompt": "a", "system": "s", "completion": "2"}],
+        [{"messages": messages("b", "1")}, {"messages": messages("b", "2", "c", "3")}],
+        [{"messages": [*untrained, *messages("d", "4")]}, {"messages": [*untrained, *messages("d", "5")]}],
+        [{"text": "a"}, {"text": "a"}],
+    ]
+    rows = from_rows([row for group in groups for row in group], "sft").rows
+    sides = {tuple(int(row.source[5:]) - 1 for row in hold_out(rows, 2, seed)[1]) for seed in range(100)}
+    assert sides == {(2 * i, 2 * i + 1) for i in range(5)}, "five prompts of two rows"
+
+
+def test_a_prompt_in_two_datasets_is_on_one_side_of_both(tmp_path: Path) -> None:
+    for name, order in (("a", range(40)), ("b", reversed(range(40)))):
+        lines = [json.dumps({"prompt": f"p{i}", "answer": name}) for i in order]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    train, held = read_rows(Data(dataset=[f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]), "prompt-only", 10, 0)
+    assert asked(held) == asked(held)[:5] + asked(held)[4::-1] and not set(asked(train)) & set(asked(held))
+    assert Counter(row.columns["answer"] for row in held) == {"a": 5, "b": 5} and len(train) == 70
+
+
+def test_where_no_prompt_fits_the_nearest_does_and_else_the_run_says_so() -> None:
+    def split(prompts: int, count: int, wanted: int | None) -> tuple[int, bool, list[str]]:
+        said: dict[str, str] = {}
+        raw = [{"prompt": f"p{i % prompts}", "chosen": f"good {i}", "rejected": "bad"} for i in range(count)]
+        train, held = read_rows(Data(dataset=raw), "preference", wanted, 0, lambda kind, text, **_: said.update({kind: text}))
+        return len(held), bool(set(asked(train)) & set(asked(held))), [said[kind] for kind in said if kind == "held_out_seen"]
+
+    assert split(4, 20, 3) == (5, False, []), "one of five rows is nearer to three than none"
+    assert split(10, 20, None) == (2, False, []) and split(5, 10, None) == (2, False, []), "a tenth, and of ten rows two"
+    what = "a prompt that is trained on too: what is measured there may be memory."
+    assert split(1, 40, 8) == (8, True, [f"8 held-out rows have {what}"])
+    assert split(2, 40, 1) == (1, True, [f"1 held-out row has {what}"])
+    said: list[str] = []
+    data = Data(dataset=RECORDS, eval_dataset=[{"prompt": "p1"}, {"prompt": "p7"}])
+    assert len(read_rows(data, "prompt-only", 2, 0, lambda kind, text, **_: said.append(text))[1]) == 2
+    assert said == [f"1 held-out row has {what}"]
 
 
 def test_no_more_than_a_tenth_is_held_out_unless_it_is_asked_for() -> None:

@@ -130,8 +130,7 @@ def test_the_best_adapter_of_an_object_is_left_behind_and_ends_merged_in_the_mod
     kind = AutoModelForSequenceClassification if method == "reward" else AutoModelForCausalLM
     torch.manual_seed(0)
     model = kind.from_pretrained(job / "base", **({"num_labels": 1} if method == "reward" else {}))
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_steps": 2}
-    best["greater_is_better"] = method == "sft"
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_steps": 2, "greater_is_better": True}
     given = {**settings(method), **best, "lora_rank": 2, "lora_save": "both"}
     tokenizer = AutoTokenizer.from_pretrained(job / "base")
     made = psigrad.train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -285,6 +286,33 @@ def test_a_process_that_dies_is_said_and_nobody_waits_for_it(tokenizer: Any) -> 
     encoder: Encoder[int] = Encoder(tokenizer, lambda i: os._exit(9) if i == 15 else [i])
     with pytest.raises(UserError, match="One of 2 processes that encode rows has ended"):
         encode_rows(range(20), encoder, Data(num_proc=2))
+
+
+class _Engine:
+    """Of the process that made it; ending it in another is what a process group of gloo crashes at."""
+
+    def __init__(self, said: Path) -> None:
+        self.said, self.itself, self.process = said, self, os.getpid()
+
+    def __del__(self) -> None:
+        with self.said.open("a") as stream:
+            stream.write("here " if os.getpid() == self.process else "in another process ")
+
+
+@pytest.mark.usefixtures("_few_at_once")
+def test_what_a_run_had_is_not_collected_by_the_processes_that_encode(tokenizer: Any, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    said.touch()
+    gc.collect()
+    gc.disable()  # it is garbage from the beginning, and still there where they begin
+    try:
+        _Engine(said)
+        encode_rows(range(20), Encoder(tokenizer, lambda i: [gc.collect() * 0 + i]), Data(num_proc=2))
+        assert said.read_text() == ""
+    finally:
+        gc.enable()
+    gc.collect()
+    assert said.read_text() == "here "
 
 
 def _encode_slowly(tokenizer: Any, begun: Path) -> None:

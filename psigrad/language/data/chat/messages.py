@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+
+from psigrad.errors import several
 
 Message = dict[str, Any]
 Fail = Callable[[str, str], NoReturn]
@@ -12,6 +15,7 @@ Fail = Callable[[str, str], NoReturn]
 
 WEIGHTS = ("weight", "train", "loss_mask")
 """Fields that say whether an assistant's turn is trained: 1 or true, 0 or false."""
+_MASK, _NUMBERS = re.compile(r"(?<!attention_)masks?$"), re.compile(r"[\[(]?\s*[\d.]")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of what an assistant thought before it answered."""
 
@@ -50,6 +54,31 @@ def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
 def is_trained(message: Message) -> bool:
     """Whether a turn is the assistant's, and its weight is not 0."""
     return message["role"] == "assistant" and all(message.get(name, 1) for name in WEIGHTS)
+
+
+def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
+    """The messages of a row to fine-tune on (None: it has a completion), each with its entry of the columns that `WEIGHTS` names.
+    A mask of tokens, and a weight of the whole row other than 1, are refused.
+    """
+    weighed = talk
+    for name, given in columns.items():
+        says_nothing = given in (None, "1") or (isinstance(given, str) and not _NUMBERS.match(given))
+        if says_nothing or not (name in WEIGHTS or _MASK.search(name)) or (not isinstance(given, list) and given == 1):
+            continue
+        other = f"or rename the column where it is none: --columns {name}=other"
+        if not isinstance(given, list):
+            fail(name, f"is {given!r}; rows are trained alike, so leave out those that are not to be trained, {other}")
+        if name not in WEIGHTS or not isinstance(talk, list):
+            fail(name, f"would be a mask of tokens, which are made here; give messages, each with a weight of 0 or 1, {other}")
+        if (count := len(given) - given.count(None)) != len(talk):
+            fail(
+                name,
+                f"has {several(count, 'weight')} for {several(len(talk), 'message')}; give one per message, not one per token",
+            )
+        if any(isinstance(turn, Mapping) and turn.get(name) is not None for turn in talk):
+            fail(name, "is a column, and a field of the messages too; keep one of them")
+        weighed = [{**turn, name: one} if isinstance(turn, Mapping) else turn for turn, one in zip(weighed, given, strict=True)]
+    return weighed
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
