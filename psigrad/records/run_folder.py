@@ -61,6 +61,7 @@ class RunFolder:
         self._files: dict[str, BinaryIO] = {}
         self.settings: dict[str, Any] = {}
         """The run's settings as they are written down."""
+        self._changes: list[pins.Change] = []
         self.rows: dict[str, int] = {}
         """How many rows metrics, timings and rollouts have."""
         self.checkpoint_bytes = 0
@@ -132,7 +133,9 @@ class RunFolder:
         damaged = self._has_begun() and not (file.exists() and parse_row(file.read_bytes()))
         if damaged and file.exists():
             os.replace(file, file.with_name("config.json.damaged"))
-        row_lines.replace_file(file, [(json.dumps(now, indent=1) + "\n").encode()])
+        self._changes = changes
+        if not changes:
+            self._write_settings()
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
         row_lines.end_last_line(self.path / "events.jsonl")
@@ -142,11 +145,12 @@ class RunFolder:
         last = row_lines.last_event(self.path / "events.jsonl", "started", "resumed", "finished")
         self.finished = not longer and last.get("kind") == "finished" and self._holds_model(last.get("model") or {})
         self.lasting = last.get("pins") or {}
-        if changes:
-            self.event("settings_changed", changes={c.name: [c.before, c.now] for c in changes})
         if damaged:
             known = "" if before is not None else " No checkpoint knows the settings of before; those of now are taken."
             self._warn("config_damaged", f"config.json was damaged or gone and is written anew.{known}")
+
+    def _write_settings(self) -> None:
+        row_lines.replace_file(self.path / "config.json", [(json.dumps(self.settings, indent=1) + "\n").encode()])
 
     def _settings_before(self, file: Path) -> dict[str, Any] | None:
         """The settings of the run so far: those of its newest checkpoint where config.json is damaged or gone; None where it has
@@ -216,6 +220,10 @@ class RunFolder:
 
     def event(self, kind: str, **fields: Any) -> None:
         """One row of events.jsonl, with the time. `rows` are of the data, and are told as the model reads them."""
+        if kind in ("started", "resumed") and self._changes:  # not before: a start that is refused changes nothing
+            changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
+            self._write_settings()
+            self.event("settings_changed", changes=changes)
         data = {name: value for name, value in fields.items() if name == "rows"}
         self._append("events", to_line({"time": time.time(), "kind": kind, **redaction.hide(fields), **data}))
 
@@ -303,6 +311,7 @@ class NullRunFolder(RunFolder):
     def __init__(self, path: Path, finished: bool) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
         self.checkpoint_bytes, self.finished, self.settings, self.rows, self.lasting = 0, finished, {}, {}, {}
+        self._changes = []
 
     def _append(self, name: str, lines: bytes) -> None:
         pass

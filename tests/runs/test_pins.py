@@ -361,6 +361,29 @@ def test_a_longer_run_is_asked_for_by_name(job, tmp_path):
     sft.run(sft_config(job, tmp_path / "run", max_steps=8, extend=True))  # the same command again: finished
 
 
+def test_a_start_that_is_refused_leaves_the_settings_as_they_were(job, tmp_path):
+    """Else a finished run that was to go on, and was refused for its data, would be finished at the new end for good."""
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes((job / "train.jsonl").read_bytes())
+    config, longer = (
+        replace(made, data=replace(made.data, dataset=str(data)))
+        for made in (
+            sft_config(job, tmp_path / "run", max_steps=4),
+            sft_config(job, tmp_path / "run", max_steps=8, extend=True),
+        )
+    )
+    sft.run(config)
+    settings = (tmp_path / "run" / "config.json").read_bytes()
+    data.write_bytes(data.read_bytes() + data.read_bytes().splitlines()[0] + b"\n")
+    with pytest.raises(UserError, match="another dataset"):
+        sft.run(longer)
+    assert (tmp_path / "run" / "config.json").read_bytes() == settings and not events(tmp_path / "run", "settings_changed")
+    sft.run(replace(longer, run=replace(longer.run, allow=("dataset", "eval_dataset"))))
+    assert max(row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")) == 8
+    (changed,) = events(tmp_path / "run", "settings_changed")
+    assert changed["changes"]["run.max_steps"] == [4, 8]
+
+
 def test_other_versions_are_recorded(job, tmp_path, monkeypatch):
     sft.run(sft_config(job, tmp_path / "run"))
     interrupted(tmp_path / "run")
