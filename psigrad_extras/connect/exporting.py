@@ -17,7 +17,8 @@ from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.loading.model_source import ends_of, locate, meant, plain_folder, tell_ends
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
-from psigrad.language.models.lora import CODED_BASE, is_adapter
+from psigrad.language.models.coded_linear import CODED_BASE
+from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
 from psigrad.records.rows import parse_row
 

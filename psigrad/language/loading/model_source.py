@@ -26,17 +26,10 @@ from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars
+from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, ends_in, has_head
 from psigrad.language.models.language_model import load
-from psigrad.language.models.lora import (
-    CODED_BASE,
-    CONFIG,
-    Lora,
-    check_untied,
-    is_adapter,
-    read_adapter_config,
-    without_peft_warning,
-)
+from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -407,8 +400,8 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     if (adapter / CODED_BASE).exists():
         coded, found = parse_row((adapter / CODED_BASE).read_bytes()) or {}, find_adapter(Model(path=str(adapter)))
         assert found is not None
-        own = {"adapter": found.folder, "tokenizer": found.tokenizer, "base": coded["quantize_base"], "dtype": coded["dtype"]}
-        trained = load(locate(found.base), lora=found.lora, **own)
+        numbers = {"base": coded["quantize_base"], "dtype": coded["dtype"]}
+        trained = load(locate(found.base), lora=found.lora, adapter=found.folder, tokenizer=found.tokenizer, **numbers)
         trained.save_merged(folder)
         return tell_ends(folder, trained.tokenizer)
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]

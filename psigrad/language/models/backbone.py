@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models import attention
-from psigrad.language.models.coded_linear import coded_as
+from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.weights_only import WeightsOnly
-from psigrad.language.models.lora import CODED_BASE, Lora, merge_adapter, with_lora
+from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
 

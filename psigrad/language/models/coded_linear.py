@@ -9,6 +9,9 @@ from psigrad.errors import UserError
 from psigrad.language.models.native.codes import CodedMatrix, Kind, can_code, code
 from psigrad.language.models.native.kernels import kernels
 
+CODED_BASE = "quantized_base.json"
+"""Beside an adapter that learnt over a base in codes: their kind, and the type of the numbers that were coded. peft has no word
+of its own for the former."""
 _PARTS = ("scales", "offsets", "levels")
 
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from psigrad.language.models.fused.weights_only import WeightsOnly
 
 CONFIG = "adapter_config.json"
-CODED_BASE = "quantized_base.json"
-"""Beside an adapter that learnt over a base in codes: their kind, and the type of the numbers that were coded. peft has no word
-of its own for the former."""
 # What an adapter of peft may have that psigrad's settings say: everything else must be as peft has it by default.
 _SETTINGS = frozenset(("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"))
 # What changes nothing that is trained.
