@@ -176,6 +176,8 @@ def export(arguments: list[str]) -> int:
         f": {made.path.stat().st_size / 1e6:,.0f} MB, off by {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
     )
     print(f"{made.path}{off}")
+    if made.base:
+        print(f"the adapter is merged into the base as it was trained on, rounded to {made.base}")
     if off:
         print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
     return 0

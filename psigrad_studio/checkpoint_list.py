@@ -78,7 +78,8 @@ class Checkpoint:
         settings = _model_of(self.folder)
         before = find_adapter(settings)
         base = locate(settings if before is None else before.base)
-        return load(base, dtype=settings.dtype, device=where, lora=lora_of(settings), adapter=self.folder)
+        numbers: dict[str, Any] = {"dtype": settings.dtype, "base": settings.quantize_base}
+        return load(base, device=where, lora=lora_of(settings), adapter=self.folder, **numbers)
 
 
 def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.loading.model_source import ends_of, locate, meant, plain_folder
+from psigrad.language.loading.model_source import ends_of, locate, meant, plain_folder, tell_ends
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
+from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
+from psigrad.records.rows import parse_row
 
 KINDS = ("gguf", "merged", "adapter")
 # What `gguf` can write; K-quants are llama.cpp's own: llama-quantize makes them of an f16 file.
@@ -47,10 +49,13 @@ llama-server -m {file} --jinja
 
 
 class LeftBehind(NamedTuple):
-    """What was written, and of a quantised file how far its weights are off: ‖W − Q(W)‖ / ‖W‖."""
+    """What was written, of a quantised file how far its weights are off: ‖W − Q(W)‖ / ‖W‖, and how the base of an adapter that
+    was merged was coded.
+    """
 
     path: Path
     error: float = 0.0
+    base: str = ""
 
 
 @without_bars()
@@ -71,12 +76,15 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
             raise UserError(f"{source} has no adapter; train one with --lora-rank, and keep it with --lora-save both or adapter.")
         shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner alone
         return LeftBehind(folder)
+    coded = (parse_row(mark.read_bytes()) or {}) if (mark := Path(model) / CODED_BASE).is_file() else {}
+    base = str(coded.get("quantize_base") or "") if is_adapter(model) else ""
+    over = f"\nThe adapter is merged into the base as it was trained on, rounded to {base}.\n" if base else ""
     place = Path(plain_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
         shutil.copytree(place, folder, ignore=keep, copy_function=shutil.copyfile)
-        _write_card(model, folder, "transformers", _LOADED.format(folder=folder))
-        return LeftBehind(folder)
+        _write_card(model, folder, "transformers", _LOADED.format(folder=folder), over)
+        return LeftBehind(folder, base=base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -87,6 +95,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         raise UserError(f"{reason}; give a run, a folder or a hub name.") from error
     if to == "merged":
         write(network, tokenizer, folder)
+        tell_ends(folder, tokenizer)
         return LeftBehind(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = (
@@ -96,8 +105,8 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     lost = write_gguf(network, tokenizer, file, quantization)
     (folder / "Modelfile").write_text(modelfile(tokenizer, file.name), encoding="utf-8")
     said = f"\n{file.name} has the weights as {quantization}, off by {lost:.2g} of their norm.\n"
-    _write_card(model, folder, "gguf", _SERVED.format(file=file.name), said)
-    return LeftBehind(file, lost)
+    _write_card(model, folder, "gguf", _SERVED.format(file=file.name), over + said)
+    return LeftBehind(file, lost, base)
 
 
 def _write_card(model: str, folder: Path, library: str, use: str, end: str = "") -> None:

@@ -14,7 +14,7 @@ import shutil
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,9 @@ from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars
-from psigrad.language.models.fused.gguf_weights import WEIGHTS, has_head
+from psigrad.language.models.coded_linear import CODED_BASE
+from psigrad.language.models.fused.gguf_weights import WEIGHTS, ends_in, has_head
+from psigrad.language.models.language_model import load
 from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
 from psigrad.records.rows import parse_row
 
@@ -132,15 +134,15 @@ def ends_of(tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
-def tell_ends(folder: Path, tokenizer: Any) -> None:
+def tell_ends(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
     """Have `generate` and servers, which read generation_config.json, end the completions of a saved model where a run does,
-    besides where it ended one before.
+    besides where it ended one before, and at the `known` tokens.
     """
     file = folder / "generation_config.json"  # transformers saves no object of it that was changed, where published ones err
     held = json.loads(file.read_text()) if file.exists() else None
     own = held["eos_token_id"] if held and "eos_token_id" in held else []
     ends = {*(own if isinstance(own, list) else [own])} - {None}
-    if held is not None and not ends.issuperset(more := ends_of(tokenizer)):
+    if held is not None and not ends.issuperset(more := {*ends_of(tokenizer), *known} - {None}):
         file.write_text(json.dumps({**held, "eos_token_id": sorted(ends.union(more))}, indent=2, sort_keys=True) + "\n")
 
 
@@ -273,7 +275,7 @@ def plain_folder(path: str) -> str:
         return path
     if (place / CONFIG).exists():
         _check_base(str(json.loads((place / CONFIG).read_text())["base_model_name_or_path"] or ""), path)
-        own = [place / CONFIG, *sorted(place.glob("adapter_model.*"))]
+        own = [place / CONFIG, *sorted(place.glob("adapter_model.*")), *place.glob(CODED_BASE)]
         return _convert_once(_identity(own, _base_as_it_is(place)), place, _merge_adapter)
     files = sorted(place.glob("*.gguf"))
     if len(files) > 1:
@@ -290,6 +292,8 @@ def _folder_of(settings: Model) -> str:
 def _without_weights(path: str) -> Path:
     """A folder with the configuration and the tokenizer of a GGUF file, whose weights are read as they are."""
     place = Path(path).expanduser()
+    if (place / WEIGHTS).exists():  # the base that an adapter names
+        return place
     found = [place] if place.suffix == ".gguf" else sorted(place.glob("*.gguf"))
     if len(found) != 1:
         raise UserError(f"quantize_base is gguf, and the model is {path!r}; give a GGUF file, or take quantize_base=nf4.")
@@ -369,24 +373,37 @@ def _convert_gguf(file: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.hf_quantizer = None
     save_pretrained(model, folder)
-    AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
+    _save_words(AutoTokenizer.from_pretrained(file.parent, **given), file, folder)
 
 
 def _convert_words(file: Path, folder: Path) -> None:
     """All but the weights."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     config.tie_word_embeddings = not has_head(file)
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    _save_words(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), file, folder)
+
+
+def _save_words(tokenizer: Any, file: Path, folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
+    tell_ends(folder, tokenizer, ends_in(file))
 
 
 def _merge_adapter(adapter: Path, folder: Path) -> None:
-    """The base with the adapter's weights added."""
+    """The base with the adapter's weights added; a base that was in codes with the numbers that they stood for."""
     import peft
     from transformers import AutoTokenizer
 
+    if (adapter / CODED_BASE).exists():
+        coded, found = parse_row((adapter / CODED_BASE).read_bytes()) or {}, find_adapter(Model(path=str(adapter)))
+        assert found is not None
+        numbers = {"base": coded["quantize_base"], "dtype": coded["dtype"]}
+        trained = load(locate(found.base), lora=found.lora, adapter=found.folder, tokenizer=found.tokenizer, **numbers)
+        trained.save_merged(folder)
+        return tell_ends(folder, trained.tokenizer)
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
     with without_peft_warning():
         wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import pickle
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models import attention
+from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
@@ -410,6 +412,9 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
+    if (kind := coded_as(model)) is not None:
+        numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
+        (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.iterdir():  # safetensors leaves its files to their owner alone

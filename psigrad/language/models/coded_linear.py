@@ -9,14 +9,20 @@ from psigrad.errors import UserError
 from psigrad.language.models.native.codes import CodedMatrix, Kind, can_code, code
 from psigrad.language.models.native.kernels import kernels
 
+CODED_BASE = "quantized_base.json"
+"""Beside an adapter that learnt over a base in codes: their kind, and the type of the numbers that were coded. peft has no word
+of its own for the former."""
 _PARTS = ("scales", "offsets", "levels")
 
 
 class CodedLinear(nn.Linear):
-    """x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` are the codes."""
+    """x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` are the codes, of a
+    `kind`.
+    """
 
-    def __init__(self, matrix: CodedMatrix, bias: nn.Parameter | None) -> None:
+    def __init__(self, matrix: CodedMatrix, bias: nn.Parameter | None, kind: Kind) -> None:
         nn.Module.__init__(self)
+        self.kind = kind
         self.out_features, self.in_features = matrix.shape
         self.block = matrix.block
         self.weight = nn.Parameter(matrix.codes, requires_grad=False)
@@ -58,10 +64,15 @@ def code_linears(network: nn.Module, kind: Kind) -> None:
     for name, child in list(network.named_modules()):
         inside = any(part.isdigit() for part in name.split("."))
         if inside and type(child) is nn.Linear and can_code(child.weight, kind):
-            network.set_submodule(name, CodedLinear(code(child.weight, kind), child.bias))
+            network.set_submodule(name, CodedLinear(code(child.weight, kind), child.bias, kind))
             found = True
     if not found:
         raise UserError(f"quantize_base is {kind}, and no layer of the model has rows of whole blocks of it; leave it out.")
+
+
+def coded_as(network: nn.Module) -> Kind | None:
+    """How `code_linears` or the loader of a GGUF file coded the layers of a model; None where they are plain."""
+    return next((module.kind for module in network.modules() if isinstance(module, CodedLinear)), None)
 
 
 def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:

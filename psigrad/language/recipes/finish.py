@@ -133,7 +133,7 @@ def finish(
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
     saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save
-    if saved == "adapter" and isinstance(model, ScalarModel) and not config.model.quantize_base:
+    if saved == "adapter" and isinstance(model, ScalarModel):
         saved = "both"  # an adapter does not say how its rows were read
     kept = "merged" if model.adapter is None else saved
     write_it = partial(write_model, model) if model.root is None else partial(sharded.save_merged, model, world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 import tiny_gguf
 import torch
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import psigrad
 from psigrad import cli
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.config import Model
+from psigrad.language.loading.model_source import locate, plain_folder
+from psigrad.language.models import tiny
 
 TALK = [{"role": "user", "content": "What is 2 + 3?"}]
 
@@ -81,3 +84,20 @@ def test_reward_models_and_critics_of_a_policy_in_codes_are_whole_models(made, t
         quiet = {"output_dir": tmp_path / name, "progress": False, "report": False, "threads": 1}
         done = psigrad.train("ppo", dataset=rows, **coded, **critic, **short, **quiet)
         assert done.history[-1]["step"] == 1 and done.history[-1]["critic/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["numbers", "codes"])
+def test_the_folder_ends_texts_where_the_file_and_its_template_do(coded, tmp_path):
+    """The EOS is <|endoftext|>, 0; turns end with <|im_end|>, 3; the file's end of a message is 2."""
+    tokenizer = tiny.tokenizer(["What is 2 + 3? 2 + 3 = 5"] * 3, 290)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    network = tiny.model("llama", len(tokenizer), hidden=32, layers=1, heads=4)
+    with pytest.MonkeyPatch.context() as patch:
+        eos = gguf.GGUFWriter.add_eos_token_id
+        patch.setattr(gguf.GGUFWriter, "add_eos_token_id", lambda self, i: (eos(self, i), self.add_eom_token_id(2)))
+        file = tiny_gguf.write(network, tokenizer, tmp_path / "chat.gguf")
+    place = Path(locate(Model(path=str(file), quantize_base="gguf" if coded else "")))
+    told = json.loads((place / "generation_config.json").read_text())
+    assert told["eos_token_id"] == [0, 2, 3] and (told["bos_token_id"], told["pad_token_id"]) == (0, 1)
+    assert (place / "weights.gguf").exists() == coded and (place / "chat_template.jinja").exists()

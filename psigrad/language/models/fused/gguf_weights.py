@@ -49,6 +49,15 @@ def has_head(file: Path) -> bool:
     return any(tensor.name == "output.weight" for tensor in gguf.GGUFReader(file).tensors)
 
 
+def ends_in(file: Path) -> list[int]:
+    """The tokens that a file says end a text, a turn or a message."""
+    import gguf
+
+    fields = gguf.GGUFReader(file).fields
+    named = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return [int(field.contents()) for field in named if field is not None]
+
+
 def _rows(x: Any, permuted: list[int]) -> Any:
     """llama.cpp has the halves of each head of a Llama interleaved; in transformers' order."""
     for heads in permuted:

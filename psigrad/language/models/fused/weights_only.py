@@ -330,8 +330,8 @@ def load(
             tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     if kind is not None:
         of_file = wanted.keys() - {"score.weight"}
-        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, found, kind)
-        tensors = _put_codes(weights, each, dtype)
+        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, found, dtype, kind)
+        tensors = _put_codes(weights, each, dtype, kind)
         missing = [name for name in missing if name == "score.weight"]
     for name in missing:
         tensors[name] = torch.empty(wanted[name], dtype=dtype).normal_(std=config.initializer_range or 0.02)
@@ -343,22 +343,26 @@ def load(
     return weights.eval(), missing
 
 
-def _put_codes(weights: WeightsOnly, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype) -> dict[str, Tensor]:
+def _put_codes(
+    weights: WeightsOnly, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
+) -> dict[str, Tensor]:
     """Put matrices in codes into their layers; the other tensors."""
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
-            weights.set_submodule(name.removesuffix(".weight"), CodedLinear(read, None))
+            weights.set_submodule(name.removesuffix(".weight"), CodedLinear(read, None, kind))
         else:
             rest[name] = torch.empty(read.shape, dtype=dtype).copy_(read)
     return rest
 
 
-def _code_layers(places: Mapping[str, str], wanted: Iterable[str], kind: Kind) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Tensors of safetensors files one by one, layers' matrices in codes."""
+def _code_layers(
+    places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
+) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
+    """Tensors of safetensors files one by one, layers' matrices in codes of the numbers that other loaders code."""
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # whose pages go with it
-            read = alone.get_tensor(name)
+            read = alone.get_tensor(name).to(dtype)
         yield name, code(read, kind) if ".layers." in name and can_code(read, kind) else read
 
 
