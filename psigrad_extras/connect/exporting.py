@@ -15,12 +15,10 @@ from torch import Tensor
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.loading.model_source import ends_of, locate, meant, plain_folder, tell_ends
+from psigrad.language.loading.model_source import coded_base, ends_of, locate, meant, plain_folder, tell_ends
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
-from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.lora import is_adapter
 from psigrad.records import checkpoint
-from psigrad.records.rows import parse_row
 
 KINDS = ("gguf", "merged", "adapter")
 # What `gguf` can write; K-quants are llama.cpp's own: llama-quantize makes them of an f16 file.
@@ -76,8 +74,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
             raise UserError(f"{source} has no adapter; train one with --lora-rank, and keep it with --lora-save both or adapter.")
         shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner alone
         return LeftBehind(folder)
-    coded = (parse_row(mark.read_bytes()) or {}) if (mark := Path(model) / CODED_BASE).is_file() else {}
-    base = str(coded.get("quantize_base") or "") if is_adapter(model) else ""
+    base = coded_base(Path(model)).get("quantize_base", "") if is_adapter(model) else ""
     over = f"\nThe adapter is merged into the base as it was trained on, rounded to {base}.\n" if base else ""
     place = Path(plain_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():

@@ -12,14 +12,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from psigrad import extras
+from psigrad import extras, redaction
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of, nearest, reason_of
 from psigrad.language.data.chat.arguments import check_arguments, templates_of
 from psigrad.language.data.chat.rendering import settle
 from psigrad.language.loading import teacher
 from psigrad.language.loading.given_model import GivenModel, take_weights
-from psigrad.language.loading.model_source import find_adapter, locate, lora_of
+from psigrad.language.loading.model_source import coded_base, find_adapter, locate, lora_of
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.backbone import without_bars
@@ -58,6 +58,9 @@ def load_model(
     else:
         lora, before = lora_of(settings), find_adapter(settings)
         _check_shards(settings, lora, world)
+        learnt = "" if before is None else coded_base(before.folder).get("quantize_base", "")
+        if learnt and learnt != settings.quantize_base:
+            redaction.say(f"The adapter learnt over its base in {learnt}; --quantize-base {learnt} goes on over the same.")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed)  # a fresh adapter's A matrices
             model = language_model.load(

@@ -387,6 +387,12 @@ def _convert_words(file: Path, folder: Path) -> None:
     _save_words(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), file, folder)
 
 
+def coded_base(adapter: Path) -> dict[str, Any]:
+    """How the base was coded that an adapter learnt over (`quantize_base`, `dtype`); empty where it was not."""
+    file = adapter / CODED_BASE
+    return (parse_row(file.read_bytes()) or {}) if file.is_file() else {}
+
+
 def _save_words(tokenizer: Any, file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     tell_ends(folder, tokenizer, ends_in(file))
@@ -397,8 +403,8 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     import peft
     from transformers import AutoTokenizer
 
-    if (adapter / CODED_BASE).exists():
-        coded, found = parse_row((adapter / CODED_BASE).read_bytes()) or {}, find_adapter(Model(path=str(adapter)))
+    if coded := coded_base(adapter):
+        found = find_adapter(Model(path=str(adapter)))
         assert found is not None
         numbers = {"base": coded["quantize_base"], "dtype": coded["dtype"]}
         trained = load(locate(found.base), lora=found.lora, adapter=found.folder, tokenizer=found.tokenizer, **numbers)

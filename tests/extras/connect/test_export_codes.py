@@ -108,3 +108,13 @@ def test_a_reward_model_over_codes_is_left_whole_and_scores(tmp_path):
     run = trained("reward", base_in(tmp_path / "base"), tmp_path / "run", rows, quantize_base="nf4")
     assert (run / "model" / "model.safetensors").exists() and not (run / "model" / "quantized_base.json").exists()
     assert load_trained_scalar_model(Model(path=str(run)), Run()).network is not None
+
+
+def test_an_adapter_that_goes_on_over_other_numbers_is_said(tmp_path, capsys):
+    base = base_in(tmp_path / "base")
+    rows = [{"prompt": "hello", "completion": " world"}] * 8
+    run = trained("sft", base, tmp_path / "run", rows, quantize_base="int8")
+    capsys.readouterr()
+    for number, (kind, said) in enumerate((("int8", False), ("", True), ("nf4", True))):
+        trained("sft", run / "model", tmp_path / f"{number}", rows, lora_rank=0, quantize_base=kind)
+        assert ("learnt over its base in int8; --quantize-base int8 goes on" in capsys.readouterr().err) == said
