@@ -98,12 +98,17 @@ def code(weight: Tensor, kind: Kind) -> CodedMatrix:
     nearest of 255 even steps up to it (int8: those of GGUF's Q8_0).
     """
     block, pieces = BLOCKS[kind], []
-    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(NF4)], device=weight.device)
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(NF4)])
     for rows in weight.detach().split(max(1, (1 << 20) // weight.shape[1])):
         x = rows.float().view(len(rows), -1, block)
         scales = x.abs().amax(2) / (1 if kind == "nf4" else 127)
         shares = (x / scales[..., None]).nan_to_num_(0.0)
-        found = torch.bucketize(shares, middles).to(torch.uint8) if kind == "nf4" else shares.round().to(torch.int8)
+        if kind == "nf4":  # torch.bucketize takes twice as long
+            found = torch.zeros(shares.shape, dtype=torch.uint8, device=weight.device)
+            for middle in middles:
+                found += shares > middle
+        else:
+            found = shares.round().to(torch.int8)
         pieces.append((found.view(len(rows), -1), scales))
     codes, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     made = lay_out(codes, scales, None, NF4 if kind == "nf4" else (), 4 if kind == "nf4" else 8)
