@@ -74,7 +74,8 @@ def kinds(folder: Path) -> list[str]:
 
 def joined(folder: Path) -> int:
     """The most workers that there have been at once."""
-    return max((event["workers"] for event in events(folder) if event["kind"] == "worker_joined"), default=0)
+    begun = (folder / "events.jsonl").exists()
+    return max((event["workers"] for event in events(folder) if event["kind"] == "worker_joined"), default=0) if begun else 0
 
 
 def steps_done(folder: Path) -> int:
