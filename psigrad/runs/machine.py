@@ -24,6 +24,9 @@ from psigrad.errors import UserError
 _LIBRARIES = ("torch", "transformers", "trl")
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# Shapes whose products in bfloat16 oneDNN, and torch's layer over it, keep code for, a third of a MB each: more than a pass has.
+# By default it is a thousand, and numbers of tokens are seldom the same twice.
+_PRODUCTS = "64"
 # Bytes of the blocks that are kept: where memory is short, so few that no hole is as large as a tensor.
 _ALL, _PIECE = 1 << 30, 1 << 20
 # The most that glibc itself comes to keep, once large blocks have been freed.
@@ -90,6 +93,8 @@ def _version(library: str) -> str | None:
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or default_threads())
+    for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(kept, _PRODUCTS)
     keep_freed_memory(up_to=_PIECE if recompute or run.max_memory else _ALL)
     check_device(run)
 

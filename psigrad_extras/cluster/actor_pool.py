@@ -424,6 +424,11 @@ def _cause_of(error: Exception) -> tuple[str, str]:
         used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)
         of = f" ({used[1]} of {used[2]} GB in use)" if used else ""
         name += f": Ray ended it because its machine ran low on memory{of}; give each more CPUs in placement, or take fewer"
+    elif "references to the actor were removed" in said and "never ran" in said:  # nobody here let go of it
+        name += (
+            ": the cluster cannot ask this process anything, as where it goes by Ray's token and the cluster does not (set "
+            "RAY_AUTH_MODE=disabled here too), or where a firewall lies between"
+        )
     return name, said if len(said) <= 2 * SAID else f"{said[:SAID]} … {said[-SAID:]}"
 
 

@@ -75,9 +75,8 @@ class ScalarModel(Pretrained):
     def _read(self, forward: ForwardInputs) -> Tensor:
         """V [M] of the state before each target."""
         self.switch(self.train_mode and torch.is_grad_enabled())
-        head: Any = self.network.score
         own = own_share(self, forward)
-        values: Any = with_whole_weights(self, lambda: head(self.target_hidden(own))[:, 0])
+        values: Any = with_whole_weights(self, lambda: _read_out(self.network.score, self.target_hidden(own)))
         if self.context is not None and own.mine is not None:
             values = self.context.gather(values, own.mine, len(forward.targets.ids))
         wide: Tensor = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -102,6 +101,16 @@ class ScalarModel(Pretrained):
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
         logits: Tensor = with_whole_weights(self, lambda: self.as_transformers()(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
+
+
+def _read_out(head: Any, hidden: Tensor) -> Tensor:
+    """w · h [M]. In half precision the sum and what comes of it are float32, as those of a policy's value head: a reward of 12.3
+    would be 12.3125.
+    """
+    if type(head) is not nn.Linear or hidden.dtype not in (torch.bfloat16, torch.float16):
+        made: Tensor = head(hidden)[:, 0]
+        return made
+    return nn.functional.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
 
 
 def load(

@@ -311,6 +311,14 @@ def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatc
     assert "OOM kill reason" in said and said.endswith("To revert to the legacy policy, set it.") and len(said) < 1300 < len(LOW)
 
 
+def test_a_cluster_that_cannot_ask_the_driver_is_told_as_that():
+    """Where the driver wants Ray's token and the cluster has none; what Ray 2.60 says of it."""
+    said = "The actor is dead because all references to the actor were removed including lineage ref count. The actor never ran"
+    reason, found = actor_pool._cause_of(Lost(f"{said} - it was cancelled before it started running."))
+    assert "RAY_AUTH_MODE=disabled here too" in reason and found.startswith(said)
+    assert "RAY_AUTH_MODE" not in actor_pool._cause_of(Lost(said.replace("never ran", "ran")))[0]
+
+
 def test_a_cluster_that_refuses_workers_for_a_moment_ends_no_run(ray, monkeypatch):
     """As one does that just began: each of them dies within milliseconds, and six would be gone before it is ready."""
     ray.dead |= set(range(1, 20))

@@ -212,11 +212,11 @@ def machines(tmp_path):
     made.close()
 
 
-def test_a_machine_that_is_cut_off_is_passed_by_and_may_come_back(job, whole, tmp_path, request):
+def test_a_machine_that_is_cut_off_is_passed_by_and_may_come_back(job, whole, tmp_path, request, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # as on its machines: a driver that wants a token answers to none of them
     undisturbed = whole(2, 400)  # before there is a cluster, which "auto" would find
     machines, out = request.getfixturevalue("machines"), tmp_path / "run"
     run = start(job, out, lag=2, steps=400, cluster=machines.address, samplers=2, patience=2.0)
-    until(lambda: joined(out) >= 1, run)  # else Ray might take the driver, which sees the processes of both, for the other's
     machines.join()
     until(lambda: steps_done(out) >= 3 and joined(out) >= 2, run)
     machines.cut()
