@@ -412,7 +412,7 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
-    if (kind := coded_as(model)) is not None:
+    if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # of weights in shards there are no modules here
         numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
         (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")
     umask = os.umask(0)
