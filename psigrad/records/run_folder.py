@@ -134,8 +134,8 @@ class RunFolder:
         if damaged and file.exists():
             os.replace(file, file.with_name("config.json.damaged"))
         self._changes = changes
-        if not changes:
-            self._write_settings()
+        if damaged or not changes:
+            self._write_settings(before if before is not None and changes else now)
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
         row_lines.end_last_line(self.path / "events.jsonl")
@@ -149,8 +149,8 @@ class RunFolder:
             known = "" if before is not None else " No checkpoint knows the settings of before; those of now are taken."
             self._warn("config_damaged", f"config.json was damaged or gone and is written anew.{known}")
 
-    def _write_settings(self) -> None:
-        row_lines.replace_file(self.path / "config.json", [(json.dumps(self.settings, indent=1) + "\n").encode()])
+    def _write_settings(self, settings: Mapping[str, Any]) -> None:
+        row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
 
     def _settings_before(self, file: Path) -> dict[str, Any] | None:
         """The settings of the run so far: those of its newest checkpoint where config.json is damaged or gone; None where it has
@@ -222,7 +222,7 @@ class RunFolder:
         """One row of events.jsonl, with the time. `rows` are of the data, and are told as the model reads them."""
         if kind in ("started", "resumed") and self._changes:  # not before: a start that is refused changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
-            self._write_settings()
+            self._write_settings(self.settings)
             self.event("settings_changed", changes=changes)
         data = {name: value for name, value in fields.items() if name == "rows"}
         self._append("events", to_line({"time": time.time(), "kind": kind, **redaction.hide(fields), **data}))

@@ -223,6 +223,9 @@ def test_a_damaged_config_leaves_good_checkpoints_in_use(damage, tmp_path):
         RunFolder.open(tmp_path / "run", {**CONFIG, "run": {"max_steps": 7}}),
     ):
         pass
+    allowed = {"run": {"max_steps": 7, "allow": ["max_steps", "allow"]}}
+    with RunFolder.open(tmp_path / "run", {**CONFIG, **allowed}):  # whose start is refused later
+        assert json.loads(file.read_text()) == json.loads(before)
     with RunFolder.open(tmp_path / "run", CONFIG) as folder:
         assert folder.finished
     assert file.read_bytes() == before

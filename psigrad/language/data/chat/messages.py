@@ -62,8 +62,8 @@ def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
     """
     weighed = talk
     for name, given in columns.items():
-        says_nothing = given in (None, "1") or (isinstance(given, str) and not _NUMBERS.match(given))
-        if says_nothing or not (name in WEIGHTS or _MASK.search(name)) or (not isinstance(given, list) and given == 1):
+        says_nothing = given in (None, 1, "1") or (isinstance(given, str) and not _NUMBERS.match(given))
+        if says_nothing or not (name in WEIGHTS or _MASK.search(name)):
             continue
         other = f"or rename the column where it is none: --columns {name}=other"
         if not isinstance(given, list):
@@ -71,10 +71,8 @@ def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
         if name not in WEIGHTS or not isinstance(talk, list):
             fail(name, f"would be a mask of tokens, which are made here; give messages, each with a weight of 0 or 1, {other}")
         if (count := len(given) - given.count(None)) != len(talk):
-            fail(
-                name,
-                f"has {several(count, 'weight')} for {several(len(talk), 'message')}; give one per message, not one per token",
-            )
+            both = f"{several(count, 'weight')} for {several(len(talk), 'message')}"
+            fail(name, f"has {both}; give one per message, not one per token")
         if any(isinstance(turn, Mapping) and turn.get(name) is not None for turn in talk):
             fail(name, "is a column, and a field of the messages too; keep one of them")
         weighed = [{**turn, name: one} if isinstance(turn, Mapping) else turn for turn, one in zip(weighed, given, strict=True)]
