@@ -18,7 +18,7 @@ from typing import Any
 from beside_trl import beside
 from real import interval
 
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError
 from psigrad.language.models import language_model
 from psigrad.runs.machine import provenance
 from psigrad_extras.preflight.bench.inputs import prepare
@@ -63,7 +63,7 @@ def measure(name: str, dtype: str, threads: int, pairs: int, work: Workload = WO
     try:
         beside(work, dtype, threads, make=partial(make, name), keep=taken.append)
     except (UserError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        return {"way": way, "why": reason_of(error)}
+        return {"way": way, "why": str(error).strip().splitlines()[-1]}
     return {
         "way": way,
         "pairs": [[pair["ours"], pair["trl"]] for pair in taken],

@@ -42,6 +42,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "
 SCALED = {"attention_multiplier": 0.25, "residual_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 DENSE = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
 DENSE |= {"position_embedding_type": "rope", "mamba_n_heads": 8, "mamba_d_head": "auto"}  # of layers that it has none of
+DENSE["router_aux_loss_coef"] = 0.0  # or TRL asks for its routers
 # transformers' name: (what it is known as, settings that bring out what is its own)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama, SmolLM2", {}),

@@ -92,7 +92,7 @@ def open_job(
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
-        sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, prepared, evaluator)))
+        sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, model, prepared, evaluator)))
         algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         row_limits.check_positions(longest, reference=own_reference, critic=critic and critic.model)
@@ -158,10 +158,10 @@ def _prepare_rows(
     return prepare(config.data, model.tokenizer, settings, journal, make)
 
 
-def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Tokens of the longest prompt with the longest completion; 0 where a completion is an episode, which hears more."""
+def longest_of(config: OnlineConfig, model: LanguageModel, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
+    """Tokens of the longest prompt with the longest completion; an episode, which hears more, may fill the model's positions."""
     if config.plays:
-        return 0
+        return model.max_length
     lengths = [len(ids) for _, ids in prepared.made] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
     return max(lengths, default=0) + config.sampling.max_completion_length
 

@@ -118,7 +118,7 @@ def check_positions(longest: int, **others: Any) -> None:
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
             raise UserError(
-                f"The {name} has {other.max_length} positions and the longest text of this run {longest} tokens; shorten the "
+                f"The {name} has {other.max_length} positions, and texts of this run have up to {longest} tokens; shorten the "
                 f"texts or give another {name}."
             )
 

@@ -59,6 +59,9 @@ class TimingJournal:
     def rollouts(self, rows: Any) -> None:
         """Not kept."""
 
+    def tell_once(self, kind: str, text: str) -> None:
+        """Not told."""
+
     def timings(self, step: int, clock: Any, tokens: int) -> None:
         """Keep the seconds of each phase and the number of tokens of the step."""
         self.phases = {name.removeprefix("time/"): seconds for name, seconds in clock.phases.items()}

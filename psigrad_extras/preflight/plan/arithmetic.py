@@ -23,6 +23,8 @@ REACHED = {"cpu": (0.7, 0.55, 1.0), "cuda": (0.4, 0.3, 0.6)}
 EXPERTS = 0.25
 # Seconds of a decoding step of vLLM's that no figure of the model accounts for: the scheduler, the sampler, the launches.
 STEP = 0.004
+# FLOPs, at the peak for bfloat16, in whose time a CPU makes a number of a code: of 4 bits, or a GGUF file's, and of 8.
+UNPACKED = {"nf4": 35, "gguf": 35, "int8": 18}
 # Tokens of a prompt or an answer where neither the settings nor a dataset give them.
 GUESSED = 256
 
@@ -202,6 +204,8 @@ class StepCost:
     waiting: float = 0.0
     """Seconds of decoding that pass whatever the device is."""
     experts: bool = False
+    unpacking: float = 0.0
+    """FLOPs in whose time the numbers of matrices in codes are made."""
 
     @property
     def flops(self) -> float:
@@ -213,12 +217,20 @@ class StepCost:
         more = work.passes * 4 * 2 * policy.head * work.rows * work.trained * work.lengths.completion
         return replace(self, training=self.training + more)
 
+    def with_codes(self, work: Work, flops: float) -> StepCost:
+        """With matrices in codes, all of which are unpacked in the time of as many FLOPs: in each round of decoding, and as a
+        micro-batch runs forward and backward.
+        """
+        decoding = math.ceil(work.rows * work.members / work.slots) * work.lengths.longest_completion if self.sampling else 0
+        return replace(self, unpacking=flops * (decoding + 2 * work.micro_batches * work.updates))
+
     def seconds(self, machine: Machine) -> float:
         """Seconds of a step at the shares of the peak that were measured; decoding no faster than the weights can be read."""
         training, decoding, reading = REACHED[machine.kind]
         training *= EXPERTS if self.experts else 1
         sampling = max(self.sampling / (decoding * machine.peak), self.read / (reading * machine.bandwidth))
-        return sampling + self.waiting + (self.passes + self.training) / (training * machine.peak)
+        computing = (self.passes + self.training) / training + self.unpacking
+        return sampling + self.waiting + computing / machine.peak
 
 
 def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_bytes: int, cache_bytes: float) -> StepCost:

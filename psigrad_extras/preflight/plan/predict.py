@@ -25,6 +25,7 @@ from psigrad.language.training.optimizers import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad_extras.preflight.plan.arithmetic import (
     GUESSED,
+    UNPACKED,
     Config,
     Lengths,
     StepCost,
@@ -154,6 +155,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
     cost = cost_of(done, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
+    cost = cost.with_codes(done, coded * UNPACKED[config.model.quantize_base]) if coded and cpu else cost
     light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(

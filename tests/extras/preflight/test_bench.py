@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from timed_runs import timed_functions  # noqa: F401 (a fixture)
 from transformers import AutoConfig
 
 from psigrad import cli
+from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad_extras.preflight.bench import inputs, timed_run, timing, workload
@@ -179,3 +181,11 @@ def test_episodes_of_several_turns_are_timed(tmp_path):
     environment = timed_run.Answering(2)
     environment.reset({"prompt": "abcdef"})
     assert [environment.step("x") for _ in range(2)] == [("abc", 0.0, False), ("ab", 0.0, True)]
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.usefixtures("timed_functions")
+def test_a_model_whose_activations_are_not_kept_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(timed_run, "OnlineConfig", partial(OnlineConfig, keep_activations_gb=1e-9))
+    inputs.build(replace(SMALL, vocabulary=80, hidden=32, layers=1), tmp_path)
+    assert timed_run.build(tmp_path, "float32", "cpu").step()[0] > 0

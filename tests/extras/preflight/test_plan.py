@@ -336,6 +336,19 @@ def test_a_base_in_codes_is_neither_mapped_whole_nor_packed_again(folder):
     assert named(coded)["unpacked layer"] == 2 * layers / whole.policy.layers
 
 
+def test_codes_are_unpacked_in_each_round_of_decoding_and_twice_in_training(folder):
+    config = settings(folder, prompts_per_step=4, num_generations=4)
+    config = replace(config, sampling=replace(config.sampling, max_decode_batch=8))
+    config = replace(config, model=replace(config.model, dtype="bfloat16", lora_rank=4))
+    whole, coded = (
+        plan.predict(replace(config, model=replace(config.model, quantize_base=kind)), plan.Lengths(8, 8, 8, 10), MACHINE, quick=True)
+        for kind in ("", "int8")
+    )
+    rounds = 2 * 10  # 16 sequences by 8, each round as long as the longest completion
+    flops = 18 * whole.policy.layer_matrices * (rounds + 2)
+    assert coded.cost.seconds(MACHINE) - whole.cost.seconds(MACHINE) == pytest.approx(flops / MACHINE.peak)
+
+
 def test_flops_are_six_per_weight_and_token_of_a_pass(folder):
     config = SFTConfig(model=Model(path=str(folder)), batch_size=4, run=Run(max_steps=1))
     made = plan.predict(config, plan.Lengths(1, 1, 1, 1), MACHINE, quick=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hostile_environments import Sleepy
 from tiny_jobs import online_config, preference_config, sft_config
 from tiny_rewards import early_letters
 
@@ -122,9 +123,17 @@ def test_a_reference_with_fewer_positions_than_a_run_needs_is_refused(job, tmp_p
     """Rotary positions go on beyond them, and give numbers."""
     rows = written(tmp_path / "rows.jsonl", [{**rows_of(job / "train.jsonl")[0], "prompt": "say a: " * 8}] * 8)
     config = replace(with_rows(online_config(job, tmp_path / "run", "rloo"), rows), reference=narrow)
-    with pytest.raises(UserError, match=r"The reference has 24 positions and the longest text of this run \d+ tokens"):
+    with pytest.raises(UserError, match=r"The reference has 24 positions, and texts of this run have up to \d+ tokens"):
         online.run(config)
     pairs = [{"prompt": "say a: " * 8, "chosen": " a" * (i + 1), "rejected": " b"} for i in range(12)]
     config = with_rows(preference_config(job, tmp_path / "dpo", "dpo"), written(tmp_path / "pairs.jsonl", pairs))
-    with pytest.raises(UserError, match=r"The reference has 24 positions and the longest text of this run \d+ tokens"):
+    with pytest.raises(UserError, match=r"The reference has 24 positions, and texts of this run have up to \d+ tokens"):
         preference.run(replace(config, reference=narrow))
+
+
+@pytest.mark.parametrize(("method", "other"), [("rloo", "reference"), ("ppo", "critic")])
+def test_an_episode_may_fill_the_policys_positions(job, tmp_path, narrow, method, other):
+    """What an environment answers is not known before, so another model of the run needs as many positions as the policy has."""
+    config = replace(online_config(job, tmp_path / "run", method, max_steps=1), environment=Sleepy, reward=())
+    with pytest.raises(UserError, match=rf"The {other} has 24 positions, and texts of this run have up to \d+ tokens"):
+        online.run(replace(config, **{other: narrow}))
