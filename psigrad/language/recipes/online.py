@@ -92,7 +92,8 @@ def open_job(
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
-        sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, model, prepared, evaluator)))
+        longest = longest_of(config, model, prepared, evaluator)
+        sampler = stack.enter_context(sampler_of(config, model, journal, longest))
         algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         row_limits.check_positions(longest, reference=own_reference, critic=critic and critic.model)

@@ -340,8 +340,9 @@ def test_codes_are_unpacked_in_each_round_of_decoding_and_twice_in_training(fold
     config = settings(folder, prompts_per_step=4, num_generations=4)
     config = replace(config, sampling=replace(config.sampling, max_decode_batch=8))
     config = replace(config, model=replace(config.model, dtype="bfloat16", lora_rank=4))
+    lengths = plan.Lengths(8, 8, 8, 10)
     whole, coded = (
-        plan.predict(replace(config, model=replace(config.model, quantize_base=kind)), plan.Lengths(8, 8, 8, 10), MACHINE, quick=True)
+        plan.predict(replace(config, model=replace(config.model, quantize_base=kind)), lengths, MACHINE, quick=True)
         for kind in ("", "int8")
     )
     rounds = 2 * 10  # 16 sequences by 8, each round as long as the longest completion
