@@ -21,6 +21,7 @@ from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
+from psigrad.language.models.fused.caches import HEAD_LIMIT
 from psigrad.language.training.optimizers import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad_extras.preflight.plan.arithmetic import (
@@ -229,8 +230,10 @@ CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
 def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) -> list[MemoryItem]:
     """The items where layers are in codes, `coded` weights in all: read one by one, and decoded as they are."""
     whole = 4 * policy.vocabulary * policy.hidden * (1 if policy.tied else 2)
+    head = width * policy.head * any(item.name == "packed weights" for item in items)
     return [
         *(item for item in items if item.name not in ("weights file", "packed weights")),
+        *([MemoryItem("packed head", head, "sample", "as decoding reads it")] if 0 < head <= HEAD_LIMIT else []),
         MemoryItem("embedding", whole, "load", "in float32, while ways to compute are compared"),
         MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time"),
     ]

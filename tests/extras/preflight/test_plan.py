@@ -333,6 +333,8 @@ def test_a_base_in_codes_is_neither_mapped_whole_nor_packed_again(folder):
     held = [named(one)["policy"] for one in (whole, coded)]
     assert held[0] - held[1] == pytest.approx(layers * (2 - 4.5 / 8))
     assert "packed weights" not in named(coded) and "weights file" not in named(coded)
+    assert ("packed head" in named(coded)) == ("packed weights" in named(whole))
+    assert named(coded).get("packed head", 2 * whole.policy.head) == 2 * whole.policy.head
     assert named(coded)["unpacked layer"] == 2 * layers / whole.policy.layers
 
 
