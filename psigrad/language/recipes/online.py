@@ -92,11 +92,10 @@ def open_job(
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
-        longest = longest_of(config, model, prepared, evaluator)
-        sampler = stack.enter_context(sampler_of(config, model, journal, longest))
+        sampler = stack.enter_context(sampler_of(config, model, journal, most := longest_of(config, model, prepared, evaluator)))
         algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
-        row_limits.check_positions(longest, reference=own_reference, critic=critic and critic.model)
+        row_limits.check_positions(most, reference=own_reference, critic=critic and critic.model)
         policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if isinstance(own_reference, LanguageModel) and config.ref_model_sync_steps:

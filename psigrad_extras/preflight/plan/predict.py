@@ -153,10 +153,8 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     cpu = machine.kind == "cpu"
     items += [*(load_items(parts) if cpu else ()), *engine]  # a GPU has no pages of the file
     items = _with_codes(items, policy, width, coded) if coded else items
-    weights, caching = width * policy.parameters, cache_bytes(work, policy, kept, width)
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
-    cost = cost_of(done, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    cost = cost.with_codes(done, coded * UNPACKED[config.model.quantize_base]) if coded and cpu else cost
+    cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width), coded if cpu else 0)
     light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
@@ -221,6 +219,15 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
     several = work.micro_batches > 1 or config.placement.processes > 1
     return not steps_natively(DTYPES[config.model.dtype], machine.device), several
+
+
+def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int) -> StepCost:
+    """What a step costs that reads `caching` bytes of keys and values, with `coded` weights that a CPU unpacks."""
+    model = config.model
+    weights, frozen = DTYPES[model.dtype].itemsize * policy.parameters, bool(model.lora_rank)
+    recompute = model.gradient_checkpointing
+    cost = cost_of(done, policy, frozen=frozen, recompute=recompute, weight_bytes=weights, cache_bytes=caching)
+    return cost.with_codes(done, coded * UNPACKED[model.quantize_base]) if coded else cost
 
 
 # Bytes of a weight in codes, scales among them; of a GGUF file those of Q4_K and Q6_K, about half of each.
