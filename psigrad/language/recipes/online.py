@@ -92,10 +92,10 @@ def open_job(
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
-        sampler = stack.enter_context(sampler_of(config, model, journal, most := longest_of(config, model, prepared, evaluator)))
+        sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, prepared, evaluator)))
         algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
-        row_limits.check_positions(most, reference=own_reference, critic=critic and critic.model)
+        row_limits.check_positions(longest or model.max_length, reference=own_reference, critic=critic and critic.model)
         policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if isinstance(own_reference, LanguageModel) and config.ref_model_sync_steps:
@@ -158,10 +158,12 @@ def _prepare_rows(
     return prepare(config.data, model.tokenizer, settings, journal, make)
 
 
-def longest_of(config: OnlineConfig, model: LanguageModel, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Tokens of the longest prompt with the longest completion; an episode, which hears more, may fill the model's positions."""
+def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
+    """Tokens of the longest prompt with the longest completion; 0 where a completion is an episode, which hears more, and may
+    fill the model's positions.
+    """
     if config.plays:
-        return model.max_length
+        return 0
     lengths = [len(ids) for _, ids in prepared.made] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
     return max(lengths, default=0) + config.sampling.max_completion_length
 

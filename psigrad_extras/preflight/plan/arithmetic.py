@@ -93,6 +93,11 @@ class Work:
         return self.rows * self.members * self.lengths.completion
 
     @property
+    def rounds(self) -> int:
+        """Decoding steps of psigrad's own sampler, each of at most `slots` sequences."""
+        return math.ceil(self.rows * self.members / self.slots) * self.lengths.longest_completion
+
+    @property
     def updates(self) -> int:
         """Optimiser steps per step."""
         return self.passes * self.minibatches
@@ -221,7 +226,7 @@ class StepCost:
         """With matrices in codes, all of which are unpacked in the time of as many FLOPs: in each round of decoding, and as a
         micro-batch runs forward and backward.
         """
-        decoding = math.ceil(work.rows * work.members / work.slots) * work.lengths.longest_completion if self.sampling else 0
+        decoding = work.rounds if self.sampling else 0
         return replace(self, unpacking=flops * (decoding + 2 * work.micro_batches * work.updates))
 
     def seconds(self, machine: Machine) -> float:
@@ -253,8 +258,7 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     decoded += 4 * policy.layers * policy.query * sampled * context
     decoded += 2 * policy.active * work.rows * length.prompt
     if not work.engine:
-        rounds = math.ceil(work.rows * work.members / work.slots) * length.longest_completion
-        return StepCost(decoded, passes, training, rounds * (weight_bytes + cache_bytes / 2), experts=experts)
+        return StepCost(decoded, passes, training, work.rounds * (weight_bytes + cache_bytes / 2), experts=experts)
     # a slot that is free is filled at once, and a step reads a token's own pages, not a room as long as the longest
     rounds = max(length.longest_completion, math.ceil(sampled / work.slots))
     read = rounds * weight_bytes / work.tensor + sampled * context * token_bytes(policy, weight_bytes / policy.parameters)
