@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -19,11 +19,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError
+from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models.backbone import read_tokenizer
 from psigrad_extras.preflight.bench.workload import Workload
-from psigrad_extras.preflight.plan.shape import model_of
+from psigrad_extras.preflight.plan.shape import config_of, model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 # Rows of a workload; a step takes some of them.
@@ -57,14 +58,9 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     """The same with a given model: a folder, hub name or GGUF file, or a folder or file with only a configuration, whose weights
     are then random; where it has no tokenizer one of letters is made.
     """
+    go_offline_without_network()
     model = plain_folder(model)
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = reason_of(error)
-        raise UserError(
-            f"No model configuration could be read from {model!r} ({reason}); give a folder or a hub name."
-        ) from error
+    config = copy.deepcopy(config_of(model))
     limit = getattr(config.get_text_config(), "max_position_embeddings", 1 << 31)
     if work.prompt_tokens + work.completion_tokens > limit:
         raise UserError(
