@@ -14,8 +14,9 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +24,17 @@ import torch
 
 from psigrad.config import OnlineConfig
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import reward_view
+from psigrad.language.data.templates import decode
 from psigrad.language.models import tiny
 from psigrad.language.rewards import Scored, Scoring
+from psigrad.language.rollout.collectors import Completions, Rollout
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams
-from psigrad.language.training.learners import State
-from psigrad.language.training.online.collect import next_collection
+from psigrad.language.training.online.lag import next_collection
 from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
 from psigrad.objective import catalog
-from psigrad.processes.parallel.world import ALONE
+from psigrad.step import Clock
 from psigrad_extras.cluster import actor_pool
 from psigrad_extras.cluster.actor_pool import ActorPool
 from psigrad_extras.cluster.ray_sampler import RaySampler, Version
@@ -150,20 +154,18 @@ def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
     prompts = [Prompt(i, (1,), Row("overlap", prompt=str(i))) for i in range(shape.prompts * 8)]
     config = replace(OnlineConfig(), lag=lag, prompts_per_step=shape.prompts, num_generations=shape.generations)
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    with ThreadPoolExecutor(lag + 1) as collector, sampler_of(shape, lambda: moved[0], shape.parcel) as sampler:
-        parts: dict[str, Any] = {"model": SimpleNamespace(tokenizer=tokenizer), "journal": SimpleNamespace(world=ALONE)}
+    with ThreadPoolExecutor(lag + 1) as threads, sampler_of(shape, lambda: moved[0], shape.parcel) as sampler:
         job = Online(
             config=config,
             algorithm=catalog.GRPO,
-            reference=None,
-            sampler=sampler,
-            scorer=LengthScorer(),
+            model=None,  # type: ignore[arg-type]
             optimizer=None,  # type: ignore[arg-type]
             prompts=prompts,
             params=SamplingParams(max_tokens=10_000),
+            rollout=Rollout(Completions(sampler, partial(decode, tokenizer)), LengthScorer(), reward_view(tokenizer)),
+            annotators=(),
             total_steps=shape.steps,
-            collector=collector if lag else None,
-            **parts,
+            executor=threads if lag else None,
         )
         begin = time.monotonic()
         for found in steps(job, State(), moved):
@@ -176,7 +178,7 @@ def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
 def steps(job: Any, state: State, moved: list[int]) -> Iterator[Collected]:
     """What each step of a run trains on."""
     for step in range(job.total_steps):
-        collected, pending = next_collection(job, state, lambda name: nullcontext(), None)
+        collected, pending = next_collection(job, state, Clock(), None)
         yield collected
         moved[0] += 1
         state = replace(state, step=step + 1, cursor=collected.cursor, pending=pending)

@@ -24,10 +24,10 @@ import rank_trajectories
 import ranks
 from rank_trajectories import Written, collected, count_bytes, prompts_of
 
-from psigrad.language.training.online import collect
+from psigrad.language.training.online.batch import inputs_of, share_of, to_batch
 from psigrad.language.training.online.figures import collection_metrics
-from psigrad.language.training.online.online_run import inputs_of, share_of, to_batch
 from psigrad.processes.parallel.world import World
+from psigrad.step import Clock
 
 SIZE = 8
 
@@ -39,22 +39,21 @@ def measure(world: World, folder: str, completions: str, tokens: str, lag: str =
     write = Written.completion
     Written.completion = lambda self, seed: made.get(seed) or made.setdefault(seed, write(self, seed))  # type: ignore[method-assign]
     rank_trajectories.letters = lambda tokenizer, ids: "word" * len(ids)
-    whole, gathered = collect.rollout, [0.0, 0.0]
+    gathered = [0.0, 0.0]
 
     @contextmanager
-    def phase(name: str) -> Iterator[None]:
+    def watch(name: str) -> Iterator[None]:
         begin = time.process_time(), time.perf_counter()
         yield
-        if name == "time/gather":
+        if name == "gather":
             gathered[:] = time.process_time() - begin[0], time.perf_counter() - begin[1]
 
-    collect.rollout = lambda *given, **named: whole(*given, **named, phase=phase, whole=bool(lag))  # type: ignore[assignment]
     for i in range(world.rank, len(prompts), world.size):
         for k in range(SIZE):
             Written(int(tokens)).completion(i * SIZE + k)
     world.all_gather(None)
     peak, sent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, count_bytes(world)
-    rows = collected(world, prompts, SIZE, int(tokens), False)
+    rows = collected(world, prompts, SIZE, int(tokens), False, Clock(watch), bool(lag))
     begin = time.process_time(), time.perf_counter()
     batch = to_batch([rows[i : i + SIZE] for i in range(0, len(rows), SIZE)])
     for micro, _ in share_of(world, batch, batch.present, 16_384):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psigrad.language.rewards.outcomes import text_of
+from psigrad.language.rollout.scoring import text_of
 
 __all__ = ["fresh_words"]
 

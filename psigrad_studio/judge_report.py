@@ -21,7 +21,7 @@ from scipy import optimize
 
 from psigrad.errors import UserError
 from psigrad.intervals import LEAST_ROWS, wilson
-from psigrad.language.rewards.outcomes import Unscored, transcript_of
+from psigrad.language.rollout.scoring import Unscored, transcript_of
 from psigrad_extras.judges.group_ranking import GroupRanking, Ranks
 from psigrad_studio.labels import database, export, people, projects
 from psigrad_studio.labels.agreement import cohen_kappa, percent_agreement

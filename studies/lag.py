@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.language.training.online.collect import begun_by
+from psigrad.language.training.online.lag import begun_by
 from psigrad_extras.experiments import drawing
 from psigrad_extras.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
 from studies.settings import LagSettings

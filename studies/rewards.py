@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from psigrad.language.rewards.builtin import exact
-from psigrad.language.rewards.outcomes import text_of
+from psigrad.language.rollout.scoring import text_of
 
 
 def longer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:

@@ -24,12 +24,12 @@ from psigrad.importing import imported_callable
 from psigrad.language.models.native.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
-from psigrad.runs.callbacks import RunState
-from psigrad.runs.cycle import cycle
+from psigrad.runs.cycle import Loop, cycle
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.result import Result
 from psigrad.runs.session import no_way_out
+from psigrad.step import Clock, Outcome, RunState
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
 LESS_MEMORY = "Begin again with fewer n_envs or n_steps, or for DQN a smaller buffer_size."
@@ -111,18 +111,18 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
     config = trainer.config
     meta = {"kind": "control", **versions(), **collect_pins(config)}
 
-    def step(state: LineState) -> tuple[LineState, str]:
+    def step(state: LineState) -> Outcome[LineState]:
         _adopt(trainer, state.changes)
-        before, clock = trainer.timesteps, journal.clock()
+        before, clock = trainer.timesteps, Clock(journal.watch)
         with clock("time/update"):
             figures = trainer.train_interval()
-        journal.metrics(trainer.timesteps, figures)
-        journal.timings(trainer.timesteps, clock, trainer.timesteps - before)
+        seconds = clock.read()
         ended, every = trainer.timesteps >= config.total_timesteps, config.run.save_steps
         if ended or (every and trainer.lines % every == 0) or len(trainer.collector.log) > ActionLog.MOST:
             trainer.restart()
         after = replace(state, step=trainer.timesteps, lines=trainer.lines)
-        return after, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}"
+        summary = f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}"
+        return Outcome(after, figures, timings=seconds, tokens=trainer.timesteps - before, summary=summary)
 
     def save(state: LineState) -> None:
         extra = {"changes": state.changes, "callbacks": state.callbacks, "ended": state.ended}
@@ -135,7 +135,8 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
 
     eval_steps = config.eval_steps if envs is not None else 0
     moved = lambda: trainer.moves - trainer.begun.moves  # noqa: E731
-    return cycle("steps", state, config.total_timesteps, step, judge, save, config.run, eval_steps, journal, moved, LESS_MEMORY)
+    loop = Loop("steps", config.total_timesteps, step, judge, save, moved, eval_steps, LESS_MEMORY)
+    return cycle(loop, state, config.run, journal)
 
 
 def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:

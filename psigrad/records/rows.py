@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from psigrad.language.rollout.types import Trajectory
-
 # Of run folders, rows and checkpoint manifests. It goes up when what is written today could be misread by yesterday's readers.
 FORMAT = 1
 
@@ -138,43 +136,6 @@ class RolloutRow(TypedDict):
     """Per token, where they are not all alike."""
     kept: NotRequired[bool]
     """False where a filter of the method left the row out of the loss."""
-
-
-def rollout_row(
-    trajectory: Trajectory,
-    step: int,
-    kind: Literal["train", "eval"],
-    prompt: str | Sequence[dict[str, Any]],
-    advantage: float | None = None,
-) -> RolloutRow:
-    """One line of rollouts.jsonl."""
-    completion = trajectory.completion
-    row: RolloutRow = {
-        "step": step,
-        "kind": kind,
-        "row": trajectory.row,
-        "k": trajectory.k,
-        "prompt": prompt,
-        "completion": trajectory.text,
-        "completion_ids": list(completion.ids),
-        "reward": trajectory.reward,
-        "parts": trajectory.parts,
-        "status": trajectory.status,
-        "reason": trajectory.reason,
-        "advantage": advantage,
-        "finish_reason": completion.finish_reason,
-        "seed": completion.seed,
-        "version": trajectory.version,
-    }
-    if trajectory.mask:
-        row |= {"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]}
-    if trajectory.answer is not None or trajectory.branches:
-        row["contexts"] = [(context.start, list(context.prompt_ids)) for context in trajectory.contexts]
-    if trajectory.cuts:
-        row["cuts"] = [cut._asdict() for cut in trajectory.cuts]
-    if trajectory.step_rewards:
-        row["step_rewards"] = [list(pair) for pair in trajectory.step_rewards]
-    return row
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
+from psigrad.step import Clock, Observe, Outcome
 
 STACKS = "stacks.txt"
 # A phase may take so many times as long as the longest of its kind so far.
@@ -93,25 +94,6 @@ class StopSignal:
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 os.write(2, _SAID)  # not print: the signal may come in the middle of one
-
-
-class Clock:
-    """Seconds spent in named phases of one step, which the run's watchdog is told of."""
-
-    def __init__(self, watchdog: Watchdog | None = None) -> None:
-        self.start = time.perf_counter()
-        self.phases: dict[str, float] = {}
-        self._watchdog = watchdog
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the seconds spent inside the `with` block to `phase`."""
-        begin = time.perf_counter()
-        try:
-            with contextlib.nullcontext() if self._watchdog is None else self._watchdog.phase(phase.removeprefix("time/")):
-                yield
-        finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
 
 
 class Announcer:
@@ -207,9 +189,23 @@ class Journal:
     told: set[str] = field(default_factory=set)
     """The kinds of what `tell_once` has told."""
 
+    @property
+    def watch(self) -> Observe:
+        """The observer of the phases of a step."""
+        return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
+
     def clock(self) -> Clock:
-        """A clock for one step or evaluation."""
-        return Clock(self.watchdog)
+        """Return a clock for one evaluation."""
+        return Clock(self.watch)
+
+    def record(self, outcome: Outcome[Any]) -> None:
+        """Write the rows, metrics and seconds of one step, and print its notes."""
+        for kind, text in outcome.notes.items():
+            self.tell_once(kind, text)
+        if self.world.rank == 0 and outcome.rows:
+            self.rollouts(outcome.rows)
+        self.metrics(outcome.state.step, outcome.metrics)
+        self.timings(outcome.state.step, outcome.timings, outcome.tokens)
 
     def tell(self, kind: str, text: str, **fields: Any) -> None:
         """An event, and a line for people on stderr."""
@@ -236,19 +232,10 @@ class Journal:
         for tracker in self.trackers:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 
-    def timings(self, step: int, clock: Clock, tokens: int) -> None:
-        """One row of timings.jsonl; `tokens` were sampled or trained on in this step."""
-        seconds = time.perf_counter() - clock.start
-        self.folder.timings(
-            {
-                "step": step,
-                "step_time": seconds,
-                **clock.phases,
-                "tokens": tokens,
-                "tokens_per_second": tokens / seconds,
-                **self.trim(),
-            }
-        )
+    def timings(self, step: int, seconds: Mapping[str, float], tokens: int) -> None:
+        """Write one row of timings.jsonl; `seconds` as of `Clock.read`, `tokens` sampled or trained on meanwhile."""
+        rate = tokens / seconds["step_time"]
+        self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 
     def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:
         """Rows of rollouts.jsonl, of which trackers are shown some."""

@@ -15,7 +15,7 @@ from psigrad.config import SampleConfig
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, kind_of
 from psigrad.language.data.posted_forms import map_columns
-from psigrad.language.data.templates import completion_for_reward, prompt_for_reward
+from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory
 from psigrad_extras.datasets import preferences
@@ -123,7 +123,7 @@ def _reward(trajectory: Trajectory) -> float:
 def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
     row = sampled.rows[trajectory.row]
     completion = list(trajectory.messages) or completion_for_reward(row, trajectory.text)
-    return {**row.columns, "prompt": prompt_for_reward(row), "completion": completion}
+    return {**row.columns, "prompt": row.dataset_prompt, "completion": completion}
 
 
 def convert(

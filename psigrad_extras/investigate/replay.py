@@ -22,15 +22,17 @@ from psigrad.config.load import from_dict
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
+from psigrad.language.recipes.changes import apply_changes
 from psigrad.language.recipes.online import open_job
 from psigrad.language.recipes.online_settings import correct, method
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.episodes.episodes import settle
+from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.episodes.episodes import Played, settle
 from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, Trajectory
-from psigrad.language.training.learners import State, apply_changes
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
 from psigrad.language.training.update import learning_rate
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.online_preference import OnlinePreference
@@ -42,6 +44,7 @@ from psigrad.records.rows import parse_row
 from psigrad.records.run_folder import NullRunFolder, to_line
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import prepare_torch
+from psigrad.step import Clock, Outcome
 from psigrad_extras.investigate.fitted_values import ASSUMED, FittedValues, fitted
 from psigrad_extras.investigate.what_if import MethodWatch, WatchedOptimizer, remember
 
@@ -81,11 +84,11 @@ class _Folder(NullRunFolder):
         self.completions: list[Row] = []
         self.notes: list[str] = []
 
-    def metrics(self, row: Mapping[str, Any]) -> None:
-        self.figures = json.loads(to_line(row))
-
-    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.completions = [json.loads(to_line(row)) for row in rows]
+    def take(self, outcome: Outcome[State]) -> State:
+        """Keep a step's figures and rows as a run writes them, and return its state."""
+        self.figures = json.loads(to_line({"step": outcome.state.step, **outcome.metrics}))
+        self.completions = [json.loads(to_line(row)) for row in outcome.rows]
+        return outcome.state
 
     def event(self, kind: str, **fields: Any) -> None:
         if kind in _TOLD:
@@ -144,7 +147,7 @@ class RecordedSessions:
 
 @dataclass
 class _Recorded:
-    """The rows of the run, by the seed of each completion, which no other has; to be a job's `recorded`."""
+    """The rows of the run, by the seed of each completion, which no other has; to be the `recorded` of a rollout."""
 
     rows: dict[int, Row]
     model: LanguageModel
@@ -189,6 +192,16 @@ class _Recorded:
         return replace(drawn, completion=replace(drawn.completion, logprobs=logps, sampling_logprobs=logps))
 
 
+@dataclass(frozen=True)
+class _RecordedRollout(Rollout):
+    """A rollout whose trajectories are replaced by the recorded ones."""
+
+    recorded: Callable[[list[Trajectory]], list[Trajectory]] = list
+
+    def __call__(self, *given: Any, **named: Any) -> list[Trajectory]:
+        return self.recorded(super().__call__(*given, **named))
+
+
 def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 4) -> Replay:
     """Recompute step `number` (from 1) of the online run in `folder`, from the nearest checkpoint before it.
 
@@ -211,20 +224,22 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     prepare_torch(config.run, recompute=config.model.gradient_checkpointing)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
     reads_reference = any(one.needs_reference for one in algorithms.values())
-    with open_job(config, Journal(own), newest.path, setup, scores=False, reference=reads_reference) as (job, begun):
+    journal = Journal(own)
+    with open_job(config, journal, newest.path, setup, scores=False, reference=reads_reference) as opened:
+        job, state, differences = opened.run, opened.state, [*newest.ignored]
         rewards = _Recorded(rows, job.model, job.params.temperature, job.reward_weights)
-        job = replace(job, recorded=rewards, episodes=RecordedSessions(rows) if config.asks else job.episodes)
-        state, differences = begun.state, [*newest.ignored]
+        collector = Played(RecordedSessions(rows), job.sampler, job.model, True) if config.asks else job.rollout.collector
+        job = replace(job, rollout=_RecordedRollout(collector, None, job.rollout.show, recorded=rewards))
         for now in range(newest.step + 1, number):
             state = _with_changes(path, state)
-            state, _ = step(apply_changes(job, state.changes), state)
+            state = own.take(step(apply_changes(job, state.changes), state))
             differences += _compare(rewards, own, rows, recorded.get(now, {}), now)
         state = _with_changes(path, state)
         job = apply_changes(job, state.changes)
         put_back = remember(job) if algorithms else None
         watch = MethodWatch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
         still = replace(job.config, ref_model_sync_steps=0)  # it would move the reference that the others are to read
-        step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state)  # type: ignore[arg-type]
+        own.take(step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state))  # type: ignore[arg-type]
         watch.metrics = own.figures
         differences += _compare(rewards, own, rows, recorded[number], number)
         timed = [row for row in read_steps(path / "timings.jsonl") if row["step"] == number and "time/update" in row]
@@ -233,9 +248,9 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         for name, algorithm in algorithms.items():
             assert put_back is not None
             put_back()
-            clock = job.journal.clock()
+            clock, asked = Clock(), replace(config, algorithm=others[name])
             with clock(name):
-                watches[name] = _try(job, algorithm, replace(config, algorithm=others[name]), state, rewards.found[number])
+                watches[name] = _try(job, algorithm, asked, state, rewards.found[number], journal)
             seconds[name] = clock.phases[name]
         figures = {name: one.figures(watch) for name, one in watches.items()}
         groups = group_scored(rewards.found[number], config.num_generations, 1)
@@ -244,9 +259,11 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     return Replay(str(path), number, newest.step, differences, own.notes, assumed, figures, shown, seconds)
 
 
-def _try(job: Online, algorithm: Method, config: OnlineConfig, state: State, found: list[Trajectory]) -> MethodWatch:
+def _try(
+    job: Online, algorithm: Method, config: OnlineConfig, state: State, found: list[Trajectory], journal: Journal
+) -> MethodWatch:
     """What a method does with the step's completions. Where a step is one optimiser step, no weight has to move for it."""
-    made = correct(algorithm, config, job.sampler, job.model, job.journal)
+    made = correct(algorithm, config, job.sampler, job.model, journal)
     critic = job.critic if made.needs_critic else None
     if isinstance(made, PolicyGradient) and made.needs_critic and not job.algorithm.needs_critic:
         made = fitted(made, job.model, job.config.micro_batch_tokens)

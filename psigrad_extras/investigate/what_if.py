@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psigrad.language.recipes.learners import load_tensors, tensors_of
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import load_tensors, tensors_of
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.update import Optimizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.outcomes import Unscored, text_of, transcript_of
+from psigrad.language.rollout.scoring import Unscored, text_of, transcript_of
 from psigrad_extras.connect.endpoint import NoAnswerError
 from psigrad_extras.judges.rubric import Judge, fence
 

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from psigrad.errors import UserError, nearest
-from psigrad.language.rewards.outcomes import text_of
+from psigrad.language.rollout.scoring import text_of
 
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _ABBREVIATION = re.compile(

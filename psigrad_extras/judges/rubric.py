@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.outcomes import Preparable, Unscored, text_of, transcript_of
+from psigrad.language.rollout.scoring import Preparable, Unscored, text_of, transcript_of
 from psigrad.records.row_lines import replace_file
 from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 

@@ -17,14 +17,13 @@ from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_dataset
-from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 from psigrad.language.recipes.conversation import list_tools, offer_tools, playing_for
 from psigrad.language.recipes.score_rows import score
-from psigrad.language.rewards.outcomes import Unscored
 from psigrad.language.rollout.episodes.environments import Fault, Playing, library_of
 from psigrad.language.rollout.episodes.tools import CallForm, ServerTool, ToolBox
+from psigrad.language.rollout.scoring import Unscored
 from psigrad.records.read import show_number
 
 # Rows that the rewards are tried on.
@@ -91,7 +90,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
     with playing_for(config, CallForm("Hermes")) as playing:
         if (row := _first_row(config, playing)) is None:
             return []
-        given = {"prompt": prompt_for_reward(row), **row.columns}
+        given = {"prompt": row.dataset_prompt, **row.columns}
         turns = {f"tool {name}": _call(name, parameters, given) for name, parameters in called.items()}
         turns = turns or {"the environment": ("?", "'?'")}
         answers: list[Any] = playing.begin([given] * len(turns))

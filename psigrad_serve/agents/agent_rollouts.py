@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.episodes.episodes import settle
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
@@ -120,7 +119,7 @@ class Agents:
         return settle(sampler, made, params)
 
     def _place(self, session: Session, name: str) -> Place:
-        row = {"prompt": prompt_for_reward(session.row), **session.row.columns}
+        row = {"prompt": session.row.dataset_prompt, **session.row.columns}
         return Place(row, f"{self.gateway.address}/s/{name}/v1", name, self.gateway.tunnel)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import decode, encode_after, prompt_for_reward, prompt_ids
+from psigrad.language.data.templates import decode, encode_after, prompt_ids
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad_serve.agents.token_tree import Asked, Heard, TokenTree
 
@@ -114,7 +114,7 @@ class Session:
             reason=self.fault,
             mask=tuple(flat.mask),
             turns=len(self.answers),
-            messages=() if isinstance(prompt_for_reward(self.row), str) else tuple(self._conversation()),
+            messages=() if isinstance(self.row.dataset_prompt, str) else tuple(self._conversation()),
             policy_turns=tuple(decode(self.tokenizer, completion.ids) for completion in self.tree.completions()),
             branches=tuple(flat.branches),
             answer=self.answers[-1][2],

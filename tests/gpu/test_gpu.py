@@ -15,10 +15,11 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, pack
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad.language.training.learners import State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer
+from psigrad.step import Clock
 
 pytestmark = pytest.mark.gpu
 GROUPS = Groups(
@@ -81,7 +82,7 @@ def test_a_run_on_the_device_learns_what_one_on_the_cpu_learns(algorithm):
     def weights(device: str):
         run = make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1, device=device)
         state = State(algorithm=run.algorithm.initial_state())
-        collected = collect(make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1), 0, 0, run.journal.clock())
+        collected = collect(make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1), 0, 0, Clock())
         learn(run, collected.groups, state, 1e-3)
         return [p.detach().cpu() for p in run.model.trainable().values()]
 

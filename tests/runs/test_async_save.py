@@ -20,9 +20,9 @@ from tiny_jobs import forked, online_config, ppo_config, sft_config
 from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.language.recipes import online, sft
-from psigrad.language.training import learners
-from psigrad.language.training.learners import Learner, State
+from psigrad.language.recipes import learners, online, sft
+from psigrad.language.recipes.learners import Learner
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint

@@ -19,7 +19,7 @@ from psigrad.config import OnlineConfig, Run, SFTConfig
 from psigrad.config.load import load
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
-from psigrad.language.training.learners import with_changes
+from psigrad.language.recipes.changes import with_changes
 from psigrad.runs import callbacks
 
 pytestmark = pytest.mark.usefixtures("rewards_here")

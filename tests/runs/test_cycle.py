@@ -17,10 +17,10 @@ from tiny_rewards import fails_later
 from psigrad.config import Evaluation, Run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
+from psigrad.language.recipes.loops import LESS_MEMORY
 from psigrad.language.rewards import RewardError
-from psigrad.language.training.learners import LESS_MEMORY, State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.update import NonFiniteError
+from psigrad.language.training.state import State
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint
 from psigrad.runs import cycle as module
@@ -28,6 +28,7 @@ from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.cycle import cycle
 from psigrad.runs.progress import bar
+from psigrad.step import NonFiniteError
 
 
 class Quiet:

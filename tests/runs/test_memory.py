@@ -15,7 +15,8 @@ import torch
 from tiny_jobs import forked
 
 from psigrad.runs import journal, machine
-from psigrad.runs.journal import Clock, Journal, Trimmer
+from psigrad.runs.journal import Journal, Trimmer
+from psigrad.step import Clock
 
 pytestmark = pytest.mark.needs("linux")
 MB, ROOT = 1 << 20, Path(__file__).parents[2]

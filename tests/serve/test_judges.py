@@ -9,7 +9,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
-from psigrad.language.rewards.outcomes import Unscored
+from psigrad.language.rollout.scoring import Unscored
 from psigrad_extras.judges.rubric import Rubric
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served

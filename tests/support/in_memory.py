@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+
 import torch
 from inline_scorer import InlineScorer
 from prepared import prepared
@@ -10,43 +13,76 @@ from tiny_rewards import early_letters
 from psigrad.config import OnlineConfig, Optim, Run
 from psigrad.config.algorithms import resolve_online
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import reward_view
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
+from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import resolve as reward
+from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.episodes.episodes import collector_of
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
+from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
-from psigrad.processes.parallel.world import ALONE
-from psigrad.runs.journal import Clock
 
 
-class Silent:
-    """A journal that keeps its rows in memory."""
-
-    world = ALONE
+class Log:
+    """The rows of metrics and of completions that a run's steps have returned."""
 
     def __init__(self):
-        self.rows, self.lines = [], []
+        self.rows, self.lines, self.notes = [], [], {}
 
-    def metrics(self, step, figures):
-        self.rows.append({"step": step, **figures})
 
-    def timings(self, step, clock, tokens):
-        pass
+_LOGS = weakref.WeakKeyDictionary()
 
-    def rollouts(self, rows):
-        self.lines += rows
 
-    def stop_requested(self):
-        return False
+def log_of(run) -> Log:
+    """The log of a run and of all variants that share its optimiser."""
+    return _LOGS.setdefault(run.optimizer, Log())
 
-    def disk_low(self):
-        return ""
 
-    def clock(self):
-        return Clock()
+def advance(run, state, step=online_rl.step):
+    """Take a step, keep what it returned in the run's log, and return the state."""
+    outcome, log = step(run, state), log_of(run)
+    log.rows.append({"step": outcome.state.step, **outcome.metrics})
+    log.lines += outcome.rows
+    log.notes |= outcome.notes
+    return outcome.state
+
+
+def rollout_of(sampler, model, scorer, player=None):
+    """A rollout by this sampler, of single completions or of what a player makes."""
+    collector = collector_of(sampler, model, player, needs_reward=scorer is None)
+    return Rollout(collector, scorer, reward_view(model.tokenizer, collector.plays))
+
+
+def annotate(run, batch, step=0, cache=None):
+    """The batch with the columns of all annotators."""
+    for annotator in run.annotators:
+        batch = annotator.columns(run, batch, step, cache)
+    return batch
+
+
+def with_sampler(run, sampler):
+    """The run with another sampler."""
+    return replace(run, rollout=replace(run.rollout, collector=replace(run.rollout.collector, sampler=sampler)))
+
+
+def with_scorer(run, scorer):
+    """The run with another scorer."""
+    return replace(run, rollout=replace(run.rollout, scorer=scorer))
+
+
+def with_player(run, player):
+    """The run whose completions are what a player makes."""
+    return replace(run, rollout=rollout_of(run.sampler, run.model, run.rollout.scorer, player))
+
+
+def with_reference(run, reference):
+    """The run with another reference, or none."""
+    return replace(run, annotators=annotators_of(reference))
 
 
 def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> Online:
@@ -75,12 +111,10 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
         config=config,
         algorithm=method,
         model=model,
-        reference=reference,
-        sampler=EmbeddedSampler(model),
-        scorer=InlineScorer([reward(function)]),
+        rollout=rollout_of(EmbeddedSampler(model), model, InlineScorer([reward(function)])),
+        annotators=annotators_of(reference),
         optimizer=Optimizer(model.trainable(), config.optim),
         prompts=prompts,
         params=SamplingParams(max_tokens=6),
         total_steps=steps,
-        journal=Silent(),
     )

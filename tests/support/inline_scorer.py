@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Self
 
 from psigrad.language.rewards import Result, RewardSpec, Samples, Scoring
-from psigrad.language.rewards.outcomes import pick
 from psigrad.language.rewards.reward_pool import RewardCall, check_weights, combine, enter, name_apart
 from psigrad.language.rewards.reward_worker import Part, ask
+from psigrad.language.rollout.scoring import pick
 
 
 class InlineScorer:

@@ -17,20 +17,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from psigrad.config import OnlineConfig, Optim
 from psigrad.config.algorithms import resolve
-from psigrad.language.data.pairs import Answer, Judged, Pair
-from psigrad.language.data.templates import Example
+from psigrad.language.examples import Answer, Example, Judged, Pair
 from psigrad.language.models import language_model, scalar_model, tiny
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import balance_of, balanced
 from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.offline import sft_task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.figures import Tally, TokenFigures
-from psigrad.language.training.online.online_run import ValueModel, log_probs, micro_batches, rows_of, to_batch, values
+from psigrad.language.training.online.annotators.critic import ValueModel, values
+from psigrad.language.training.online.annotators.old_log_probs import log_probs
+from psigrad.language.training.online.batch import micro_batches, rows_of, to_batch
+from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
@@ -107,31 +109,29 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
     prepared = algorithm.prepare(batch, algorithm.initial_state())
     run = SimpleNamespace(
         model=model,
-        reference=None,
+        annotators=(),
         critic=None if critic is None else ValueModel(critic, None, 0.1),
         params=SamplingParams(64),
         config=OnlineConfig(num_iterations=2),
         world=world,
         single_pass=False,
     )
-    tally = Tally(world=world)
-    tally.steps = 1
     rows = torch.arange(len(batch.mask))
     parts = shard(world, micro_batches(batch, prepared.needs_gradient, BUDGET, world.size))
     totals = algorithm.totals(prepared, rows)
     if control == "own counts":  # the usual mistake: each process divides by what it has
         own = torch.cat([rows_of(micro) for micro, _ in parts])
         totals = algorithm.totals(prepared, own)
-    seen = TokenFigures(0, prepared)
-    return list(online_rl.losses(run, algorithm, prepared, parts, totals, tally, seen, None))
+    passes = online_rl.Passes(run, algorithm, prepared, LossSums(world), TokenFigures(0, prepared), None, warms_up=False)
+    return list(passes.losses(parts, totals))
 
 
 def offline(make_task, case: Case, world: World, model, critic, groups, control: str) -> list[Callable[[], torch.Tensor]]:
     task = make_task(model, [t for group in groups for t in group], groups)
-    tally = Tally(world=world)
+    sums = LossSums(world)
     whole = task.shares(range(len(task)), BUDGET, 4 if case.balance else world.size)
     shares = shard(world, [partial(balanced, model, share, len(whole)) for share in whole])
-    return [partial(tally.of, share, w) for share, w in shares]
+    return [partial(sums.of, share, w) for share, w in shares]
 
 
 def _answer(t: Trajectory) -> Answer:

@@ -21,8 +21,9 @@ from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import api
-from psigrad.language.training import learners as saved
-from psigrad.language.training.learners import Learner, State
+from psigrad.language.recipes import learners as saved
+from psigrad.language.recipes.learners import Learner
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel import world as worlds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,15 @@ import numpy as np
 import torch
 
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import reward_view
+from psigrad.language.rollout.collectors import Completions, Rollout
+from psigrad.language.rollout.scoring import Scored
 from psigrad.language.rollout.types import Completion, Prompt, SamplingParams
-from psigrad.language.training.online import collect
-from psigrad.language.training.online.figures import Outcome, collection_metrics, rollout_rows
-from psigrad.language.training.online.online_run import inputs_of, share_of, to_batch
+from psigrad.language.training.online.batch import inputs_of, share_of, to_batch
+from psigrad.language.training.online.figures import Learned, collection_metrics, rollout_rows
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import ALONE, World
+from psigrad.step import Clock
 
 PARAMS = SamplingParams(max_tokens=1)
 
@@ -52,7 +56,7 @@ class Lengths:
     def begin(self):
         found = []
         return SimpleNamespace(
-            add=lambda samples: found.extend(collect.Scored(float(len(ids) % 7)) for ids in samples.completion_ids),
+            add=lambda samples: found.extend(Scored(float(len(ids) % 7)) for ids in samples.completion_ids),
             poll=lambda: None,
             results=lambda: found,
         )
@@ -63,19 +67,12 @@ def prompts_of(count: int, tokens: int) -> list[Prompt]:
     return [Prompt(n, tuple(range(n, n + tokens)), Row(text, prompt=text)) for n, text in enumerate(texts)]
 
 
-def collected(world: World, prompts: list[Prompt], size: int, tokens: int, central: bool) -> list:
-    collect.decode = letters
-    return collect.rollout(
-        Written(tokens, central),
-        Lengths(),
-        prompts,
-        PARAMS,
-        num_generations=size,
-        seed_of=lambda i, k: i * size + k,
-        model=SimpleNamespace(tokenizer=None),
-        version=0,
-        world=world,
-    )
+def collected(
+    world: World, prompts: list[Prompt], size: int, tokens: int, central: bool, clock: Clock | None = None, complete: bool = False
+) -> list:
+    collector = Completions(Written(tokens, central), partial(letters, None))
+    rollout = Rollout(collector, Lengths(), reward_view(), world, complete)
+    return rollout(prompts, PARAMS, size, lambda i, k: i * size + k, version=0, clock=clock)
 
 
 def count_bytes(world: World) -> Counter:
@@ -111,7 +108,7 @@ def share(world: World, folder: str, count: str, size: str, length: str, central
     inputs = [inputs_of(batch, micro) for micro, _ in micros]
     trained = dict(sent)
     holding = SimpleNamespace(trajectories=rows, groups=groups)
-    outcome = Outcome({}, {}, [0.5] * len(rows))
+    outcome = Learned({}, {}, [0.5] * len(rows))
     written = rollout_rows(world, prompts, holding, outcome, 1, 2) if hasattr(world, "exchange") else []
 
     whole = collected(ALONE, prompts, *shape)

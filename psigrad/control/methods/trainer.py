@@ -25,7 +25,7 @@ from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.products import TowerKernels
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
-from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
+from psigrad.step import MAX_NONFINITE, NonFiniteError
 
 _BETA1, _BETA2, _SMOOTHING = 0.9, 0.999, 0.99
 OPTIMIZER, NUMBERS, EPISODES = "optimizer.safetensors", "state.json", "episodes.safetensors"

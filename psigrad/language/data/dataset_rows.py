@@ -10,7 +10,6 @@ rows under other names are `posted_forms`'.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import numbers
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 
 from psigrad.errors import UserError, nearest
 from psigrad.language.data.chat.messages import Message, check_answers, read_message, weigh_turns
+from psigrad.language.examples import common_prefix
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -65,6 +65,11 @@ class Row:
     plain_prompt: str | None = None
     places: dict[str, list[Any]] = field(default_factory=dict, compare=False)
     """Of columns that the file has otherwise: its column there, how many turns further on, and what the content is called."""
+
+    @property
+    def dataset_prompt(self) -> Any:
+        """The prompt as it is in the dataset: the one that reward functions, environments and people see."""
+        return self.prompt if self.plain_prompt is None else self.plain_prompt
 
     def place_of(self, what: str) -> str:
         """A place in the row, as messages[0].content, as the file has it: conversations[0].value."""
@@ -159,11 +164,6 @@ def role_of(message: Mapping[str, Any]) -> str:
     return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
 
 
-def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences begin with alike."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
 def column_names(rows: Iterable[Row]) -> list[str]:
     """The columns that any of these rows has beside those of its form, by the alphabet."""
     return sorted({name for row in rows for name in row.columns})
@@ -224,7 +224,7 @@ def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
-    at = alike(chosen, rejected)
+    at = common_prefix(chosen, rejected)
     if isinstance(chosen, str) and at and chosen[at - 1] == " ":
         at -= 1  # the space before a word belongs to the word's token
     if not at:

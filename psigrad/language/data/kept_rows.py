@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.pairs import Answer, Judged, Pair, Steps
-from psigrad.language.data.templates import Example
+from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from psigrad.errors import UserError, nearest, several
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import WEIGHTS, Message, join_parts
-from psigrad.language.data.dataset_rows import BadRow, Row, RowError, alike, name_columns, role_of, show
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns, role_of, show
+from psigrad.language.examples import common_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +89,7 @@ def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str
     """The place `column` of a translated row, as messages[0].role, in the row that was read: conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is what both answers begin with
-        shift = 0 if name == "prompt" else alike(row["chosen"], row["rejected"])
+        shift = 0 if name == "prompt" else common_prefix(row["chosen"], row["rejected"])
         name, index = "chosen" if name == "prompt" else name, str(int(index) + shift)
     value = row.get(name)
     turn = value[int(index)] if index and isinstance(value, list) and int(index) < len(value) else None
@@ -106,7 +107,7 @@ def places_of(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[
     """`Row.places` of a translated row."""
     found: dict[str, list[Any]] = {}
     split = row.get("prompt") is None and isinstance(row.get("chosen"), list)  # the prompt is what both answers begin with
-    shared = alike(row["chosen"], row["rejected"]) if split else 0
+    shared = common_prefix(row["chosen"], row["rejected"]) if split else 0
     for name, read in (("messages", "messages"), ("prompt", "prompt"), ("completion", "completion"), *_PAIR):
         last = len(row[name]) - 1 - shared if isinstance(row.get(name), list) else -1
         own = re.fullmatch(r"(.*)\[(\d+)\]\.(\w+)", place_in(raw, row, f"{name}[{last}].content")) if last >= 0 else None

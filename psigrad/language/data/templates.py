@@ -18,6 +18,7 @@ from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.rendering import check_known, refuse
 from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.examples import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,18 +39,6 @@ CHATML = """\
 Turns end with the tokenizer's own EOS (`<|im_end|>` in models made for ChatML), so a sampler that stops at EOS stops at the end
 of a turn, and no token needs to be added.
 """
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row to train on: `ids` [T], `mask` [T] True on the tokens with loss, `truncated` if `max_length` cut its end off.
-
-    The first token is never in the mask: nothing precedes it. After a cut the mask may be all False; leave such a row out.
-    """
-
-    ids: list[int]
-    mask: list[bool]
-    truncated: bool
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
@@ -221,11 +210,6 @@ def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]
     return found.group() if found else ""
 
 
-def prompt_for_reward(row: Row) -> Any:
-    """The prompt as the dataset has it, which reward functions, environments and people are shown."""
-    return row.prompt if row.plain_prompt is None else row.plain_prompt
-
-
 @functools.lru_cache(maxsize=8)
 def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
     """`template` and `named` are the tokenizer's own; a cache that did not know them would outlive a change of theirs."""
@@ -239,7 +223,7 @@ def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) 
 
 def completion_for_reward(row: Row, text: str) -> str | list[Message]:
     """A completion as reward functions get it from TRL: text, or one assistant message where the prompt is conversational."""
-    return text if isinstance(prompt_for_reward(row), str) else [{"role": "assistant", "content": text}]
+    return text if isinstance(row.dataset_prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _encodable(text: str) -> str:

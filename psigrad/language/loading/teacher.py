@@ -11,14 +11,20 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.data.templates import encode_after, words_of
-from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
-from psigrad.objective import PolicyGradient, PolicyOutputs
+from psigrad.language.training.online.annotators.annotator import Annotator
+from psigrad.language.training.online.annotators.reference import read_by_reference
+from psigrad.language.training.online.batch import MicroBatch, fill, reference_inputs_of
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import span_kl
+from psigrad.processes.parallel.world import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from psigrad.language.training.online.online_run import Online
 
 _HALF = "\ufffd"
 _CONTEXT = 8  # tokens of a prompt behind which a text is cut into tokens
@@ -132,6 +138,52 @@ class Teacher:
         cuts = align(own, ends) + ([(len(ids), len(theirs) + 1)] if finished else [])
         read_ids = (*theirs, eos) if finished or not theirs else tuple(theirs)
         return read_ids[: max(room, 1)], [cut for cut in cuts if cut[1] <= room]
+
+
+@dataclass(frozen=True)
+class TeacherReference(Annotator):
+    """The annotator of a teacher: its log-probs, its most probable tokens, or the KL by pieces of text."""
+
+    teacher: Teacher
+    gives_reference = True
+
+    def columns(self, run: Online, batch: Batch, step: int, cache: Any) -> Batch:
+        """Add `logp_ref` where the KL term reads sampled tokens; ask about pieces of text where it reads those."""
+        algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
+        self.teacher.forget()
+        if not isinstance(algorithm, PolicyGradient):
+            return batch
+        if algorithm.kl is not None and algorithm.kl.estimator == "span":
+            self._settle_pieces(batch, budget, temperature, run.world)
+        if not algorithm.needs_reference or algorithm.needs_exact_kl:
+            return batch
+        of = lambda x: self.teacher.log_probs(x, temperature)  # noqa: E731
+        return replace(batch, logp_ref=fill(batch, budget, of, world=run.world, inputs=read_by_reference))
+
+    def _settle_pieces(self, batch: Batch, budget: int, temperature: float, world: World) -> None:
+        """Ask the teacher for its log-probs of the pieces of text of a batch."""
+
+        def ask(part: int) -> Tensor:
+            of = lambda inputs: self.teacher.pieces(inputs, temperature)[part].float()  # noqa: E731
+            return fill(batch, budget, of, world=world, inputs=read_by_reference)
+
+        ends, theirs = ask(0), ask(1)
+        self.teacher.settle(ends > 0, theirs, batch.logp_old)
+
+    def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
+        """See `Annotator`. The KL by pieces of text is no sum over the vocabulary."""
+        algorithm, inputs = run.algorithm, reference_inputs_of(batch, micro)
+        if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
+            return None
+        if algorithm.kl.estimator == "span" or inputs is None:
+            return None
+        return Divergence(self.teacher.top(inputs, run.params.temperature), algorithm.kl.estimator, algorithm.kl.mixture)
+
+    def in_pass(
+        self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+    ) -> tuple[Prepared, PolicyOutputs]:
+        """Add the KL by pieces of text."""
+        return part, self.teacher.add_kl(outputs, rows)
 
 
 def is_address(reference: str) -> bool:

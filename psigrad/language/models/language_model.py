@@ -93,6 +93,10 @@ class LanguageModel(Pretrained):
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
 
+    def new_cache(self, limit: float) -> ActivationCache:
+        """Return an empty cache of at most `limit` bytes for what sampling computes of the policy."""
+        return ActivationCache(limit)
+
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
         """`cache` where the fused decoder computes what trains: not with the adapter switched off, nor by other code."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None

@@ -16,23 +16,22 @@ from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, check_output
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.reward_view import score
 from psigrad.language.data.sources import read_dataset
-from psigrad.language.data.templates import prompt_for_reward
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import meant
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
+from psigrad.language.recipes.evaluator import Evaluator, figures_of
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
 from psigrad.language.rewards.benchmarks import BENCHMARKS, BenchmarkReward, Choice, as_prompts
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.resolve import name_of
-from psigrad.language.rewards.reward_pool import explain_unscored
 from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.samplers import samplers
+from psigrad.language.rollout.scoring import explain_unscored
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.evaluator import Evaluator, figures_of
-from psigrad.language.training.online.collect import score
 from psigrad.records.pins import identify_data, identify_model
 from psigrad.records.read import prompt_text
 from psigrad.records.run_folder import to_line
@@ -70,7 +69,7 @@ class Report:
     @property
     def prompts(self) -> list[str]:
         """The prompt of each completion, as text."""
-        return [str(prompt_text(prompt_for_reward(self.rows[t.row]))) for t in self.trajectories]
+        return [str(prompt_text(self.rows[t.row].dataset_prompt)) for t in self.trajectories]
 
 
 def run(config: EvalConfig) -> Report:

@@ -23,14 +23,16 @@ from psigrad.language.loading.model_source import tell_ends
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.recipes.learners import Learner, begin
+from psigrad.language.recipes.loops import Generated, train_offline
+from psigrad.language.recipes.memory_check import check_offline
 from psigrad.language.recipes.pinned import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import ReplicaSampler, Sampler
-from psigrad.language.training.learners import Learner, State, begin
-from psigrad.language.training.memory_check import check_offline
 from psigrad.language.training.offline import offline
-from psigrad.language.training.offline.offline import Generated, Task
+from psigrad.language.training.offline.offline import Task
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import ALONE, World
@@ -69,10 +71,10 @@ def train_on_rows(
     pins, counted = collect_pins(config, model.tokenizer, prepared, judges), (len(prepared.rows), len(prepared.held_out))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
-    job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
+    run = offline.Offline(config, task, held_out, learner.optimizer, steps, journal.world, journal.watch)
     if config.optim.rehearse:
-        check_offline(job)
-    offline.train(job, begun.state, begun.save)
+        check_offline(run)
+    train_offline(run, begun.state, begun.save, journal, config.evaluation.eval_steps, generated)
     return finish(config, journal, model, given)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,31 +13,50 @@ from typing import Any
 from psigrad.config import OnlineConfig
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell
+from psigrad.language.data.reward_view import reward_view
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference
+from psigrad.language.loading.teacher import Teacher, TeacherReference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, list_tools, rows_for
+from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of, sampler_of
+from psigrad.language.recipes.learners import Follower, Keeper, Learner, begin
+from psigrad.language.recipes.loops import train_online
+from psigrad.language.recipes.memory_check import check_online
 from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
-from psigrad.language.rollout.episodes.episodes import Player
+from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.episodes.episodes import Player, collector_of
 from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.types import Prompts, Sampler
-from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.learners import Begun, Follower, Learner, State, begin
-from psigrad.language.training.memory_check import check_online
-from psigrad.language.training.online.online_rl import train
-from psigrad.language.training.online.online_run import Online, ValueModel
-from psigrad.processes.parallel.world import World
+from psigrad.language.training.online.annotators.annotator import Annotator
+from psigrad.language.training.online.annotators.critic import ValueModel, Values
+from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs
+from psigrad.language.training.online.annotators.reference import Reference
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
+from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.pins import hash_code
 from psigrad.runs import session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
+
+
+@dataclass(frozen=True)
+class Job:
+    """An online run that is ready to start: its parts, its state, and the ways to save and to evaluate it."""
+
+    run: Online
+    state: State
+    save: Keeper
+    evaluate: Callable[[int], None] | None
+
 
 Setup = tuple[RewardSetup, RewardSetup | None]
 """The reward, and the held-out metric where it is another."""
@@ -53,11 +73,11 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     with session.open_run(config, "online") as journal:
         if (done := session.load_finished(config, journal, lasting_pins(config, setup))) is not None:
             return done
-        with open_job(config, journal, session.newest_checkpoint(journal), setup, given) as (job, begun):
+        with open_job(config, journal, session.newest_checkpoint(journal), setup, given) as job:
             if config.optim.rehearse:
-                check_online(job)
-            after = train(job, begun.state, begun.save)
-            return finish(config, journal, job.model, given, ledger=after.ledger, **job.sampler.count())
+                check_online(job.run)
+            after = train_online(job.run, job.state, job.save, journal, job.evaluate)
+            return finish(config, journal, job.run.model, given, ledger=after.ledger, **job.run.sampler.count())
 
 
 @contextlib.contextmanager
@@ -70,17 +90,18 @@ def open_job(
     *,
     scores: bool = True,
     reference: bool = False,
-) -> Iterator[tuple[Online, Begun]]:
-    """The parts of a run that begins, or goes on from a checkpoint, and where it begins. `setup` is the reward and the held-out
-    metric; without `scores` nothing is scored or evaluated. `reference`: load one, whether the algorithm reads it or not.
+) -> Iterator[Job]:
+    """Load the parts of a run that starts, or resumes from a checkpoint. `setup` is the reward and the held-out metric.
+
+    Without `scores` nothing is scored or evaluated. `reference`: load one, even if the algorithm does not read it.
     """
     algorithm, (rewards, metric), evaluator = method(config), setup, None
     with contextlib.ExitStack() as stack:
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
         check_following(config, model.adapter is not None)
-        episodes = stack.enter_context(episodes_for(config, model.tokenizer, journal))
-        prepared = _prepare_rows(config, model, journal, episodes, setup)
+        player = stack.enter_context(episodes_for(config, model.tokenizer, journal))
+        prepared = _prepare_rows(config, model, journal, player, setup)
         rows, held_out, evaluates = prepared.rows, prepared.held_out, bool(prepared.held_out) and scores
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
         own_reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
@@ -89,7 +110,7 @@ def open_job(
         if evaluates:
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             by = metric or rewards
-            evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, episodes, world=journal.world)
+            evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, player, world=journal.world)
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, prepared, evaluator)))
@@ -102,31 +123,47 @@ def open_job(
             learners.append(Follower(own_reference, "reference"))
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
-        job = Online(
+        collector = collector_of(sampler, model, player, needs_reward=scorer is None)
+        world = journal.world
+        run = Online(
             config=config,
             algorithm=algorithm,
             model=model,
-            reference=own_reference,
-            sampler=sampler,
-            scorer=scorer,
             optimizer=policy.optimizer,
             prompts=prompts,
             params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts)),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
-            journal=journal,
-            evaluate=None if evaluator is None else partial(evaluator.record, model, sampler, journal=journal),
+            rollout=Rollout(
+                collector,
+                scorer,
+                reward_view(model.tokenizer, collector.plays),
+                world=ALONE if sampler.central else world,
+                complete=config.lag > 0,  # a checkpoint holds the collections that are not trained on yet
+            ),
+            annotators=annotators_of(own_reference),
             critic=critic,
-            episodes=episodes,
+            executor=stack.enter_context(executor_of(config, sampler, world)),
+            world=world,
+            watch=journal.watch,
             reward_weights=rewards.weights,
-            collector=stack.enter_context(collector_of(config, sampler, journal.world)),
         )
-        yield job, begun
+        evaluate = None if evaluator is None else partial(evaluator.record, model, sampler, journal=journal)
+        yield Job(run, begun.state, begun.save, evaluate)
+
+
+def annotators_of(reference: LanguageModel | Teacher | None) -> list[Annotator]:
+    """Return the annotators of a run. Each adds its column only if the algorithm reads it."""
+    if reference is None:
+        first: list[Annotator] = []
+    else:
+        first = [TeacherReference(reference) if isinstance(reference, Teacher) else Reference(reference)]
+    return [*first, OldLogProbs(), OldEntropy(), Values()]
 
 
 @contextlib.contextmanager
-def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Threads that collect while steps train, where others sample and a lag gives them the time: one for each collection that is
-    under way, but only one where environments play.
+def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
+    """Yield threads that collect while steps train, if a cluster samples and a lag gives them the time: one for each collection
+    under way, but only one if environments play.
     """
     if not (sampler.central and config.lag and world.rank == 0):
         yield None

@@ -21,7 +21,7 @@ from psigrad.config import PreferenceConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.pairs import Answer
+from psigrad.language.examples import Answer
 from psigrad.language.loading.given_model import GivenModel, digest_weights
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel

@@ -17,7 +17,7 @@ from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell, as_turns, for_model
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import prompt_for_reward, prompt_ids, said_otherwise
+from psigrad.language.data.templates import prompt_ids, said_otherwise
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.language_model import LanguageModel
@@ -102,7 +102,7 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
             f"{row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
             "row the prompt that the reference reads, as text or messages like the prompt."
         )
-    if isinstance(own, str) != isinstance(prompt_for_reward(row), str):
+    if isinstance(own, str) != isinstance(row.dataset_prompt, str):
         raise UserError(f"{row.source}: prompt and {column} are text and messages; give both in the same form.")
     read = replace(row, prompt=own, plain_prompt=None)
     return read if isinstance(row.prompt, str) else as_turns(tokenizer, read)

@@ -19,8 +19,8 @@ from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
-from psigrad.language.rewards.outcomes import Failed, Result, Scored, Unscored
-from psigrad.language.rewards.reward_pool import explain_unscored, row_faults
+from psigrad.language.rewards.reward_pool import row_faults
+from psigrad.language.rollout.scoring import Failed, Result, Scored, Unscored, explain_unscored
 
 FORM = "prompt-completion"
 

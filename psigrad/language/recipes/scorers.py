@@ -20,15 +20,15 @@ from psigrad.language.data.posted_forms import Tell
 from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.recipes.evaluator import Evaluator
+from psigrad.language.recipes.model_scorer import Mixture, ModelScorer
 from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.outcomes import Samples
 from psigrad.language.rewards.reward_pool import check_weights, names_apart, row_faults
 from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.samplers.samplers import sampling_params
-from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.scoring import Mixture, ModelScorer
+from psigrad.language.rollout.scoring import Samples
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.processes.sandbox import executor_for, tier_of_this_machine
 from psigrad.runs.journal import Journal
@@ -213,7 +213,7 @@ def evaluator_for(
     scorer: Scorer | None,
     rows: Sequence[Row],
     reference: LanguageModel | Teacher | None,
-    episodes: Player | None = None,
+    player: Player | None = None,
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
@@ -228,6 +228,6 @@ def evaluator_for(
         num_generations=size or config.evaluation.num_generations_eval,
         reference=reference if config.evaluation.eval_kl and not isinstance(reference, Teacher) else None,
         micro_batch_tokens=config.micro_batch_tokens,
-        episodes=episodes,
+        player=player,
         world=world,
     )

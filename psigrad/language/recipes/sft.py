@@ -13,7 +13,8 @@ from psigrad.errors import UserError, several
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import Example, encode_ahead, examples
+from psigrad.language.data.templates import encode_ahead, examples
+from psigrad.language.examples import Example
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.recipes.finish import generated_of, train_on_rows

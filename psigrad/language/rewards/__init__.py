@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from psigrad.language.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scorer, Scoring, Unscored
 from psigrad.language.rewards.resolve import RewardSpec, resolve
-from psigrad.language.rewards.reward_pool import RewardPool, check_unscored
+from psigrad.language.rewards.reward_pool import RewardPool
+from psigrad.language.rollout.scoring import (
+    Failed,
+    Failure,
+    Result,
+    RewardError,
+    Samples,
+    Scored,
+    Scorer,
+    Scoring,
+    Unscored,
+    check_unscored,
+)
 
 __all__ = [
     "Failed",

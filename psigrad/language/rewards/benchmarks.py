@@ -15,7 +15,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import blank, without_emphasis
-from psigrad.language.rewards.outcomes import text_of
+from psigrad.language.rollout.scoring import text_of
 
 _SAID = re.compile(
     r"\\boxed\{\s*(?:\\text\{)?\(?([A-Z])\b|(?:answer|choice|option)\s*(?:is|:)?[\s*:]*\(?([A-Z])\b(?!['’])", re.IGNORECASE

@@ -17,8 +17,8 @@ from psigrad.language.rewards.benchmarks import Choice
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
-from psigrad.language.rewards.outcomes import Failure, text_of, transcript_of
 from psigrad.language.rewards.reward_worker import finish
+from psigrad.language.rollout.scoring import Failure, text_of, transcript_of
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:

@@ -14,7 +14,7 @@ from psigrad.errors import UserError
 from psigrad.language.rewards.code_asserts import Evaluated
 from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, RowTests, read_tests
 from psigrad.language.rewards.code_values import same
-from psigrad.language.rewards.outcomes import text_of
+from psigrad.language.rollout.scoring import text_of
 from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
 from psigrad.processes.sandbox.executor import MissingValue
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.rewards.numeric import Number, blank, equal, find_marked, read_number, unwrap, without_emphasis
-from psigrad.language.rewards.outcomes import text_of
+from psigrad.language.rollout.scoring import text_of
 
 _LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\pm |\in |^{2}|^{3}|^\circ|-| "
 _UNICODE = str.maketrans(dict(zip("√∞π·×∪∩∅≤≥±∈²³°\N{MINUS SIGN}\u00a0", _LATEX.split("|"), strict=True)))

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.outcomes import text_of
+from psigrad.language.rollout.scoring import text_of
 
 _SEPARATOR = r"(?:[,_ '’\u00a0\u2009\u202f]|\{,\}|\\[,:; !])"
 _INTEGER = rf"(?:\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|\d{{1,2}}(?:,\d\d){{1,6}},\d{{3}}(?!\d)|\d+)"

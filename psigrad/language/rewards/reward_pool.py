@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.outcomes import (
+from psigrad.language.rewards.resolve import RewardSpec
+from psigrad.language.rewards.reward_worker import Part, is_async
+from psigrad.language.rollout.scoring import (
     Failed,
     Failure,
     Preparable,
@@ -23,8 +25,6 @@ from psigrad.language.rewards.outcomes import (
     Unscored,
     pick,
 )
-from psigrad.language.rewards.resolve import RewardSpec
-from psigrad.language.rewards.reward_worker import Part, is_async
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
 from psigrad.processes.workers.worker_pool import SharedWait
 
@@ -299,27 +299,6 @@ def check_weights(parts: Sequence[Any], weights: Sequence[float]) -> tuple[float
     if not all(math.isfinite(weight) for weight in weights):
         raise UserError(f"reward_weights are {list(weights)}; each must be a finite number.")
     return tuple(weights) or (1.0,) * len(parts)
-
-
-def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
-    """Stop a run whose rewards do not work. `reasons` has one entry per completion: why it is unscored, or None."""
-    unscored = sum(reason is not None for reason in reasons)
-    if not unscored or unscored / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
-        return
-    raise RewardError(f"{explain_unscored(reasons, f', above max_unscored {limit:g}')} Fix that or raise the limit.")
-
-
-def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:
-    """How many of the completions are unscored, and the reason that most of these have; `reasons` as in `check_unscored`."""
-    counts: dict[str, list[int]] = {}
-    for i, reason in enumerate(reasons):
-        if reason is not None:
-            counts.setdefault(reason, []).append(i)
-    reason, samples = max(counts.items(), key=lambda item: len(item[1]))
-    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
-    unscored = sum(map(len, counts.values()))
-    most = f"most often ({len(samples)}, samples {shown}): {reason.rstrip('.')}."
-    return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"
 
 
 def decode(content: Any, count: int) -> list[Part] | Unscored:

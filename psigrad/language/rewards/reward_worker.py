@@ -14,7 +14,7 @@ from typing import Any
 
 from psigrad.errors import kind_of, nearest
 from psigrad.language.rewards.code import Code, Wrong
-from psigrad.language.rewards.outcomes import Failure, Preparable, Unscored, transcript_of, turns_of
+from psigrad.language.rollout.scoring import Failure, Preparable, Unscored, transcript_of, turns_of
 from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import message_of, reason_for
 from psigrad.processes.workers.shipping import Packed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -327,8 +328,13 @@ class Trajectory:
         return [Stretch(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
 
     @property
+    def step_return(self) -> float:
+        """The sum of the rewards that came before the end."""
+        return math.fsum(reward for _, reward in self.step_rewards)
+
+    @property
     def chosen(self) -> int:
-        """How many tokens the policy chose."""
+        """The number of tokens that the policy chose."""
         return sum(self.mask) if self.mask else len(self.completion.ids)
 
     @property

@@ -18,7 +18,7 @@ from psigrad.language.training.frugal_adamw import FrugalAdamW
 from psigrad.language.training.optimizers import Adafactor, AdamW, Muon, Stepper, is_hidden_matrix, steps_natively
 from psigrad.processes.parallel.shards import copies_of, held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
-from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
+from psigrad.step import MAX_NONFINITE, NonFiniteError
 
 
 def learning_rate(optim: Optim, step: int, total: int) -> float:

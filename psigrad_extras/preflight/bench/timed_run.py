@@ -15,61 +15,37 @@ from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceCon
 from psigrad.config.algorithms import resolve
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row, validate
+from psigrad.language.data.reward_view import reward_view
 from psigrad.language.data.templates import example
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
+from psigrad.language.rollout.collectors import Rollout
 from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.episodes.episodes import Episodes, collector_of
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
-from psigrad.language.training.learners import State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl as online
-from psigrad.language.training.online import online_run
-from psigrad.language.training.online.online_run import Online, ValueModel
+from psigrad.language.training.online.annotators.critic import ValueModel
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.processes.parallel.world import ALONE
-from psigrad.runs.journal import Clock
 from psigrad.runs.machine import prepare_torch
 from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, answer, read, reward, serve
 
 RATE = Optim(learning_rate=1e-6)
-
-
-class TimingJournal:
-    """Keeps the last step's seconds."""
-
-    phases: dict[str, float]
-    world = ALONE
-
-    def metrics(self, step: int, figures: Any) -> None:
-        """Not kept."""
-
-    def rollouts(self, rows: Any) -> None:
-        """Not kept."""
-
-    def tell_once(self, kind: str, text: str) -> None:
-        """Not told."""
-
-    def timings(self, step: int, clock: Any, tokens: int) -> None:
-        """Keep the seconds of each phase and the number of tokens of the step."""
-        self.phases = {name.removeprefix("time/"): seconds for name, seconds in clock.phases.items()}
-        self.tokens = tokens
-
-    def clock(self) -> Clock:
-        """A clock for one step."""
-        return Clock()
 
 
 class Inline:
@@ -149,21 +125,20 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
     texts = [row["prompt"] for row in rows]
     ids = model.tokenizer(texts).input_ids
     prompts = [Prompt(i, tuple(own), Row("x", prompt=text)) for i, (own, text) in enumerate(zip(ids, texts, strict=True))]
-    journal: Any = TimingJournal()
+    reference = (model if work.lora_rank else model.frozen_copy()) if work.beta else None
+    player = Episodes(InProcess(partial(Answering, work.turns)), work.turns) if work.turns > 1 else None
+    collector = collector_of(EmbeddedSampler(model, cuda_graphs=work.cuda_graphs), model, player)
     run = Online(
         config=config,
         algorithm=algorithm,
         model=model,
-        reference=(model if work.lora_rank else model.frozen_copy()) if work.beta else None,
-        sampler=EmbeddedSampler(model, cuda_graphs=work.cuda_graphs),
-        scorer=Inline(),
         optimizer=Optimizer(model.trainable(), RATE, recompute=again),
         prompts=prompts,
         params=SamplingParams(max_tokens=work.completion_tokens),
+        rollout=Rollout(collector, Inline(), reward_view(model.tokenizer, collector.plays)),
+        annotators=annotators_of(reference),
         total_steps=100000,
-        journal=journal,
         critic=critic,
-        episodes=Episodes(InProcess(partial(Answering, work.turns)), work.turns) if work.turns > 1 else None,
     )
     return TimedRun(work, model, run.optimizer, _stepping(run, State(algorithm=algorithm.initial_state())))
 
@@ -187,8 +162,8 @@ def method(kind: str, beta: float) -> PolicyGradient:
 def _stepping(run: Online, state: State) -> Step:
     """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
     phases = Phases()
-    for name in ("log_probs", "reference_log_probs", "values"):
-        phases.around(online_run, name, "log-probs")
+    for annotator in run.annotators:
+        phases.around(type(annotator), "columns", "log-probs")
     phases.around(online, "step_together", "forward-backward")
     for optimizer in (run.optimizer, *([run.critic.optimizer] if run.critic else [])):
         for method in ("norm", "apply"):
@@ -197,11 +172,11 @@ def _stepping(run: Online, state: State) -> Step:
 
     def step() -> tuple[int, dict[str, float]]:
         phases.seconds = {}
-        now[0], _ = online.step(run, now[0])
-        journal: Any = run.journal
-        found = {name: journal.phases.get(name, 0.0) for name in ("sample", "score")} | phases.seconds
+        outcome = online.step(run, now[0])
+        now[0] = outcome.state
+        found = {name: outcome.timings.get(f"time/{name}", 0.0) for name in ("sample", "score")} | phases.seconds
         found["forward-backward"] = found.get("forward-backward", 0.0) - found.get("optimizer", 0.0)
-        return journal.tokens, found
+        return outcome.tokens, found
 
     return step
 
@@ -227,9 +202,8 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
         else:
             texts = [example(model.tokenizer, validate(row, "prompt-completion", "x")) for row in rows]
             task, config = SFTTask(policy, [[text] for text in texts]), SFTConfig(**common)
-    journal: Any = TimingJournal()
     optimizer = Optimizer(model.trainable(), RATE, recompute=again)
-    run = offline.Offline(config, task, None, optimizer, 100000, journal)
+    run = offline.Offline(config, task, None, optimizer, 100000)
     now = [State()]
     phases = Phases()
     for method in ("norm", "apply"):
@@ -237,9 +211,9 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
 
     def step() -> tuple[int, dict[str, float]]:
         phases.seconds = {}
-        now[0], _ = offline.step(run, now[0])
-        stepping = phases.seconds.get("optimizer", 0.0)
-        return journal.tokens, {"forward-backward": journal.phases.get("update", 0.0) - stepping, "optimizer": stepping}
+        outcome = offline.step(run, now[0])
+        now[0], stepping = outcome.state, phases.seconds.get("optimizer", 0.0)
+        return outcome.tokens, {"forward-backward": outcome.timings["time/update"] - stepping, "optimizer": stepping}
 
     return TimedRun(work, model, optimizer, step, task)
 

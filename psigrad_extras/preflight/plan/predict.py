@@ -16,7 +16,8 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import Example, examples, prompt_ids
+from psigrad.language.data.templates import examples, prompt_ids
+from psigrad.language.examples import Example, Judged, Pair
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
@@ -317,11 +318,11 @@ def _split_lengths(texts: list[Example]) -> tuple[int, list[int]]:
     return sum(before), [sum(len(text.ids) for text in texts) - sum(before)]
 
 
-def _judged_lengths(made: pairs.Judged) -> tuple[int, list[int]]:
+def _judged_lengths(made: Judged) -> tuple[int, list[int]]:
     return len(made.prompt), [made.answer.tokens]
 
 
-def _pair_lengths(made: pairs.Pair) -> tuple[int, list[int]]:
+def _pair_lengths(made: Pair) -> tuple[int, list[int]]:
     return len(made.prompt), [made.chosen.tokens, made.rejected.tokens]
 
 

@@ -26,7 +26,7 @@ from psigrad.language.data.kept_rows import pack_row, unpack_row
 from psigrad.language.data.pairs import encode_pair
 from psigrad.language.data.posted_forms import as_turns, for_model, map_columns
 from psigrad.language.data.sources import from_rows, read_dataset
-from psigrad.language.data.templates import example, examples, prompt_for_reward, prompt_ids
+from psigrad.language.data.templates import example, examples, prompt_ids
 
 
 def user(text: str) -> dict[str, str]:
@@ -254,7 +254,7 @@ def test_a_plain_prompt_is_one_user_turn_of_a_chat_model(plain_chatml: Any, bare
     row = Row("x:1", prompt="hello\n", completion="there", rejected="world", columns={"answer": 1})
     turns = as_turns(plain_chatml, row)
     said = Row("x:1", [user("hello")], [bot("there")], rejected=[bot("world")], columns={"answer": 1})
-    assert turns == replace(said, plain_prompt="hello\n") and prompt_for_reward(turns) == "hello\n"
+    assert turns == replace(said, plain_prompt="hello\n") and turns.dataset_prompt == "hello\n"
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert plain_chatml.decode(prompt_ids(plain_chatml, turns)) == text
     assert as_turns(plain_chatml, row, plain_prompts=True) is row and as_turns(bare, row) is row
@@ -266,7 +266,7 @@ def test_a_plain_prompt_is_one_user_turn_of_a_chat_model(plain_chatml: Any, bare
 def test_a_system_column_beside_a_plain_prompt_is_used_with_a_template_and_without(plain_chatml: Any, bare: Any) -> None:
     row = from_rows([{"system": "be brief", "prompt": "hello"}], "prompt-only").rows[0]
     assert as_turns(plain_chatml, row).prompt == [system("be brief"), user("hello")]
-    assert as_turns(bare, row).prompt == "be brief\n\nhello" and prompt_for_reward(as_turns(bare, row)) == "hello"
+    assert as_turns(bare, row).prompt == "be brief\n\nhello" and as_turns(bare, row).dataset_prompt == "hello"
 
 
 def test_which_way_plain_prompts_go_is_said(plain_chatml: Any, bare: Any) -> None:

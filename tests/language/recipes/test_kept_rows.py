@@ -32,8 +32,8 @@ from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.rendering import settle
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.kept_rows import NotKeptError, Packed, PreparedRows, pack, pack_row, unpack, unpack_row
-from psigrad.language.data.pairs import Answer, Judged, Pair, Steps
-from psigrad.language.data.templates import CHATML, Example, encode_ahead, examples
+from psigrad.language.data.templates import CHATML, encode_ahead, examples
+from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
 from psigrad.language.models import tiny
 from psigrad.language.recipes import row_encoding, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare, sum_parts

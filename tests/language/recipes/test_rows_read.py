@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_memory import rollout_of
 from tiny_chat import HEAD, save_chat_model
 from tiny_jobs import online_config
 
@@ -54,10 +55,9 @@ def test_plain_prompts_of_a_run_with_a_chat_model(plain: bool, chat: Path, job: 
 def test_rewards_are_shown_the_text_of_the_dataset(chat: Path) -> None:
     from psigrad.language.data.posted_forms import as_turns
     from psigrad.language.loading.load_model import load_model
-    from psigrad.language.rewards.outcomes import Scored, Scoring
     from psigrad.language.rollout.samplers import samplers
+    from psigrad.language.rollout.scoring import Scored, Scoring
     from psigrad.language.rollout.types import Prompt, SamplingParams
-    from psigrad.language.training.online.collect import rollout
 
     model = load_model(Model(path=str(chat)), Run(device="cpu"), None)
     row = as_turns(model.tokenizer, Row("x", prompt="say a:\n", columns={"answer": "a"}))
@@ -72,7 +72,7 @@ def test_rewards_are_shown_the_text_of_the_dataset(chat: Path) -> None:
 
     prompt = Prompt(0, tuple(prompt_ids(model.tokenizer, row)), row)
     sampler = samplers.make(Sampling(), model)
-    rollout(sampler, Watching(), [prompt], SamplingParams(4), num_generations=2, seed_of=lambda i, k: k, model=model, version=0)
+    rollout_of(sampler, model, Watching())([prompt], SamplingParams(4), 2, lambda i, k: k, version=0)
     assert list(seen[0].prompts) == ["say a:\n"] * 2 and all(isinstance(text, str) for text in seen[0].completions)
 
 

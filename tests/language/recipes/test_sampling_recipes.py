@@ -8,7 +8,7 @@ from datetime import date
 
 import pytest
 import torch
-from in_memory import make
+from in_memory import advance, log_of, make
 from tiny_jobs import online_config, reward_config
 from tiny_rewards import early_letters, fails_on_even_lengths, sees_no_answers
 
@@ -18,18 +18,17 @@ from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.errors import UserError
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.recipes import evaluate, online, reward
+from psigrad.language.recipes.model_scorer import Mixture, ModelScorer, step_ends
 from psigrad.language.recipes.online_settings import method
 from psigrad.language.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.language.rollout.types import SamplingParams
-from psigrad.language.training.learners import State
 from psigrad.language.training.offline import preference_task
 from psigrad.language.training.offline.reward_task import step_values
-from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collect import collect
-from psigrad.language.training.scoring import Mixture, ModelScorer, step_ends
+from psigrad.language.training.state import State
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.preferences.online_preference import OnlinePreference
-from psigrad.runs.journal import Clock
+from psigrad.step import Clock
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +52,8 @@ def test_online_dpo_finds_the_optimum(seed, tokenizer):
     run = replace(run, params=SamplingParams(max_tokens=6, stop_token_ids=tuple(range(132, 264))))
     state, shares = State(), []
     for _ in range(80):
-        state, _ = training.step(run, state)
-        shares.append(next(row["reward"] for row in run.journal.rows if row["step"] == state.step))
+        state = advance(run, state)
+        shares.append(next(row["reward"] for row in log_of(run).rows if row["step"] == state.step))
     assert shares[0] < 0.4 and sum(shares[-5:]) / 5 > 0.9
 
 
@@ -71,9 +70,9 @@ def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
 def test_a_step_of_equal_rewards_moves_no_weight(tokenizer):
     run = preferring(tokenizer, function=lambda completions, **c: [1.0] * len(completions), steps=1)
     before = [p.detach().clone() for p in run.model.trainable().values()]
-    training.step(run, State())
+    advance(run, State())
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.trainable().values(), strict=True))
-    assert run.journal.rows[-1]["pairs"] == 0 and run.journal.rows[-1]["updates"] == 0
+    assert log_of(run).rows[-1]["pairs"] == 0 and log_of(run).rows[-1]["updates"] == 0
 
 
 def test_online_dpo_by_name_with_another_loss():

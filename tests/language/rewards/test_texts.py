@@ -8,8 +8,8 @@ from inline_scorer import InlineScorer, results
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardPool, Samples, resolve
 from psigrad.language.rewards.builtin import NAMES, Format, Length, SoftOverlong, Verl
-from psigrad.language.rewards.outcomes import join, text_of, transcript_of, turns_of
 from psigrad.language.rewards.reward_worker import ask
+from psigrad.language.rollout.scoring import join, text_of, transcript_of, turns_of
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 5, "b": 7}}</tool_call>'
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psigrad.language.rewards.outcomes import Failure
+from psigrad.language.rollout.scoring import Failure
 
 
 class Unprintable(Exception):

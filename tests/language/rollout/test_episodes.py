@@ -11,18 +11,18 @@ from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import score
 from psigrad.language.data.templates import CHATML, decode, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.episodes.environments import InProcess, Playing, resolve
-from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
+from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.episodes.tools import ToolBox, schemas
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import SamplingParams
-from psigrad.language.training.online.collect import score
-from psigrad.language.training.online.online_run import to_batch
+from psigrad.language.training.online.batch import to_batch
 
 
 def judged(trajectories, row):
@@ -131,7 +131,7 @@ def test_rewards_stand_on_the_last_token_of_their_turn_and_the_mask_is_the_polic
     trajectories = judged(played(model, Countdown, PLAIN), PLAIN)
     batch = to_batch([trajectories])
     for n, t in enumerate(trajectories):
-        assert t.reward == returns(t) == sum(range(1, t.turns + 1))
+        assert t.reward == t.step_return == sum(range(1, t.turns + 1))
         ends = [i for i in range(len(t.mask)) if t.mask[i] and (i + 1 == len(t.mask) or not t.mask[i + 1])]
         assert [place for place, _ in t.step_rewards] == ends[: len(t.step_rewards)]
         assert batch.mask[n, : len(t.mask)].tolist() == list(t.mask)
@@ -148,7 +148,7 @@ def test_reward_functions_see_the_conversation_and_are_added_to_the_environment(
 
     raw = played(model, Countdown, CHAT)
     trajectories = score(InlineScorer([reward(says)]), raw, {t.row: CHAT for t in raw})
-    assert [t.reward for t in trajectories] == [10 + returns(t) for t in trajectories]
+    assert [t.reward for t in trajectories] == [10 + t.step_return for t in trajectories]
     assert [m["role"] for m in shown[0]][:2] == ["assistant", "user"] and shown[0][1]["content"] == "turn 1"
     batch = to_batch([trajectories])
     assert float(batch.sequence_reward[0]) == pytest.approx(trajectories[0].reward)

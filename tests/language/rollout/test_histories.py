@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import score
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
@@ -15,12 +16,11 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.episodes.tools import ToolBoxes
+from psigrad.language.rollout.rows import rollout_row
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
-from psigrad.language.training.offline.preference_task import pick
-from psigrad.language.training.online.collect import score
-from psigrad.language.training.online.online_run import inputs_of, to_batch
-from psigrad.records.rows import rollout_row
+from psigrad.language.training.online.batch import inputs_of, to_batch
+from psigrad.language.training.online.online_preferences import pick
 
 # As Qwen3 with thinking off: an empty thought before the turn that is sampled, and none before those of the past.
 FORGETS = CHATML.replace("assistant\\n' -}}{%- endif -%}", "assistant\\n<think></think>' -}}{%- endif -%}")

@@ -9,6 +9,7 @@ import pytest
 from psigrad.config import EvalConfig, OnlineConfig, Sampling
 from psigrad.language.data import templates
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import score
 from psigrad.language.data.templates import CHATML, decode, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
@@ -16,11 +17,10 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.scorers import completion_room
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import CHARACTERS, Episodes, cut, fit, play
+from psigrad.language.rollout.rows import rollout_row
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Collected, Cut, SamplingParams
-from psigrad.language.training.online.collect import score
 from psigrad.language.training.online.figures import collection_metrics
-from psigrad.records.rows import rollout_row
 
 CHAT, PLAIN = Row("chat", prompt=[{"role": "user", "content": "say a"}]), Row("plain", prompt="say a:")
 # every token of a turn ends it, so each has one

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from in_memory import make
+from in_memory import advance, log_of, make, with_player
 
 from psigrad.config import Optim
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import reward_view
 from psigrad.language.models import tiny
+from psigrad.language.recipes import loops
+from psigrad.language.rollout import collectors
 from psigrad.language.rollout.types import Completion, Prompt, Trajectory
-from psigrad.language.training.learners import State
-from psigrad.language.training.online import collect
-from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.online_run import LENGTH_PENALTY, metric_of, to_batch
+from psigrad.language.training.online.batch import LENGTH_PENALTY, metric_of, to_batch
 from psigrad.language.training.optimizers import AdamW
+from psigrad.language.training.state import State
 from psigrad.language.training.update import learning_rate
 
 
@@ -77,14 +78,14 @@ def test_tokens_are_counted_step_by_step(tokenizer):
     run = make(tokenizer, steps=3)
     state, expected = State(algorithm=run.algorithm.initial_state()), 0
     for _ in range(3):
-        before = len(run.journal.lines)
-        state, _ = training.step(run, state)
-        expected += sum(len(line["prompt_ids"]) + line["tokens"] for line in run.journal.lines[before:] if "tokens" in line) or 0
+        before = len(log_of(run).lines)
+        state = advance(run, state)
+        expected += sum(len(line["prompt_ids"]) + line["tokens"] for line in log_of(run).lines[before:] if "tokens" in line) or 0
         assert state.tokens > 0
     fresh = make(tokenizer, steps=3)
     totals, other = [], State(algorithm=fresh.algorithm.initial_state())
     for _ in range(3):
-        other, _ = training.step(fresh, other)
+        other = advance(fresh, other)
         totals.append(other.tokens)
     parts = [b - a for a, b in zip([0, *totals], totals, strict=False)]
     assert all(part > 32 * 0 for part in parts) and sum(parts) == state.tokens
@@ -100,21 +101,29 @@ def test_one_pass_is_one_optimiser_step_for_each_collection(tokenizer, iteration
 def test_updates_are_counted_with_the_critics(tokenizer):
     run = make(tokenizer)
     assert run.updates() == 0
-    training.step(run, State(algorithm=run.algorithm.initial_state()))
+    advance(run, State(algorithm=run.algorithm.initial_state()))
     assert run.updates() == run.optimizer.updates == 1
 
 
 def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_first_draws_them_all(monkeypatch):
     asked = []
-    monkeypatch.setattr(collect, "_sample", lambda sampler, prompts, *rest: asked.append([p.index for p in prompts]) or [])
     prompts = [Prompt(i, (i,), Row("x", prompt="p")) for i in range(4)]
+
+    class Asked:
+        plays = False
+
+        def __init__(self, central):
+            self.sampler = SimpleNamespace(central=central)
+
+        def collect(self, prompts, *rest):
+            asked.append([p.index for p in prompts])
+            yield [(i, []) for i in range(len(prompts))]
 
     def of(rank, central):
         world = SimpleNamespace(rank=rank, size=2)
         each = [["of rank 0"], []] if central else [["a", "c"], ["b", "d"]]
-        monkeypatch.setattr(collect, "spread", lambda world, own, whole: each)
-        given = {"num_generations": 1, "seed_of": max, "model": SimpleNamespace(tokenizer=None), "version": 0}
-        return collect.rollout(SimpleNamespace(central=central), None, prompts, None, world=world, **given)
+        monkeypatch.setattr(collectors, "spread", lambda world, own, whole: each)
+        return collectors.Rollout(Asked(central), None, reward_view(), world)(prompts, None, 1, max, version=0)
 
     assert of(0, False) == of(1, False) == ["a", "b", "c", "d"] and asked == [[0, 2], [1, 3]]
     asked.clear()
@@ -124,10 +133,11 @@ def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_fir
 def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_else(monkeypatch):
     """An environment plays for one at a time; completions of a single turn go on beside it."""
     done = []
-    monkeypatch.setattr(training, "cycle", lambda name, state, total, turn, evaluate, *rest, **named: evaluate(state))
+    monkeypatch.setattr(loops, "cycle", lambda loop, state, *rest: loop.evaluate(state))
     ahead = (SimpleNamespace(result=lambda: done.append("played")),)
-    run = replace(make(tiny.tokenizer(["say a: b"], 270)), evaluate=lambda step: done.append(f"evaluated {step}"))
-    run.journal.callbacks = SimpleNamespace()
-    for episodes in (None, object()):
-        training.train(replace(run, episodes=episodes), State(step=3, pending=ahead), SimpleNamespace(wait=None))
+    run, journal = make(tiny.tokenizer(["say a: b"], 270)), SimpleNamespace(callbacks=SimpleNamespace())
+    for player in (None, object()):
+        state = State(step=3, pending=ahead)
+        save = SimpleNamespace(wait=None)
+        loops.train_online(with_player(run, player), state, save, journal, lambda step: done.append(f"evaluated {step}"))
     assert done == ["evaluated 3", "played", "evaluated 3"]

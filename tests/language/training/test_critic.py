@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_memory import make
+from in_memory import advance, log_of, make
 from tiny_jobs import online_config, ppo_config, reward_config
 from tiny_rewards import early_prompts
 
@@ -20,10 +20,10 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, reward
 from psigrad.language.recipes.online import critic_rate
-from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online import online_run
-from psigrad.language.training.online.online_run import ValueModel
+from psigrad.language.training.online.annotators import critic as critic_module
+from psigrad.language.training.online.annotators.critic import ValueModel
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer, step_together
 from psigrad.objective.batch import explained_variance
 from psigrad.objective.parts.surrogate import PENALTY_KEY
@@ -57,7 +57,7 @@ def gradients(model) -> torch.Tensor:
 def stepped(run, steps: int = 1) -> State:
     state = State(algorithm=run.algorithm.initial_state())
     for _ in range(steps):
-        state, _ = training.step(run, state)
+        state = advance(run, state)
     return state
 
 
@@ -93,7 +93,7 @@ def test_a_critic_of_its_own_leaves_the_policys_gradient_alone(tokenizer, tmp_pa
 def test_the_loss_that_is_shown_is_that_of_both(tokenizer, tmp_path):
     run = with_critic(tokenizer, tmp_path)
     stepped(run)
-    shown = run.journal.rows[0]
+    shown = log_of(run).rows[0]
     expected = shown["policy_loss"] + run.algorithm.critic.coefficient * shown["value_loss"]
     assert shown["value_loss"] > 0 and shown["loss"] == pytest.approx(expected, abs=1e-6)
 
@@ -101,17 +101,17 @@ def test_the_loss_that_is_shown_is_that_of_both(tokenizer, tmp_path):
 def test_while_the_critic_warms_up_the_policy_stays(tokenizer, tmp_path):
     run = with_critic(tokenizer, tmp_path, critic_warmup_steps=1)
     before = [{n: p.detach().clone() for n, p in m.trainable().items()} for m in (run.model, run.critic.model)]
-    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    state = advance(run, State(algorithm=run.algorithm.initial_state()))
     moved = [
         {n for n, p in m.trainable().items() if not torch.equal(p, b[n])}
         for m, b in zip((run.model, run.critic.model), before, strict=True)
     ]
     assert not moved[0] and moved[1]
-    shown = run.journal.rows[0]
+    shown = log_of(run).rows[0]
     assert shown["learning_rate"] == 0.0 and shown["value_loss"] > 0 and not {"policy_loss", "grad_norm"} & shown.keys()
-    training.step(run, state)
+    advance(run, state)
     assert any(not torch.equal(p, before[0][n]) for n, p in run.model.trainable().items()), "one step later it learns"
-    assert run.journal.rows[1]["grad_norm"] > 0
+    assert log_of(run).rows[1]["grad_norm"] > 0
 
 
 @pytest.mark.needs("compiler")
@@ -158,8 +158,8 @@ def test_a_shared_head_sends_value_gradients_into_the_policy(tokenizer):
 def test_values_of_the_batch_are_the_critics_before_the_update(tokenizer, tmp_path, monkeypatch):
     run = with_critic(tokenizer, tmp_path)
     seen = []
-    original = online_run.values
-    monkeypatch.setattr(online_run, "values", lambda *args: seen.append(original(*args)) or seen[-1])
+    original = critic_module.values
+    monkeypatch.setattr(critic_module, "values", lambda *args: seen.append(original(*args)) or seen[-1])
     stepped(run)
     assert len(seen) == 1 and seen[0].abs().max() > 0
 
@@ -189,7 +189,7 @@ def test_the_critic_falls_from_a_peak_of_its_own(tokenizer, tmp_path, monkeypatc
     run = with_critic(tokenizer, tmp_path, optim=Optim(learning_rate=0.02))
     rates = []
     monkeypatch.setattr(training, "step_together", lambda pairs, losses: rates.append([rate for _, rate in pairs]))
-    training.step(run, State(step=2, algorithm=run.algorithm.initial_state()))
+    advance(run, State(step=2, algorithm=run.algorithm.initial_state()))
     assert rates[0] == pytest.approx([0.01, 0.005])
 
 
@@ -208,10 +208,10 @@ def test_the_penalty_waits_for_the_first_step_that_moves_the_policy(tokenizer, t
     run = with_critic(tokenizer, tmp_path, algorithm="ppo_penalty", optim=still, num_iterations=2, critic_warmup_steps=2)
     state = stepped(run, 2)
     assert state.algorithm[PENALTY_KEY] == 1.0
-    state, _ = training.step(run, state)
+    state = advance(run, state)
     assert state.algorithm[PENALTY_KEY] == 0.5
     monkeypatch.setattr(training, "step_together", lambda pairs, losses: None)
-    assert training.step(run, state)[0].algorithm[PENALTY_KEY] == 0.5
+    assert advance(run, state).algorithm[PENALTY_KEY] == 0.5
 
 
 @pytest.mark.slow

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_memory import make
+from in_memory import annotate, make
 
 from psigrad.intervals import mean_interval, wilson
 from psigrad.language.models import tiny
+from psigrad.language.recipes.evaluator import Evaluator, figures_of
 from psigrad.language.rollout.types import Completion, Cut, Trajectory
-from psigrad.language.training.evaluator import Evaluator, figures_of
-from psigrad.language.training.online.collect import _penalise_cut
-from psigrad.language.training.online.figures import Tally, collection_metrics
-from psigrad.language.training.online.online_run import add_old_values, log_probs, reference_log_probs, to_batch
+from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.online.annotators.old_log_probs import log_probs
+from psigrad.language.training.online.annotators.reference import reference_log_probs
+from psigrad.language.training.online.batch import to_batch
+from psigrad.language.training.online.collect import penalise_cut
+from psigrad.language.training.online.figures import collection_metrics
 from psigrad.objective import Loss
 
 
@@ -58,19 +61,18 @@ def test_two_evaluations_of_one_policy_draw_the_same():
 
 def test_the_penalty_for_no_end_is_taken_from_cut_completions_alone():
     cut, ended = completion(0, 0, 0.75, "length"), completion(0, 1, 0.75)
-    assert (_penalise_cut(cut, 0.5).reward, _penalise_cut(cut, 0.5).parts) == (0.25, {"missing_eos": -0.5})
-    assert _penalise_cut(ended, 0.5) is ended and _penalise_cut(replace(cut, reward=None), 0.5).reward is None
+    assert (penalise_cut(cut, 0.5).reward, penalise_cut(cut, 0.5).parts) == (0.25, {"missing_eos": -0.5})
+    assert penalise_cut(ended, 0.5) is ended and penalise_cut(replace(cut, reward=None), 0.5).reward is None
 
 
 def test_figures_are_sums_over_micro_batches_and_means_over_optimiser_steps():
     """Losses 1 + 2 in the first step and 5 in the second: 4; gradient norms 2 and 4: 3."""
-    tally = Tally()
+    tally = LossSums()
     for shares, norm in (((1.0, 2.0), 2.0), ((5.0,), 4.0)):
-        tally.steps += 1
         for share in shares:
             tally.add(Loss(torch.tensor(share), {"kl": torch.tensor(share / 2)}))
         tally.end_step([norm])
-    assert tally.result() == {"loss": 4.0, "kl": 2.0, "updates": 2, "grad_norm": 3.0}
+    assert tally.figures() == {"loss": 4.0, "kl": 2.0, "updates": 2, "grad_norm": 3.0}
 
 
 def test_the_spread_of_rewards_is_the_mean_over_groups_of_the_sample_deviation():
@@ -108,7 +110,7 @@ def test_what_is_computed_before_the_update_is_at_the_temperature_of_the_samples
     run = replace(run, params=replace(run.params, temperature=temperature))
     group = [[completion(0, k, 1.0) for k in range(2)]]
     batch = to_batch(group)
-    found = add_old_values(run, run.algorithm, batch, 0, Tally(), None)
+    found = annotate(run, batch)
     expected = [f(m, batch, 4096, temperature) for f, m in ((reference_log_probs, run.reference), (log_probs, run.model))]
     assert torch.equal(found.logp_ref, expected[0]) and torch.equal(found.logp_old, expected[1])
     assert not torch.equal(found.logp_old, batch.logp_old)

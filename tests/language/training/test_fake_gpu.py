@@ -17,10 +17,11 @@ from rank_gradients import CASES, distance, gradient, make_models
 
 from psigrad.language.models import hf_attention, logprobs, tiny
 from psigrad.language.rollout.samplers import recorded
-from psigrad.language.training.learners import State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
+from psigrad.language.training.state import State
 from psigrad.processes.parallel.world import ALONE
+from psigrad.step import Clock
 
 
 def again(run):
@@ -79,7 +80,7 @@ def test_a_whole_step_from_sampling_on_is_that_of_the_cpu(gpu, algorithm):
     def step(device: str):
         run = make(tokenizer, algorithm, steps=1, device=device)
         run.model.attend("auto")
-        collected = collect(run, 0, 0, run.journal.clock())
+        collected = collect(run, 0, 0, Clock())
         learn(run, collected.groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
         return run, [t.completion.ids for t in collected.trajectories]
 

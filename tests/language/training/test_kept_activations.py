@@ -17,7 +17,7 @@ from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online import online_run
+from psigrad.language.training.online.annotators import old_log_probs
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records.read import load
 from psigrad.records.report.facts import facts
@@ -81,9 +81,9 @@ def test_where_more_is_computed_than_kept_a_run_tells_once_what_would_keep_it(jo
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_some_completions_run_forward_again_now_and_then_others_each_time(job, tmp_path, monkeypatch, minibatches):
-    monkeypatch.setattr(online_run, "COMPARED", 4)
-    monkeypatch.setattr(online_run, "COMPARE_EVERY", 2)
-    seen, log_probs = [], online_run.log_probs
+    monkeypatch.setattr(old_log_probs, "COMPARED", 4)
+    monkeypatch.setattr(old_log_probs, "COMPARE_EVERY", 2)
+    seen, log_probs = [], old_log_probs.log_probs
 
     def watched(model, batch, *rest, cache=None, wanted=None, world=ALONE):
         again = log_probs(model, batch, *rest, cache=cache, wanted=wanted, world=world)
@@ -92,7 +92,7 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
             seen.extend(wanted.nonzero()[:, 0].tolist())
         return again
 
-    monkeypatch.setattr(online_run, "log_probs", watched)
+    monkeypatch.setattr(old_log_probs, "log_probs", watched)
     online.run(replace(online_config(job, tmp_path / "run", max_steps=8), num_minibatches=minibatches))
     assert sorted(seen) == list(range(16)), "a quarter of the completions each time, all of them in four times"
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
-from psigrad.language.data.templates import Example
+from psigrad.language.examples import Example
 from psigrad.language.models import language_model
 from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
 from psigrad.language.training.offline.sft_task import SFTTask

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_memory import make
+from in_memory import advance, log_of, make
 from tiny_jobs import make_job, online_config
 
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.recipes import online
 from psigrad.language.rollout.types import Collected, SamplingParams
-from psigrad.language.training.learners import State
-from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.state import State
 from psigrad.objective.parts.ratio import truncated_importance
 
 
@@ -42,9 +41,9 @@ def versions(run, steps: int) -> list[set[int]]:
     """Those of the completions that each step trains on."""
     state, found = State(algorithm=run.algorithm.initial_state()), []
     for _ in range(steps):
-        before = len(run.journal.lines)
-        state, _ = training.step(run, state)
-        found.append({line["version"] for line in run.journal.lines[before:]})
+        before = len(log_of(run).lines)
+        state = advance(run, state)
+        found.append({line["version"] for line in log_of(run).lines[before:]})
     return found
 
 
@@ -52,7 +51,7 @@ def versions(run, steps: int) -> list[set[int]]:
 def test_a_step_trains_on_the_weights_of_lag_steps_ago(tokenizer, lag):
     run = corrected(make(tokenizer, lag=lag, steps=6))
     assert versions(run, 6) == [{max(0, step - lag)} for step in range(6)]
-    ages = [row.get("sampling/staleness") for row in run.journal.rows]
+    ages = [row.get("sampling/staleness") for row in log_of(run).rows]
     assert ages == ([None] * 6 if lag == 0 else [float(min(step, lag)) for step in range(6)])
 
 
@@ -63,26 +62,26 @@ def test_completions_are_drawn_by_the_weights_that_their_version_names(tokenizer
     frozen = replace(fresh, config=replace(fresh.config, optim=replace(fresh.config.optim, learning_rate=0.0)))
     versions(run, 2)
     versions(frozen, 2)
-    second = [[line["completion"] for line in r.journal.lines if line["step"] == 2] for r in (run, frozen)]
+    second = [[line["completion"] for line in log_of(r).lines if line["step"] == 2] for r in (run, frozen)]
     assert second[0] == second[1]
     learnt = corrected(make(tokenizer, lag=0, steps=3))
     versions(learnt, 2)
-    moved = [line["completion"] for line in learnt.journal.lines if line["step"] == 2]
+    moved = [line["completion"] for line in log_of(learnt).lines if line["step"] == 2]
     assert moved != second[0], "negative control: without a lag the second step is sampled from other weights"
 
 
 def test_completions_of_another_version_stop_the_run(tokenizer):
     run = corrected(make(tokenizer, lag=1, steps=4))
-    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    state = advance(run, State(algorithm=run.algorithm.initial_state()))
     (held,) = state.pending
     late = [replace(t, version=t.version + 1) for t in held.result().trajectories]
     with pytest.raises(RuntimeError, match="with lag 1 was given completions of the versions"):
-        training.step(run, replace(state, pending=(replace(held.result(), trajectories=late),)))
+        advance(run, replace(state, pending=(replace(held.result(), trajectories=late),)))
 
 
 def test_what_was_sampled_ahead_is_kept_to_the_last_digit(tokenizer):
     run = corrected(make(tokenizer, lag=1, steps=4))
-    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    state = advance(run, State(algorithm=run.algorithm.initial_state()))
     held = state.pending[0].result()
     again = Collected.from_json(held.to_json())
     assert again == held and any(t.completion.logprobs for t in held.trajectories)
@@ -93,7 +92,7 @@ def test_the_end_of_a_run_samples_no_more_than_it_trains_on(tokenizer):
     run = corrected(make(tokenizer, lag=3, steps=3))
     state = State(algorithm=run.algorithm.initial_state())
     for left in (2, 1, 0):
-        state, _ = training.step(run, state)
+        state = advance(run, state)
         assert len(state.pending) == left
 
 
@@ -114,8 +113,8 @@ def test_a_method_learns_at_lag_four(tokenizer, seed):
     run = replace(corrected(made), params=SamplingParams(max_tokens=6, stop_token_ids=tuple(range(132, 264))))
     state = State(algorithm=run.algorithm.initial_state())
     for _ in range(60):
-        state, _ = training.step(run, state)
-    rewards = [row["reward"] for row in run.journal.rows]
+        state = advance(run, state)
+    rewards = [row["reward"] for row in log_of(run).rows]
     assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 > 0.9
 
 
@@ -123,6 +122,6 @@ def test_the_correction_weighs_older_completions_by_how_likely_they_are_now(toke
     """Weight = min(pi_now / pi_sampler, 2) of each token, 1 only where nothing has moved."""
     run = corrected(make(tokenizer, lag=2, steps=4))
     versions(run, 4)
-    means = [row["sampling/importance_sampling_ratio/mean"] for row in run.journal.rows]
+    means = [row["sampling/importance_sampling_ratio/mean"] for row in log_of(run).rows]
     assert means[0] == pytest.approx(1.0, abs=1e-5) and abs(means[2] - 1) > 1e-4
     assert all(torch.isfinite(torch.tensor(means)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_memory import make
+from in_memory import advance, log_of, make, with_sampler, with_scorer
 from inline_scorer import InlineScorer
 
 from psigrad.config import Optim
@@ -20,14 +20,17 @@ from psigrad.language.recipes import online_settings
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
-from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.collect import collect, group_scored, metric_of, pick_prompts
-from psigrad.language.training.online.online_run import Online, minibatches, rows_of, to_batch
+from psigrad.language.training.online.annotators.old_log_probs import Gap
+from psigrad.language.training.online.batch import metric_of, minibatches, rows_of, to_batch
+from psigrad.language.training.online.collect import collect, group_scored, pick_prompts
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.surrogate import clip, off_policy_mask
-from psigrad.runs.journal import Clock
+from psigrad.runs.cycle import check_finite
+from psigrad.step import Clock
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
 # groups of four have no signal for the default of one right answer among four
@@ -46,7 +49,7 @@ def weights(model: LanguageModel) -> torch.Tensor:
 def after(run: Online, steps: int = 1) -> torch.Tensor:
     state = State(algorithm=run.algorithm.initial_state())
     for _ in range(steps):
-        state, _ = training.step(run, state)
+        state = advance(run, state)
     return weights(run.model)
 
 
@@ -105,7 +108,7 @@ def test_the_weights_of_rewards_reach_the_algorithm(tokenizer):
 
     def learnt(functions, weights) -> torch.Tensor:
         run = make(tokenizer, "gdpo")
-        run = replace(run, scorer=InlineScorer([reward(f) for f in functions]), reward_weights=weights)
+        run = replace(with_scorer(run, InlineScorer([reward(f) for f in functions])), reward_weights=weights)
         return after(run)
 
     alone = learnt([one], {})
@@ -133,14 +136,14 @@ def test_negative_control_totals_of_each_micro_batch_give_another_gradient(token
         return torch.cat([p.grad.flatten() for p in run.model.trainable().values()])
 
     whole = gradient(1 << 20)
-    original = training.losses
+    original = training.Passes.losses
     monkeypatch.setattr(
-        training,
+        training.Passes,
         "losses",
-        lambda run, algorithm, prepared, micros, totals, *rest: (
+        lambda self, micros, totals: (
             loss
             for micro, counts in micros
-            for loss in original(run, algorithm, prepared, [(micro, counts)], algorithm.totals(prepared, rows_of(micro)), *rest)
+            for loss in original(self, [(micro, counts)], self.algorithm.totals(self.prepared, rows_of(micro)))
         ),
     )
     assert far(gradient(33), whole) > 1e-2 * float(whole.abs().max())
@@ -181,7 +184,7 @@ def test_rows_without_gradient_skip_the_forward_pass_and_change_nothing(tokenize
 def test_on_fresh_samples_the_ratio_is_one_and_the_gap_is_rounding(tokenizer):
     run = make(tokenizer, "grpo")
     after(run)
-    row = run.journal.rows[-1]
+    row = log_of(run).rows[-1]
     assert row["clip_ratio/region_mean"] == 0.0 and row["policy/approxkl_avg"] == 0.0
     assert row["sampling/sampling_logp_difference/max"] < 1e-5
 
@@ -189,7 +192,7 @@ def test_on_fresh_samples_the_ratio_is_one_and_the_gap_is_rounding(tokenizer):
 def test_a_sampler_that_is_not_the_policy_stops_the_run(tokenizer):
     run = make(tokenizer, "grpo")
     other = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=9)
-    strange = replace(run, sampler=EmbeddedSampler(prepare(other, tokenizer)))
+    strange = with_sampler(run, EmbeddedSampler(prepare(other, tokenizer)))
     with pytest.raises(UserError, match="At step 1 sampler and trainer disagree by"):
         after(strange)
 
@@ -217,7 +220,7 @@ def test_a_single_pass_masks_what_the_policy_has_left_since_it_was_sampled(token
 def test_several_passes_clip_against_the_policy_that_sampled(iterations, minibatches, tokenizer):
     run = make(tokenizer, "grpo", num_iterations=iterations, num_minibatches=minibatches, optim=Optim(learning_rate=3e-2))
     after(run)
-    row = run.journal.rows[-1]
+    row = log_of(run).rows[-1]
     assert row["updates"] == iterations * minibatches
     assert row["policy/approxkl_avg"] > 1e-5 and row["clip_ratio/region_mean"] > 0
 
@@ -249,7 +252,7 @@ def test_groups_of_equal_rewards_move_no_weight(algorithm, tokenizer):
     run = make(tokenizer, algorithm, function=equal)
     before = weights(run.model)
     assert torch.equal(after(run, 2), before)
-    row = run.journal.rows[-1]
+    row = log_of(run).rows[-1]
     assert row["updates"] == 0 if "updates" in row else row["groups"] == 0
     assert row["frac_reward_zero_std"] == 1.0
     assert not any(isinstance(v, float) and math.isnan(v) for v in row.values())
@@ -260,7 +263,7 @@ def test_truncated_completions_teach_dapo_nothing(tokenizer):
     run = replace(run, params=SamplingParams(max_tokens=1))
     before = weights(run.model)
     moved = after(run)
-    ended = [line["finish_reason"] for line in run.journal.lines]
+    ended = [line["finish_reason"] for line in log_of(run).lines]
     assert "length" in ended
     if "stop" not in ended:
         assert torch.equal(moved, before)
@@ -290,9 +293,8 @@ def test_a_group_that_differs_by_the_penalty_on_length_alone_is_replaced(tokeniz
     alike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)]
     unlike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.0, exact=0.0, soft_overlong=0.0)]
     drawn = iter([alike, unlike])
-    monkeypatch.setattr("psigrad.language.training.online.collect.rollout", lambda *given, **named: next(drawn))
     run = make(tokenizer, "dapo", function=equal, num_generations=2, prompts_per_step=1, max_refills=1)
-    collected = collect(run, 0, 0, Clock())
+    collected = collect(replace(run, rollout=lambda *given: next(drawn)), 0, 0, Clock())
     assert collected.groups == [unlike] and collected.cursor == 2
 
 
@@ -309,9 +311,9 @@ def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
 
     run = make(tokenizer, "grpo", function=failing(0.2), max_unscored=0.6)
     after(run)
-    row = run.journal.rows[-1]
+    row = log_of(run).rows[-1]
     assert 0 < row["unscored"] < 10 and row["updates"] == 1
-    lines = [line for line in run.journal.lines if line["status"] == "unscored"]
+    lines = [line for line in log_of(run).lines if line["status"] == "unscored"]
     assert len(lines) == row["unscored"]
     assert all(line["reward"] is None and "the judge is out" in line["reason"] for line in lines)
     with pytest.raises(UserError, match=r"of 16 completions stayed unscored, above max_unscored 0.1; most often .*judge is out"):
@@ -347,7 +349,7 @@ def test_lora_is_its_own_reference_in_training(algorithm, tokenizer):
     base = {n: p.detach().clone() for n, p in run.model.as_transformers().named_parameters() if not p.requires_grad}
     after(run, 2)
     assert all(torch.equal(p, base[n]) for n, p in run.model.as_transformers().named_parameters() if n in base)
-    first, second = run.journal.rows
+    first, second = log_of(run).rows
     key = "kl" if "kl" in first else "objective/kl"
     assert abs(first[key]) < 1e-6 < abs(second[key])
 
@@ -355,7 +357,7 @@ def test_lora_is_its_own_reference_in_training(algorithm, tokenizer):
 def test_bfloat16_trains_with_its_ratio_at_one(tokenizer):
     run = make(tokenizer, "grpo", dtype=torch.bfloat16)
     moved = after(run, 2)
-    assert all(row["clip_ratio/region_mean"] == 0.0 and row["updates"] == 1 for row in run.journal.rows)
+    assert all(row["clip_ratio/region_mean"] == 0.0 and row["updates"] == 1 for row in log_of(run).rows)
     assert float((moved - weights(make(tokenizer, dtype=torch.bfloat16).model)).abs().max()) > 1e-3
 
 
@@ -369,11 +371,13 @@ def test_a_gradient_that_is_not_finite_is_a_logged_no_op(tokenizer, monkeypatch)
         return replace(out, logp=out.logp * math.nan) if torch.is_grad_enabled() else out
 
     monkeypatch.setattr(LanguageModel, "evaluate", poisoned)
-    monkeypatch.setattr(training.Tally, "check_gap", lambda *a: None)
-    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    monkeypatch.setattr(Gap, "check", lambda *a: None)
+    state = advance(run, State(algorithm=run.algorithm.initial_state()))
     assert torch.equal(weights(run.model), before)
-    assert state.nonfinite == 1 and run.journal.rows[-1]["updates"] == 0
-    state, _ = training.step(run, state)
+    assert state.nonfinite == 1 and log_of(run).rows[-1]["updates"] == 0
+    for _ in range(2):
+        check_finite(state)
+        state = advance(run, state)
     with pytest.raises(UserError, match="not finite for 3 steps in a row"):
-        training.step(run, state)
+        check_finite(state)
     assert torch.equal(weights(run.model), before)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from in_memory import make
+from in_memory import advance, log_of, make, with_reference
 
 from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import SamplingParams
-from psigrad.language.training.learners import State
-from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
 from psigrad.objective.catalog import METHODS as PRESETS
 
 STEPS = 100
@@ -57,8 +56,8 @@ def shares_of(run: Online, enough: float, last: int = STEPS) -> list[float]:
     """The same, of a run."""
     state, shares = State(algorithm=run.algorithm.initial_state()), []
     for _ in range(last):
-        state, _ = training.step(run, state)
-        lines = [line for line in run.journal.lines if line["step"] == state.step]
+        state = advance(run, state)
+        lines = [line for line in log_of(run).lines if line["step"] == state.step]
         shares.append(sum(begins_with_a_letter([line["completion"] for line in lines])) / len(lines))
         if lasting(shares) > enough:
             break
@@ -116,7 +115,7 @@ def test_distillation_finds_what_its_teacher_does(estimator, teacher, tokenizer)
     """The pupil sees no reward."""
     teacher, good = teacher
     method = {"preset": "distill", "kl": {"estimator": estimator}}
-    pupil = replace(run_of(method, 1, worth_nothing, tokenizer), reference=teacher.model.frozen_copy())
+    pupil = with_reference(run_of(method, 1, worth_nothing, tokenizer), teacher.model.frozen_copy())
     shares = shares_of(pupil, 0.9)
     assert shares[0] < 0.3 and lasting(shares) > 0.9 * good > 0.8
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from in_memory import Silent
+from in_memory import advance, log_of
 from tiny_jobs import preference_config, reward_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -20,19 +20,18 @@ from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import validate
-from psigrad.language.data.pairs import Answer, Judged
-from psigrad.language.data.templates import Example
+from psigrad.language.examples import Answer, Example, Judged
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Rows
 from psigrad.language.recipes import preference, reward
-from psigrad.language.training.learners import State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline import preference_task as task_module
 from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, answer_logps, mismatch, reference_logps
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask, bundle
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
@@ -315,13 +314,13 @@ class Asked:
 def test_three_steps_of_two_rows_are_an_epoch_of_six():
     weight = torch.nn.Parameter(torch.zeros(1))
     task, optim = Asked(weight), Optim(learning_rate=0.1)
-    run = Offline(SFTConfig(batch_size=2, optim=optim), task, None, Optimizer({"w": weight}, optim), 6, Silent())
+    run = Offline(SFTConfig(batch_size=2, optim=optim), task, None, Optimizer({"w": weight}, optim), 6)
     state = State()
     for _ in range(6):
-        state, _ = offline.step(run, state)
+        state = advance(run, state, offline.step)
     first, second = task.asked[:3], task.asked[3:]
     assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == [*range(6)] and first != second
-    assert [row["epoch"] for row in run.journal.rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+    assert [row["epoch"] for row in log_of(run).rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
 
 
 def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):

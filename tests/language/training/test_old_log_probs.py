@@ -20,9 +20,10 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Trajectory
-from psigrad.language.training.online.figures import Tally
-from psigrad.language.training.online.online_run import add_old_values, log_probs, reference_log_probs, to_batch
-from psigrad.objective.catalog import GRPO
+from psigrad.language.training.online.annotators.old_log_probs import OldLogProbs, log_probs
+from psigrad.language.training.online.annotators.reference import reference_log_probs
+from psigrad.language.training.online.batch import to_batch
+from psigrad.objective import PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE
 
 
@@ -62,22 +63,33 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
     ]
     settings = SimpleNamespace(micro_batch_tokens=1000, model=Model())
     run = SimpleNamespace(model=model, config=settings, params=SimpleNamespace(temperature=0.5), world=ALONE, critic=None,
-                          reference=None, exact_sampling=exact, single_pass=single)  # fmt: skip
+                          exact_sampling=exact, single_pass=single)  # fmt: skip
     with torch.no_grad():
         logits = model.as_transformers()(torch.tensor([[5, 6, 7, 8]])).logits[0, 1:3]
     own = (logits / 0.5).log_softmax(-1)[torch.arange(2), torch.tensor([7, 8])].expand(2, 2)
-    tally = Tally(world=ALONE)
-    found = add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
-    assert tally.compares is not again, "where the sampler's stand, the first step holds them against the trainer's"
-    torch.testing.assert_close(found.logp_old, own if again else torch.zeros(2, 2), rtol=0, atol=2e-5)
     gap = float(own.abs().mean())  # the sampler's are 0
-    computed = gap if (again and step == 0) else 0.0  # the first case holds them later, and of older weights they may differ
-    assert tally.mean_gap == pytest.approx(computed, abs=2e-5)
+
+    def gap_of(first_pass):
+        """The gap that is measured before the first optimiser step, and with its pass."""
+        annotator = OldLogProbs()
+        found = annotator.columns(run, to_batch([group]), step, None)
+        if first_pass:
+            prepared = Prepared(
+                found, torch.zeros(2, 2), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), {}, {}
+            )
+            annotator.in_pass(run, prepared, PolicyOutputs(own), torch.arange(2), first=True)
+        return annotator.gap.mean, found
+
+    before, found = gap_of(first_pass=False)
+    torch.testing.assert_close(found.logp_old, own if again else torch.zeros(2, 2), rtol=0, atol=2e-5)
+    assert before == pytest.approx(gap if again and step == 0 else 0.0, abs=2e-5), "older weights may differ"
+    assert gap_of(first_pass=True)[0] == pytest.approx(0.0 if step else gap, abs=2e-5), (
+        "the first pass measures the sampler's own"
+    )
     settings.model = Model(lora_dropout=0.5)  # then they differ by what is dropped, which is no fault
-    tally = Tally(world=ALONE)
-    add_old_values(run, replace(GRPO, kl=None), to_batch([group]), step, tally, None)
-    assert not tally.compares
-    assert tally.mean_gap == pytest.approx(0.0 if step else gap, abs=2e-5), "one completion is compared without the dropout"
+    for first_pass in (False, True):
+        found = gap_of(first_pass)[0]
+        assert found == pytest.approx(0.0 if step else gap, abs=2e-5), "one completion is compared without the dropout"
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])

@@ -22,9 +22,9 @@ from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import reward
+from psigrad.language.recipes.model_scorer import ModelScorer, answer_end, score_all
 from psigrad.language.recipes.scorers import _load_model
 from psigrad.language.rewards import Samples, Scored, Unscored
-from psigrad.language.training.scoring import ModelScorer, answer_end, score_all
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 FAMILIES = ["qwen2_5", "qwen3", "llama3_1", "gemma3", "phi3", "cohere2", "lfm2", "gptoss", "deepseek_r1_distill", "glm4moe"]

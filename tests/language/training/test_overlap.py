@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from in_memory import rollout_of
 from inline_scorer import InlineScorer
 from tiny_rewards import marked
 
@@ -14,7 +15,6 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.rewards import RewardPool, RewardSpec, resolve
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Prompt, Sampler, SamplingParams
-from psigrad.language.training.online.collect import rollout
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +32,8 @@ def prompts(model, count):
 
 
 def taking(model, sampler, scorer, given, generations=3):
-    return rollout(
-        sampler,
-        scorer,
-        given,
-        SamplingParams(max_tokens=6),
-        num_generations=generations,
-        seed_of=lambda i, k: 100 * i + k,
-        model=model,
-        version=0,
-    )
+    rollout = rollout_of(sampler, model, scorer)
+    return rollout(given, SamplingParams(max_tokens=6), generations, lambda i, k: 100 * i + k, version=0)
 
 
 @pytest.mark.parametrize("max_batch", [4, pytest.param(256, marks=pytest.mark.slow)])

@@ -18,18 +18,11 @@ from psigrad.language.models.language_model import Divergence, prepare
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
+from psigrad.language.training.online.annotators.reference import exact_kl, follow, reference_log_probs
+from psigrad.language.training.online.batch import inputs_of, micro_batches, reference_inputs_of, rows_of, to_batch
 from psigrad.language.training.online.collect import collect
-from psigrad.language.training.online.online_run import (
-    divergence,
-    follow,
-    inputs_of,
-    micro_batches,
-    reference_log_probs,
-    rows_of,
-    teacher_inputs_of,
-    to_batch,
-)
 from psigrad.objective.parts.ratio import truncated_importance
+from psigrad.step import Clock
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
 
@@ -45,7 +38,7 @@ def batch(tokenizer):
     run = make(tokenizer)
     told = [replace(p, teacher_ids=(*p.ids, 5, 6, 7) if p.index % 2 else ()) for p in run.prompts]
     run = replace(run, prompts=told)
-    collected = collect(run, 0, 0, run.journal.clock())
+    collected = collect(run, 0, 0, Clock())
     return run, to_batch(collected.groups)
 
 
@@ -83,8 +76,8 @@ def test_exact_divergences_are_from_what_the_reference_says_behind_its_own_promp
     other = model if lora else run.model
     method = replace(run.algorithm, kl=replace(run.algorithm.kl, estimator=kind, mixture=0.3))
     for micro in micro_batches(rows, rows.present, 1000):
-        asked = divergence(method, other, teacher_inputs_of(rows, micro))
-        assert isinstance(asked, Divergence) and asked.inputs == teacher_inputs_of(rows, micro)
+        asked = exact_kl(method, other, reference_inputs_of(rows, micro))
+        assert isinstance(asked, Divergence) and asked.inputs == reference_inputs_of(rows, micro)
         kl = model.evaluate(inputs_of(rows, micro), kl_to=asked).kl.detach()
         for row, place in zip(kl, rows_of(micro).tolist(), strict=True):
             t = rows.inputs[place]
@@ -99,7 +92,7 @@ def test_exact_divergences_are_from_what_the_reference_says_behind_its_own_promp
             }[kind].sum(1)
             assert float(expected.max()) > 1e-3
             torch.testing.assert_close(row[: len(expected)].double(), expected, atol=2e-5, rtol=1e-4)
-    assert divergence(replace(method, kl=None), other) is None
+    assert exact_kl(replace(method, kl=None), other) is None
 
 
 def test_an_unlikely_token_leaves_the_divergences_and_their_gradients_finite():

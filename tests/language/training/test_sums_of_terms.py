@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psigrad.language.training.offline.offline import _count
-from psigrad.language.training.online.figures import Tally
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.objective import Loss
 
 
@@ -34,7 +33,7 @@ def expected(name: str, losses: list[Loss]) -> float:
 
 
 def test_online_terms_are_read_at_the_end_of_a_step_and_add_up_to_the_same_bits():
-    tally, made = Tally(), losses()
+    tally, made = LossSums(), losses()
     with Reads() as reads:
         for one in made:
             tally.add(one)
@@ -45,11 +44,12 @@ def test_online_terms_are_read_at_the_end_of_a_step_and_add_up_to_the_same_bits(
     assert tally.last["entropy"] == pytest.approx(1.4)
 
 
-def test_offline_terms_too_and_a_share_of_weight_0_counts_nowhere():
-    sums, made = {}, losses()
-    with Reads() as reads:
+def test_a_share_of_weight_0_counts_nowhere():
+    sums, made = LossSums(), losses()
+    with torch.no_grad():
         for one in made:
-            _count(lambda one=one: one, 1.0, sums)
-        _count(lambda: made[0], 0.0, sums)
-    assert reads.count == 0
-    assert {name: float(x) for name, x in sums.items()} == {name: expected(name, made) for name in ("entropy", "clipped")}
+            assert float(sums.of(lambda one=one: one).detach()) == float(one.value.detach())
+        assert float(sums.of(lambda: made[0], 0.0).detach()) == 0.0
+    assert not sums.last
+    sums.end_step(None)
+    assert sums.last == {name: expected(name, made) for name in ("loss", "entropy", "clipped")}

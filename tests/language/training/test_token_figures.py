@@ -6,13 +6,15 @@ import math
 
 import pytest
 import torch
-from in_memory import make
+from in_memory import advance, log_of, make
 
 from psigrad.language.models import tiny
 from psigrad.language.models.packing import Groups
-from psigrad.language.training.learners import State
+from psigrad.language.rollout.rows import round_all
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.figures import Tally, TokenFigures, round_all
+from psigrad.language.training.online.annotators.old_log_probs import Gap
+from psigrad.language.training.online.figures import TokenFigures
+from psigrad.language.training.state import State
 from psigrad.objective import Batch, PolicyOutputs, Prepared
 
 
@@ -25,8 +27,8 @@ def lines(tokenizer, algorithm="grpo", **settings):
     run = make(tokenizer, algorithm, **settings)
     before = {(r.index): r.ids for r in run.prompts}
     policy = run.model.frozen_copy()
-    training.step(run, State(algorithm=run.algorithm.initial_state()))
-    return run, policy, before, run.journal.lines
+    advance(run, State(algorithm=run.algorithm.initial_state()))
+    return run, policy, before, log_of(run).lines
 
 
 def own_logp(model, prompt, row):
@@ -75,7 +77,7 @@ def test_only_the_first_prompts_are_written_by_token_and_none_where_none_is_want
 def test_what_is_written_changes_nothing_of_what_is_learned(tokenizer):
     def learned(count):
         run, *_ = lines(tokenizer, record_tokens=count, num_iterations=2)
-        return torch.cat([p.detach().flatten() for p in run.model.trainable().values()]), run.journal.rows
+        return torch.cat([p.detach().flatten() for p in run.model.trainable().values()]), log_of(run).rows
 
     (some, figures), (none, same) = learned(4), learned(0)
     assert torch.equal(some, none) and figures == same
@@ -87,11 +89,10 @@ def test_the_share_of_tokens_whose_bits_differ_is_of_those_that_were_compared():
     batch = Batch(
         mask=torch.tensor([[True, True], [True, False]]), reward=zeros, logp_old=zeros - 1, group=torch.zeros(2, dtype=torch.long)
     )
-    tally = Tally()
-    tally.steps = 1
-    tally.compare(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch)
+    gap = Gap()
+    gap.add(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch)
     name = "sampling/sampling_logp_difference/"
-    found = {key.removeprefix(name): value for key, value in tally.result().items() if key.startswith(name)}
+    found = {key.removeprefix(name): value for key, value in gap.figures().items() if key.startswith(name)}
     assert found == {"mean": pytest.approx(0.75 / 3), "max": 0.5, "share": pytest.approx(2 / 3)}
 
 

@@ -11,6 +11,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
 from psigrad.config.algorithms import resolve_loss
+from psigrad.language import examples
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import validate
 from psigrad.language.data.templates import CHATML
@@ -140,7 +141,9 @@ def test_preference_losses_and_gradients_are_trls(name, conversational, tokenize
     model = language_model.prepare(hf, tokenizer)
     if conversational:
         # TRL counts the line break that the template writes behind the turn; the policy never chose it
-        made = [pairs.Pair(p.prompt, *(pairs.Answer(a.ids, [True] * len(a.ids)) for a in (p.chosen, p.rejected))) for p in made]
+        made = [
+            examples.Pair(p.prompt, *(examples.Answer(a.ids, [True] * len(a.ids)) for a in (p.chosen, p.rejected))) for p in made
+        ]
         known = reference_logps(reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 100)
     loss = resolve_loss({"preset": "dpo", "link": name} if name in LINKS else name)
     close(our_loss(PreferenceTask(model, loss, made, known), hf, budget=60), peer)

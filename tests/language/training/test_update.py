@@ -15,7 +15,8 @@ from psigrad.errors import UserError
 from psigrad.language.models.gradients import embedding, sums_for
 from psigrad.language.training import update
 from psigrad.language.training.optimizers import steps_natively
-from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
+from psigrad.language.training.update import Optimizer, add_up, learning_rate
+from psigrad.step import MAX_NONFINITE, NonFiniteError
 
 
 def test_the_schedule_at_hand_worked_points():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import sample_agents
 import torch
-from in_memory import make
+from in_memory import advance, make, rollout_of, with_player
 
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
@@ -23,10 +23,9 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Prompt
-from psigrad.language.training.learners import State
-from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.collect import rollout, seed_at
+from psigrad.language.training.online.collect import seed_at
 from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad_serve.agents.agent_gateway import open_gateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
@@ -68,14 +67,14 @@ def agents():
 def sessions(run: Online, agents: Agents | None, count: int = 2, prompts: int = 2):
     """Completions of the first prompts, by the agents or here."""
     seed_of = partial(seed_at, run.config.run.seed, 0)
-    settings = {"num_generations": count, "seed_of": seed_of, "model": run.model, "version": 0, "episodes": agents}
-    return rollout(run.sampler, run.scorer, run.prompts[:prompts], run.params, **settings)
+    rollout = rollout_of(run.sampler, run.model, run.rollout.scorer, agents)
+    return rollout(run.prompts[:prompts], run.params, count, seed_of, version=0)
 
 
 def grad(run: Online, agents: Agents | None) -> torch.Tensor:
     """The gradient of one step, before the optimiser sees it."""
     seen: list[torch.Tensor] = []
-    run = replace(run, episodes=agents)
+    run = with_player(run, agents)
     norm = run.optimizer.norm
 
     def look() -> float:
@@ -83,7 +82,7 @@ def grad(run: Online, agents: Agents | None) -> torch.Tensor:
         return norm()
 
     run.optimizer.norm = look
-    online_rl.step(run, State(algorithm=run.algorithm.initial_state()))
+    advance(run, State(algorithm=run.algorithm.initial_state()))
     return seen[0]
 
 

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from in_memory import make
+from in_memory import make, rollout_of
 
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Prompt
-from psigrad.language.training.online.collect import rollout, seed_at
+from psigrad.language.training.online.collect import seed_at
 from psigrad_serve.agents.agent_gateway import open_gateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
 from psigrad_serve.agents.agent_worker import AgentCommand
@@ -40,9 +40,8 @@ def sessions(agent):
     row = Row("x", prompt=[{"role": "user", "content": "count from 3"}], columns={"start": "3"})
     prompts = [Prompt(0, tuple(prompt_ids(tokenizer, row)), row)]
     with closing(Agents(AgentPool(agent, workers=1), open_gateway())) as agents:
-        settings = {"num_generations": 2, "seed_of": partial(seed_at, 0, 0), "model": run.model, "version": 0, "episodes": agents}
         params = replace(run.params, max_tokens=4, stop_token_ids=(tokenizer.eos_token_id,))
-        return rollout(run.sampler, None, prompts, params, **settings)
+        return rollout_of(run.sampler, run.model, None, agents)(prompts, params, 2, partial(seed_at, 0, 0), version=0)
 
 
 @pytest.mark.slow

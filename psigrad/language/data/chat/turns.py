@@ -25,7 +25,8 @@ from psigrad.language.data.chat.dialect import (
 )
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
 from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
-from psigrad.language.data.dataset_rows import Row, alike, show
+from psigrad.language.data.dataset_rows import Row, show
+from psigrad.language.examples import common_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -324,7 +325,7 @@ def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
     opens, closes = around({"role": "assistant", "content": SENTINEL, "reasoning_content": THIRD}, THIRD, SENTINEL)
     _, called = around({**call_of(), "reasoning_content": THIRD}, THIRD, OTHER)
     first, behind = around(call_of(content=THIRD), THIRD, OTHER)
-    ends = closes[: alike(closes, called)] if called else closes
+    ends = closes[: common_prefix(closes, called)] if called else closes
     return TurnForm(lead, opens, closes, ends, behind.strip() if OTHER in first else "")
 
 

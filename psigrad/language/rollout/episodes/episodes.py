@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,18 +16,20 @@ from typing import Any, Protocol
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import Reading, decode, prompt_for_reward, prompt_ids
+from psigrad.language.data.templates import Reading, decode, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rewards.outcomes import transcript_of
+from psigrad.language.rollout.collectors import Collector, Completions, SeedOf
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.rollout.episodes.episode_history import EpisodeHistory, as_messages
 from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad.language.rollout.scoring import transcript_of
 from psigrad.language.rollout.types import (
     Branch,
     Completion,
     Cut,
     FinishReason,
     NextTurn,
+    Prompt,
     Sampler,
     SamplingParams,
     Stretch,
@@ -61,6 +63,53 @@ class Player(Protocol):
         i-th. With `needs_reward` there is no reward but the player's own.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Played:
+    """The `Collector` of what a player makes: episodes, or sessions of agents. All groups of a step are complete at once."""
+
+    player: Player
+    sampler: Sampler
+    model: LanguageModel
+    needs_reward: bool
+    """The player's own rewards are the only ones."""
+    plays: bool = True
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_generations: int,
+        seed_of: SeedOf,
+        version: int,
+        cache: Any = None,
+    ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
+        """See `Collector`."""
+        made = self.player.play(
+            self.sampler,
+            [(p.index, p.ids, p.row) for p in prompts],
+            params,
+            num_generations=num_generations,
+            seed_of=seed_of,
+            model=self.model,
+            version=version,
+            needs_reward=self.needs_reward,
+        )
+        yield [(i, made[i * num_generations : (i + 1) * num_generations]) for i in range(len(prompts))]
+
+    def snapshot(self) -> Played:
+        """See `Collector`."""
+        return replace(self, sampler=self.sampler.snapshot())
+
+
+def collector_of(
+    sampler: Sampler, model: LanguageModel, player: Player | None = None, *, needs_reward: bool = False
+) -> Collector:
+    """Return the collector of a player's episodes, or without a player that of single completions."""
+    if player is not None:
+        return Played(player, sampler, model, needs_reward)
+    return Completions(sampler, partial(decode, model.tokenizer))
 
 
 @dataclass(frozen=True)
@@ -303,7 +352,7 @@ def _begin(
     limits: _Limits,
 ) -> list[_Episode]:
     """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
-    shown = [{"prompt": prompt_for_reward(row), **row.columns} for _, _, row in prompts for _ in range(count)]
+    shown = [{"prompt": row.dataset_prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = rules.playing.begin(shown)
     episodes: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):
@@ -368,11 +417,6 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         policy_turns=tuple(episode.policy_turns),
         branches=tuple(branch for branch in episode.branches if branch.start < len(episode.ids)),
     )
-
-
-def returns(trajectory: Trajectory) -> float:
-    """The sum of the environment's rewards."""
-    return math.fsum(reward for _, reward in trajectory.step_rewards)
 
 
 # Characters for each token that there is room for, of which an answer is read at most: text has four or so, code two or three.

@@ -18,8 +18,9 @@ from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.data.chat.turns import Talk, TurnForm
-from psigrad.language.data.dataset_rows import Row, alike
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
+from psigrad.language.examples import common_prefix
 from psigrad.language.rewards.reward_worker import finish
 from psigrad.language.rollout.episodes.environments import Message, Step
 from psigrad.language.rollout.episodes.tool_calls import (
@@ -203,7 +204,7 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
         before, after = talk.render([question], generation_prompt=True), talk.render([question, turn])
     except UserError:  # no template, or one that refuses calls
         return "", "", False
-    shared = alike(before, after)
+    shared = common_prefix(before, after)
     # <think> and <tool_call> share their first letters
     mark = re.search(r"[<\[][^<>\[\]\s]*$", before[:shared])
     seen = decode(tokenizer, tokenizer(after[mark.start() if mark else shared :], add_special_tokens=False)["input_ids"])

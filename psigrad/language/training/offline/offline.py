@@ -1,28 +1,25 @@
-"""Training on recorded data: the loop, and what it asks of a task. SFT, reward models and preferences are tasks."""
+"""One step of training on recorded data, and the protocol of its tasks. SFT, reward models and preferences are tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
-from psigrad.config import Evaluation, Optim, Run
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import balanced
-from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import batch_at
-from psigrad.language.rollout.types import Sampler
-from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.learners import LESS_MEMORY, Keeper, State, apply_changes, with_changes
+from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.objective import Loss
-from psigrad.processes.parallel.world import ALONE, World, shard, shares_of, sum_figures
-from psigrad.runs.cycle import cycle
-from psigrad.runs.journal import Journal
+from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
+from psigrad.step import Clock, Observe, Outcome
+
+if TYPE_CHECKING:
+    from psigrad.config import Optim, Run
 
 Share = Callable[[], Loss]
 """The loss of one forward pass."""
@@ -72,10 +69,6 @@ class Settings(Protocol):
         """Settings of the optimiser."""
 
     @property
-    def evaluation(self) -> Evaluation:
-        """When and on what to evaluate."""
-
-    @property
     def run(self) -> Run:
         """Run folder, seed, checkpoints and trackers."""
 
@@ -89,53 +82,33 @@ class Settings(Protocol):
 
 
 @dataclass(frozen=True)
-class Generated:
-    """Evaluation on generated completions, for models that generate."""
-
-    model: LanguageModel
-    sampler: Sampler
-    evaluator: Evaluator
-
-
-@dataclass(frozen=True)
 class Offline:
-    """The parts of one offline run; `held_out` has the rows that are not trained on."""
+    """The parts of one run on recorded data. `held_out` has the rows that are not trained on."""
 
     config: Settings
     task: Task
     held_out: Task | None
     optimizer: Optimizer
     total_steps: int
-    journal: Journal
-    generated: Generated | None = None
+    world: World = ALONE
+    """The processes of the run."""
+    watch: Observe = contextlib.nullcontext
+    """Observes the phases of a step."""
 
 
-def train(run: Offline, state: State, save: Keeper) -> State:
-    """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
-    often = run.config.evaluation.eval_steps
-    run.journal.callbacks.trial = partial(with_changes, run)
-    turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
-    evaluate = lambda state: _evaluate(apply_changes(run, state.changes), state)  # noqa: E731
-    updates = lambda: run.optimizer.updates  # noqa: E731
-    given = (run.config.run, often, run.journal, updates, LESS_MEMORY, save.wait)
-    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, *given)
-
-
-def step(run: Offline, state: State) -> tuple[State, str]:
-    """One optimiser step on `batch_size` rows."""
-    config, clock = run.config, run.journal.clock()
+def step(run: Offline, state: State) -> Outcome[State]:
+    """Return the outcome of one optimiser step on `batch_size` rows. Weights and optimiser change in place."""
+    config, clock, world = run.config, Clock(run.watch), run.world
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
-    lr = learning_rate(config.optim, state.step, run.total_steps)
-    sums: dict[str, Tensor] = {}
+    lr, sums = learning_rate(config.optim, state.step, run.total_steps), LossSums(world)
     with clock("time/update"):
-        world = run.journal.world
-        whole = run.task.shares(rows, config.micro_batch_tokens, shares_of(world))
-        shares = shard(world, [partial(balanced, run.task.model, share, len(whole)) for share in whole])
-        norm = run.optimizer.step([partial(_count, share, weight, sums) for share, weight in shares], lr)
-        figures = sum_figures(world, {name: float(term) for name, term in sums.items()})
+        passes = run.task.shares(rows, config.micro_batch_tokens, shares_of(world))
+        shares = shard(world, [partial(balanced, run.task.model, share, len(passes)) for share in passes])
+        norm = run.optimizer.step([partial(sums.of, share, weight) for share, weight in shares], lr)
+        sums.end_step(None if norm is None else [norm])
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
-        **figures,
+        **sums.last,
         "learning_rate": lr,
         "num_tokens": state.tokens + tokens,
         "epoch": number * config.batch_size / len(run.task),
@@ -143,29 +116,5 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     }
     if norm is not None:
         metrics["grad_norm"] = norm
-    run.journal.metrics(number, metrics)
-    run.journal.timings(number, clock, tokens)
-    run.optimizer.check(number)
     after = replace(state, step=number, tokens=state.tokens + tokens, nonfinite=run.optimizer.nonfinite)
-    return after, f"loss {figures['loss']:.3f}"
-
-
-def _count(share: Share, weight: float, sums: dict[str, Tensor]) -> Tensor:
-    """The loss of one share, its terms added to `sums`; with weight 0 a loss of 0 that counts nowhere."""
-    loss = share()
-    if not weight:
-        return 0.0 * loss.value
-    for name, term in loss.terms.items():
-        sums[name] = term.double() + sums.get(name, 0.0)  # as a float it would make a GPU's queue run dry
-    return loss.value
-
-
-def _evaluate(run: Offline, state: State) -> None:
-    if run.held_out is not None:
-        clock = run.journal.clock()
-        with clock("time/eval"), torch.no_grad():
-            figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens, run.journal.world)
-        run.journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})
-        run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
-    if run.generated is not None:
-        run.generated.evaluator.record(run.generated.model, run.generated.sampler, state.step, run.journal)
+    return Outcome(after, metrics, timings=clock.read(), tokens=tokens, summary=f"loss {sums.last['loss']:.3f}")

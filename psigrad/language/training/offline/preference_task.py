@@ -9,22 +9,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
-from psigrad.language.data.pairs import Answer, Judged, Pair, pair_of
-from psigrad.language.data.templates import Example
-from psigrad.language.models.experts import balanced
+from psigrad.language.examples import Answer, Judged, Pair
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
-from psigrad.language.rollout.spread import bring
-from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share
 from psigrad.language.training.offline.sft_task import sum_terms, terms_of
-from psigrad.language.training.online.figures import Outcome, Tally
-from psigrad.language.training.online.online_run import Online, minibatches
-from psigrad.language.training.update import step_together
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard, shares_of
@@ -203,72 +194,3 @@ def mismatch(rows: Sequence[Judged]) -> list[Answer]:
             other = rows[i - 1]
         found[i] = rows[i] if other is None else other
     return [row.answer for row in found]
-
-
-@dataclass(frozen=True)
-class Pick:
-    """The pairs of a collection: places of the chosen and the rejected among all rows."""
-
-    pairs: list[Pair]
-    chosen: list[int]
-    rejected: list[int]
-    rows: int
-
-
-def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
-    """The earliest best and the earliest worst of every group that has both."""
-    rows = [t for group in groups for t in group]
-    chosen, rejected, first = [], [], 0
-    for group in groups:
-        rewards = [t.reward or 0.0 for t in group]
-        best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
-        if rewards[best] > rewards[worst]:
-            chosen.append(first + best)
-            rejected.append(first + worst)
-        first += len(group)
-    bring(world, rows, [[*chosen, *rejected]] * world.size)
-    pairs = [pair_of(_texts(rows[best]), _texts(rows[worst])) for best, worst in zip(chosen, rejected, strict=True)]
-    return Pick(pairs, chosen, rejected, first)
-
-
-def _texts(trajectory: Trajectory) -> list[Example]:
-    """What was sampled, each piece behind what it was sampled behind."""
-    mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
-    return [
-        Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)
-        for start, prompt, ids in trajectory.contexts
-    ]
-
-
-def learn_preferences(
-    run: Online,
-    loss: Preference,
-    groups: Sequence[Sequence[Trajectory]],
-    state: State,
-    lr: float,
-    cache: ActivationCache | None,
-) -> Outcome:
-    """All optimiser steps on one collection by a preference loss on the best and the worst of each group. A group of equal
-    rewards is left out.
-
-    Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
-    """
-    config, world = run.config, run.world
-    picked, tally = pick(groups, world), Tally(world=world)
-    logps_ref = None
-    if loss.needs_reference and picked.pairs:
-        if not isinstance(run.reference, LanguageModel):
-            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
-        answers = [[p.chosen, p.rejected] for p in picked.pairs]
-        logps_ref = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)
-    task = PreferenceTask(run.model, loss, picked.pairs, logps_ref, cache)
-    for iteration in range(config.num_iterations):
-        for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
-            tally.steps += 1
-            whole = task.shares(rows.tolist(), config.micro_batch_tokens, shares_of(world))
-            shares = shard(world, [partial(balanced, run.model, share, len(whole)) for share in whole])
-            tally.end_step(step_together([(run.optimizer, lr)], [partial(tally.of, share, weight) for share, weight in shares]))
-    signs = torch.zeros(picked.rows)
-    signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
-    metrics = {**(tally.result() if tally.steps else {"updates": 0}), "pairs": len(picked.pairs)}
-    return Outcome(metrics, dict(state.algorithm), signs.tolist())

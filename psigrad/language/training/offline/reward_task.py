@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from psigrad.intervals import mean_interval
-from psigrad.language.data.pairs import Pair, Steps
+from psigrad.language.examples import Pair, Steps
 from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.training.offline.offline import Share

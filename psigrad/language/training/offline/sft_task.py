@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from psigrad.language.data.dataset_rows import alike
-from psigrad.language.data.templates import Example
+from psigrad.language.examples import Example, common_prefix
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.training.offline.offline import Share
@@ -94,7 +93,7 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
 def _branch(texts: Sequence[Example]) -> Bundle:
     """One bundle; nothing that is trained stands in the trunk."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
-    starts = [alike(context, contexts[-1]) for context in contexts]
+    starts = [common_prefix(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)
 
 

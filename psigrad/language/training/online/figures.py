@@ -1,14 +1,11 @@
-"""What a step says of itself: figures of its collection and of its update, under TRL's names, and its rows of rollouts.jsonl.
-
-Nothing is computed from any of it, but that a run stops where sampler and trainer disagree.
-"""
+"""The metrics of a step under TRL's names, and its rows of rollouts.jsonl."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,101 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.errors import UserError
-from psigrad.language.data.templates import prompt_for_reward
+from psigrad.language.rollout.rows import log_probs_of, rollout_row, round_all
 from psigrad.language.rollout.spread import to_writer
-from psigrad.language.rollout.types import Collected, Completion, Prompt, Trajectory
-from psigrad.objective import Batch, Loss, PolicyOutputs, Prepared
-from psigrad.processes.parallel.world import ALONE, World, sum_figures
-from psigrad.records.rows import rollout_row
-
-DIGITS = 4
+from psigrad.language.rollout.types import Collected, Prompt, Trajectory
+from psigrad.objective import PolicyOutputs, Prepared
+from psigrad.processes.parallel.world import World
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of training on a collection: its metrics, the algorithm's new state, the advantage of each row (mean over its
-    tokens), and what the first rows looked like token by token.
-    """
+class Learned:
+    """The result of all optimiser steps on one collection."""
 
     metrics: Mapping[str, Any]
     algorithm: dict[str, float]
+    """The algorithm's new state."""
     advantages: list[float] = field(default_factory=list)
+    """The advantage of each row, its mean over the row's tokens."""
     tokens: list[dict[str, Any]] = field(default_factory=list)
-
-
-class Tally:
-    """Sums the terms of micro-batches within an optimiser step and averages them over the steps."""
-
-    def __init__(self, compares: bool = False, world: World = ALONE) -> None:
-        self.world, self.compares = world, compares
-        """Whether the first optimiser step's log-probs, which are the trainer's, are held against the sampler's."""
-        self.steps = 0
-        self.norms: list[list[float]] = []
-        self.metrics: dict[str, float] = {}
-        self.last: dict[str, float] = {}
-        self._now: dict[str, Tensor] = {}
-        self._gap_sum, self._gap_max, self._gap_count, self._unlike = 0.0, 0.0, 0, 0
-
-    @property
-    def mean_gap(self) -> float:
-        """Mean absolute difference of the log-probs compared, in nats."""
-        return self._gap_sum / max(1, self._gap_count)
-
-    def add(self, loss: Loss) -> Tensor:
-        """Count a micro-batch's share of the loss and its terms; the share, for the backward pass."""
-        for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
-            self._now[name] = term.double() + self._now.get(name, 0.0)  # as a float it would make a GPU's queue run dry
-        return loss.value
-
-    def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """`add` of what `share` computes; with weight 0 a loss of 0 that counts nowhere."""
-        loss = share()
-        return self.add(loss) if weight else 0.0 * loss.value
-
-    def compare(self, logp: Tensor, batch: Batch) -> None:
-        """Hold the trainer's log-probs [n, T] against the sampler's in `batch`."""
-        difference = (logp - batch.logp_old).abs()[batch.mask]
-        self._gap_sum += float(difference.sum())
-        self._gap_max = max(self._gap_max, float(difference.max()))
-        self._gap_count += difference.numel()
-        self._unlike += int((difference != 0).sum())
-
-    def end_step(self, norms: list[float] | None) -> None:
-        """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
-        self.last, self._now = sum_figures(self.world, {name: float(term) for name, term in self._now.items()}), {}
-        for name, value in self.last.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
-        if norms is not None:
-            self.norms.append(norms)
-
-    def gather(self) -> Tally:
-        """This tally after the processes have put together what each compared."""
-        each = self.world.all_gather((self._gap_sum, self._gap_max, self._gap_count, self._unlike))
-        sums, largest, counts, unlike = zip(*each, strict=True)
-        self._gap_sum, self._gap_max, self._gap_count, self._unlike = math.fsum(sums), max(largest), sum(counts), sum(unlike)
-        return self
-
-    def check_gap(self, step: int, bound: float) -> None:
-        """Stop where the completions cannot have come from the policy that is trained."""
-        if not self.mean_gap <= bound:
-            raise UserError(
-                f"At step {step} sampler and trainer disagree by {self.mean_gap:.2g} in mean log-probability, above the bound "
-                f"{bound:.2g}: the completions did not come from the policy that is trained. Look at the sampler, or raise "
-                "max_logp_difference."
-            )
-
-    def result(self) -> dict[str, Any]:
-        """The figures, under TRL's names."""
-        figures: dict[str, Any] = {name: value / self.steps for name, value in self.metrics.items()}
-        figures["updates"] = len(self.norms)
-        for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):
-            figures[name] = math.fsum(norms) / len(norms)
-        if self._gap_count:
-            figures["sampling/sampling_logp_difference/mean"] = self.mean_gap
-            figures["sampling/sampling_logp_difference/max"] = self._gap_max
-            figures["sampling/sampling_logp_difference/share"] = self._unlike / self._gap_count
-        return figures
+    """Columns of rollouts.jsonl for each row; those per token for the first rows."""
 
 
 WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
@@ -249,7 +169,7 @@ def rollout_rows(
     world: World,
     prompts: Sequence[Prompt],
     collected: Collected,
-    outcome: Outcome,
+    learned: Learned,
     step: int,
     record_tokens: int,
     record_prompts: int = 0,
@@ -267,27 +187,15 @@ def rollout_rows(
     numbers = {t.row for t in own.values()}
     rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
     used = [t for group in collected.groups for t in group]
-    advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
+    advantage = {id(t): a for t, a in zip(used, learned.advantages, strict=False)}
     shown = {id(t) for group in collected.groups[:record_tokens] for t in group}
-    tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
+    tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, learned.tokens, strict=False)}
     made = {
         n: {
-            **rollout_row(t, step, "train", prompt_for_reward(rows[t.row]), advantage.get(id(t))),
+            **rollout_row(t, step, "train", rows[t.row].dataset_prompt, advantage.get(id(t))),
             **(log_probs_of(t.completion) if id(t) in shown else {}),
             **tokens.get(id(t), {}),
         }
         for n, t in own.items()
     }
     return list(made.values()) if world.size == 1 else to_writer(world, made)
-
-
-def log_probs_of(completion: Completion) -> dict[str, list[float]]:
-    """`logprobs` under the policy that sampled; `sampling_logprobs` where top-k and the like made another distribution of it."""
-    same = completion.logprobs == completion.sampling_logprobs
-    sampling = {} if same else {"sampling_logprobs": round_all(completion.sampling_logprobs)}
-    return {"logprobs": round_all(completion.logprobs), **sampling}
-
-
-def round_all(values: Sequence[float]) -> list[float]:
-    """What people read of figures per token."""
-    return [round(float(value), DIGITS) for value in values]

@@ -1,93 +1,91 @@
-"""Online reinforcement learning, whole: sample -> score -> advantage -> loss -> optimiser step -> record.
+"""Online reinforcement learning in one file: sample, score, advantage, loss, optimiser step.
 
-Read this file first, then those that it calls, in the order of a step: `collect.py` (sample, score), `online_run.py` (the batch),
-`psigrad/objective/policy_gradient.py` (advantage, loss), `../update.py` (gradient, AdamW), `figures.py` (what is recorded).
+Read this file first, then the files that it calls in the order of a step. One step, from top to bottom:
+
+    state ──▶ next_collection ──▶ Collected ──▶ learn ─────────────────────────────▶ Outcome ──▶ cycle records it
+              lag.py, collect.py    │           to_batch          batch.py                       runs/cycle.py
+              │        ▲            │           annotators        annotators/   logp_old, logp_ref, value
+              ▼        │            │           prepare           objective/    advantages, filters
+              sampler ─▶ rewards    │           losses ─▶ step    update.py     once for each share of the batch
+              (others sample while  │
+              a group is scored)    └─▶ metrics and rows of rollouts.jsonl      figures.py
+
+The sampler waits for nobody. Rewards are computed while it samples, and `learn` waits for the last of them. With a lag, threads
+collect for later steps meanwhile; a step then waits only if its own collection is not ready.
+
+`grpo` departs from the GRPO of Shao et al. 2024 (arXiv:2402.03300) in this:
+
+1. If the policy has not moved since it sampled, the ratio is 1 by definition: `logp_old` is the trainer's own log-prob.
+2. Rows whose advantage is 0 skip the forward pass, unless another term (KL, entropy) has a gradient there.
+3. Unscored completions leave their group; a group that is too small for its statistics is dropped, and counted in the ledger.
+4. Sampler and trainer are compared, and the run stops if they disagree by more than rounding.
+5. Sums over tokens are weighted by counts over the whole optimiser step, so no split into micro-batches changes the gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from psigrad.language.models.fused.caches import ActivationCache
-from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import LESS_MEMORY, Keeper, State, apply_changes, with_changes
-from psigrad.language.training.offline.preference_task import learn_preferences
-from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
+from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.online.annotators.critic import ValueModel
+from psigrad.language.training.online.annotators.old_log_probs import log_probs
+from psigrad.language.training.online.batch import (
+    MicroBatch,
+    by_row,
+    inputs_of,
+    minibatches,
+    outputs_by_row,
+    rows_of,
+    share_of,
+    to_batch,
+)
 from psigrad.language.training.online.figures import (
     WITHIN_GROUPS,
-    Outcome,
-    Tally,
+    Learned,
     TokenFigures,
     collection_metrics,
     rollout_rows,
     staleness,
 )
-from psigrad.language.training.online.online_run import (
-    MicroBatch,
-    Online,
-    ValueModel,
-    add_old_values,
-    add_teacher_kl,
-    by_row,
-    divergence,
-    follow,
-    inputs_of,
-    log_probs,
-    minibatches,
-    outputs_by_row,
-    rows_of,
-    share_of,
-    teacher_inputs_of,
-    to_batch,
-)
+from psigrad.language.training.online.lag import next_collection
+from psigrad.language.training.online.ledger import ISSUED, update_ledger
+from psigrad.language.training.online.online_preferences import learn_preferences
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
 from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.runs.cycle import cycle
+from psigrad.step import Clock, Outcome
+
+if TYPE_CHECKING:
+    from psigrad.language.models.fused.caches import ActivationCache
 
 
-def train(run: Online, state: State, save: Keeper) -> State:
-    """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
-
-    def evaluate(state: State) -> None:
-        if run.evaluate is not None:
-            for pending in state.pending if run.episodes is not None else ():  # environments play for one at a time
-                pending.result()
-            run.evaluate(state.step)
-
-    often = run.config.evaluation.eval_steps
-    name = run.algorithm.name or "policy gradient"
-    run.journal.callbacks.trial = partial(with_changes, run)
-    turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
-    given = (run.config.run, often, run.journal, run.updates, LESS_MEMORY, save.wait)
-    return cycle(name, state, run.total_steps, turn, evaluate, save, *given)
-
-
-def step(run: Online, state: State) -> tuple[State, str]:
-    """One step: from `state` to the next, with what the progress bar shows."""
-    number, clock, config = state.step + 1, run.journal.clock(), run.config
-    warms_up = state.step < config.critic_warmup_steps  # then only the critic learns
-    lr = 0.0 if warms_up else learning_rate(config.optim, state.step, run.total_steps)
+def step(run: Online, state: State) -> Outcome[State]:
+    """Return the outcome of one step from `state`. Weights and optimisers change in place; nothing is written or printed."""
+    number, clock, config = state.step + 1, Clock(run.watch), run.config
+    lr = 0.0 if critic_warms_up(run, state) else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
     collected, pending = next_collection(run, state, clock, cache)
-    tell_overflow(run, cache, collected.trajectories)
-    outcome = Outcome({}, state.algorithm)
+    notes = note_overflow(run, cache, collected.trajectories)
+    learned = Learned({}, state.algorithm)
     if collected.groups:
         with clock("time/update"):
-            outcome = learn(run, collected.groups, state, lr, cache)
-    if isinstance(run.reference, LanguageModel) and config.ref_model_sync_steps and number % config.ref_model_sync_steps == 0:
-        follow(run.reference, run.model, config.ref_model_mixup_alpha)
+            learned = learn(run, collected.groups, state, lr, cache)
+    for annotator in run.annotators:
+        annotator.after_step(run, number)
     trajectories = collected.trajectories
     tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in trajectories)
     metrics = {
         **collection_metrics(trajectories, config.num_generations),
-        **outcome.metrics,
+        **learned.metrics,
         "learning_rate": lr,
         "num_tokens": tokens,
         "groups": len(collected.groups),
@@ -95,149 +93,156 @@ def step(run: Online, state: State) -> tuple[State, str]:
         "prompts": collected.entries[ISSUED],
     }
     if config.num_generations == 1 or (isinstance(run.algorithm, PolicyGradient) and not run.algorithm.needs_reward):
-        for name in WITHIN_GROUPS:  # nothing is compared within a group, so that equal rewards are no fault
+        for name in WITHIN_GROUPS:  # nothing is compared within a group, so equal rewards are not a fault
             metrics.pop(name, None)
-    rows = rollout_rows(run.world, run.prompts, collected, outcome, number, config.record_tokens, config.record_prompts)
-    if run.world.rank == 0:
-        run.journal.rollouts(rows)
-    run.journal.metrics(number, metrics)
-    run.journal.timings(number, clock, sum(len(t.completion.ids) for t in trajectories))
-    run.optimizer.check(number)
     after = replace(
         state,
         step=number,
         cursor=collected.cursor,
         tokens=tokens,
         nonfinite=run.optimizer.nonfinite,
-        algorithm=outcome.algorithm,
+        algorithm=learned.algorithm,
         ledger=update_ledger(state.ledger, state.cursor, collected),
         pending=pending,
     )
-    return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
+    return Outcome(
+        state=after,
+        metrics=metrics,
+        rows=rollout_rows(run.world, run.prompts, collected, learned, number, config.record_tokens, config.record_prompts),
+        timings=clock.read(),
+        tokens=sum(len(t.completion.ids) for t in trajectories),
+        notes=notes,
+        summary=f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}",
+    )
+
+
+def critic_warms_up(run: Online, state: State) -> bool:
+    """Return True if only the critic learns in the next step."""
+    return state.step < run.config.critic_warmup_steps
 
 
 def activation_cache(run: Online) -> ActivationCache | None:
-    """For what sampling computes under the weights that train, so that training need not compute it again."""
+    """Return a cache for what sampling computes under the weights that train, so that training need not compute it again."""
     # an episode is sampled turn by turn; another process, or a later step, may train on what is sampled here
-    if run.config.model.gradient_checkpointing or run.episodes is not None or run.world.size > 1 or run.config.lag:
+    if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
-    return ActivationCache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
+    return run.model.new_cache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
 
 
-def tell_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> None:
-    """Tell once that sampling computed more than is kept, and what would keep it."""
+def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
+    """Return a note if sampling computed more than the cache may keep. It says what would keep it."""
     limit, decoder = run.config.keep_activations_gb, run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit * 1e9:
-        return
+        return {}
     tokens = sum(map(len, {t.prompt_ids for t in sampled})) + sum(len(t.completion.ids) for t in sampled)
     needed = math.ceil(tokens * decoder.parts.row_bytes / 1e8) / 10
-    run.journal.tell_once(
-        "forward_again",
-        f"Training computes again what sampling has computed, which takes about a sixth of a step: activations of {tokens:,} "
-        f"tokens take {needed:g} GB and keep_activations_gb is {limit:g}. --keep-activations-gb {needed:g} keeps them.",
+    text = (
+        f"Training recomputes what sampling has computed, which takes about a sixth of a step: activations of {tokens:,} tokens "
+        f"take {needed:g} GB and keep_activations_gb is {limit:g}. --keep-activations-gb {needed:g} keeps them."
     )
+    return {"forward_again": text}
 
 
 def learn(
     run: Online, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
-) -> Outcome:
-    """All optimiser steps on one collection. Rows without gradient skip the forward pass; without any, no weight moves."""
+) -> Learned:
+    """Take all optimiser steps on one collection. Rows without a gradient skip the forward pass; without any, no weight moves."""
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
         return learn_preferences(run, algorithm.loss, groups, state, lr, cache)
+    run.check_reference()
     batch = to_batch(groups, config.filter_metric, run.reward_weights).to(run.model.device)
     cache = run.model.usable(cache)
-    tally = Tally(world=run.world)
-    batch = add_old_values(run, algorithm, batch, state.step, tally, cache)
+    for annotator in run.annotators:
+        batch = annotator.columns(run, batch, state.step, cache)
     prepared = algorithm.prepare(batch, state.algorithm)  # the advantages
-    warms_up = state.step < config.critic_warmup_steps
     optimizers = [(run.optimizer, lr)]
     if run.critic is not None:  # it follows the same schedule from a peak of its own
-        own = replace(config.optim, learning_rate=run.critic.learning_rate)
-        optimizers.append((run.critic.optimizer, learning_rate(own, state.step, run.total_steps)))
+        schedule = replace(config.optim, learning_rate=run.critic.learning_rate)
+        optimizers.append((run.critic.optimizer, learning_rate(schedule, state.step, run.total_steps)))
     seen = run.token_figures(sum(map(len, groups[: config.record_tokens])), prepared)
+    passes = Passes(run, algorithm, prepared, LossSums(run.world), seen, cache, critic_warms_up(run, state))
     ids = torch.unique(batch.group).cpu()
     for iteration in range(config.num_iterations):
         for share in minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration):
             part = torch.isin(batch.group.cpu(), ids[share])
             wanted = prepared.needs_gradient.cpu() & part
-            if not bool(wanted.any()):
-                continue
-            tally.steps += 1
-            totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
-            micros = share_of(run.world, batch, wanted, config.micro_batch_tokens)
-            parts = losses(run, algorithm, prepared, micros, totals, tally, seen, cache, warms_up)
-            tally.end_step(step_together(optimizers, parts))
-    tally.gather().check_gap(state.step + 1, run.max_gap)
-    advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
+            if bool(wanted.any()):
+                totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
+                micros = share_of(run.world, batch, wanted, config.micro_batch_tokens)
+                passes.sums.end_step(step_together(optimizers, passes.losses(micros, totals)))
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
-    figures |= tally.result()
-    if warms_up:  # no gradient of the policy was taken
+    for annotator in run.annotators:
+        figures |= annotator.figures(run, state.step)
+    figures |= passes.sums.figures()
+    if passes.warms_up:  # the policy had no gradient
         figures.pop("grad_norm", None)
     after = prepared.state
-    if algorithm.adapts and tally.norms and not warms_up:  # else the policy has not moved, which says nothing of its penalty
+    if algorithm.adapts and passes.sums.norms and not passes.warms_up:  # else the policy has not moved
         now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         after = algorithm.adapt(prepared, now)
-    return Outcome(figures, after, advantage, seen.gather(run.world).rows())
+    advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
+    return Learned(figures, after, advantage, seen.gather(run.world).rows())
 
 
-def losses(
-    run: Online,
-    algorithm: PolicyGradient,
-    prepared: Prepared,
-    micros: Sequence[tuple[MicroBatch, float]],
-    totals: Totals,
-    tally: Tally,
-    seen: TokenFigures,
-    cache: ActivationCache | None,
-    warms_up: bool = False,
-) -> Iterator[Callable[[], Tensor]]:
-    """The losses of one optimiser step, a function per pass: those of the policy, unless only the critic `warms_up`; then,
-    without its activations beside them, a critic's of its own. A pass with weight 0 is only made because others make one.
-    """
-    device, passes = prepared.batch.mask.device, 1.0
-    if run.model.balance is not None:
-        passes = float(run.world.all_reduce(torch.tensor(sum(weight for _, weight in micros))))
+@dataclass(frozen=True)
+class Passes:
+    """The forward passes over one prepared batch, and the sums of their losses."""
 
-    def policy(micro: MicroBatch, weight: float) -> Tensor:
-        rows, own = rows_of(micro).to(device), teacher_inputs_of(prepared.batch, micro)
-        evaluation = run.model.evaluate(
-            inputs_of(prepared.batch, micro),
+    run: Online
+    algorithm: PolicyGradient
+    prepared: Prepared
+    sums: LossSums
+    seen: TokenFigures
+    cache: ActivationCache | None
+    warms_up: bool
+    """Only the critic learns."""
+
+    def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
+        """Yield the losses of one optimiser step, a function for each pass: the policy's, then those of a separate critic, when
+        the policy's activations are freed. A pass of weight 0 only keeps step with other processes.
+        """
+        balance, passes = self.run.model.balance, 1.0
+        if balance is not None:
+            passes = float(self.run.world.all_reduce(torch.tensor(sum(weight for _, weight in micros))))
+        for micro, weight in () if self.warms_up else micros:
+            yield partial(self._policy, micro, weight, totals, passes)
+        if self.run.critic is not None:
+            if self.cache is not None:
+                self.cache.clear()  # the policy no longer needs it
+            for micro, weight in micros:
+                yield partial(self._value, micro, weight, totals, self.run.critic)
+
+    def _policy(self, micro: MicroBatch, weight: float, totals: Totals, passes: float) -> Tensor:
+        run, batch = self.run, self.prepared.batch
+        rows = rows_of(micro).to(batch.mask.device)
+        divergences = (one.divergence(run, batch, micro) for one in run.annotators)
+        outputs = run.model.evaluate(
+            inputs_of(batch, micro),
             temperature=run.params.temperature,
-            entropy=algorithm.needs_entropy,
-            kl_to=divergence(algorithm, run.reference, own, run.params.temperature),
-            value=algorithm.needs_critic and run.critic is None,
-            cache=cache,
+            entropy=self.algorithm.needs_entropy,
+            kl_to=next((one for one in divergences if one is not None), None),
+            value=self.algorithm.needs_critic and run.critic is None,
+            cache=self.cache,
         )
-        part, evaluation = prepared.select(rows), outputs_by_row(evaluation, prepared.batch, micro)
-        evaluation = add_teacher_kl(evaluation, run.reference, rows)
+        part, outputs = self.prepared.select(rows), outputs_by_row(outputs, batch, micro)
         if not weight:
-            return idle(evaluation)
-        seen.see(rows, evaluation)
-        if tally.steps == 1 and tally.compares:
-            tally.compare(evaluation.logp.detach(), part.batch)
-        if run.single_pass:
-            # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
-            part = replace(part, batch=replace(part.batch, logp_old=evaluation.logp.detach()))
-        share = algorithm.loss if run.critic is None else algorithm.policy_loss
-        loss = share(part, evaluation, totals, prepared.state)
-        return tally.add(loss if run.model.balance is None else run.model.balance.add_to(loss, passes))
+            return idle(outputs)
+        self.seen.see(rows, outputs)
+        for annotator in run.annotators:
+            part, outputs = annotator.in_pass(run, part, outputs, rows, first=self.sums.steps == 0)
+        share = self.algorithm.loss if run.critic is None else self.algorithm.policy_loss
+        loss = share(part, outputs, totals, self.prepared.state)
+        return self.sums.add(loss if run.model.balance is None else run.model.balance.add_to(loss, passes))
 
-    def value(micro: MicroBatch, weight: float, critic: ValueModel) -> Tensor:
-        part = prepared.select(rows_of(micro).to(device))
-        values = by_row(critic.model.values(inputs_of(prepared.batch, micro)), prepared.batch, micro)
-        return tally.add(algorithm.critic_loss(part, values, totals)) if weight else 0.0 * values.sum()
-
-    for micro, weight in () if warms_up else micros:
-        yield partial(policy, micro, weight)
-    if run.critic is not None:
-        if cache is not None:
-            cache.clear()  # the policy has learnt from it
-        for micro, weight in micros:
-            yield partial(value, micro, weight, run.critic)
+    def _value(self, micro: MicroBatch, weight: float, totals: Totals, critic: ValueModel) -> Tensor:
+        batch = self.prepared.batch
+        part = self.prepared.select(rows_of(micro).to(batch.mask.device))
+        values = by_row(critic.model.values(inputs_of(batch, micro)), batch, micro)
+        return self.sums.add(self.algorithm.critic_loss(part, values, totals)) if weight else 0.0 * values.sum()
 
 
-def idle(evaluation: PolicyOutputs) -> Tensor:
-    """A loss of 0 through every output, for a backward pass like any other."""
-    parts = [x for x in vars(evaluation).values() if isinstance(x, Tensor) and x.requires_grad]
+def idle(outputs: PolicyOutputs) -> Tensor:
+    """Return a loss of 0 through every output, for a backward pass like any other."""
+    parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

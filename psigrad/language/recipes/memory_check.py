@@ -16,7 +16,8 @@ from psigrad.errors import UserError
 from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.training.offline.offline import Offline
-from psigrad.language.training.online.online_run import Online, divergence
+from psigrad.language.training.online.annotators.reference import exact_kl
+from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
 
@@ -31,7 +32,7 @@ def check_online(run: Online) -> None:
             inputs,
             temperature=run.params.temperature,
             entropy=method is not None and method.needs_entropy,
-            kl_to=None if method is None else divergence(method, run.reference),
+            kl_to=None if run.reference is None else exact_kl(method, run.reference),
             value=needs_critic and run.critic is None,
         )
         parts = (evaluation.logp, evaluation.entropy, evaluation.kl, evaluation.value)

@@ -1,6 +1,4 @@
-"""What must survive a stop of a language model's run: weights, optimisers, and the few numbers that change. Saved and restored
-bitwise.
-"""
+"""Checkpoints of a language model's run: weights, optimisers and the state, saved and restored bitwise."""
 
 from __future__ import annotations
 
@@ -11,51 +9,29 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from psigrad.config.load import to_dict
-from psigrad.errors import UserError, nearest
-from psigrad.language.rollout.types import Collected, Pending
+from psigrad.language.rollout.types import Collected
+from psigrad.language.training.state import State
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
-from psigrad.runs.callbacks import PARTS, NonFiniteError, RunState
 from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
+from psigrad.step import NonFiniteError
 
-R = TypeVar("R")
 Write = Callable[[Path, World], dict[str, Any] | None]
 """Writes into a folder, with the other ranks of a world; what it knows already of the files' sums."""
-# What to do about a step that ran out of memory.
-LESS_MEMORY = (
-    "Go on with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
-    "model.gradient_checkpointing=true: a run may change these. `psigrad plan` shows where memory goes."
-)
 OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
-
-
-@dataclass(frozen=True)
-class State(RunState):
-    """Everything that changes from step to step besides weights and optimiser moments.
-
-    `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
-    `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `ledger` says what became of the prompts
-    (online; see `language/training/online/collect.py`).
-    """
-
-    cursor: int = 0
-    algorithm: dict[str, float] = field(default_factory=dict)
-    ledger: dict[str, int] = field(default_factory=dict)
-    pending: tuple[Pending, ...] = ()
-    """Collections for the steps to come, with a lag."""
 
 
 class Saved(Protocol):
@@ -327,58 +303,3 @@ def _sums_of(learners: Learners) -> dict[str, str]:
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (p for optimizer in optimizers for name, p in optimizer.parameters.items() if optimizer.held[name] is p)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}
-
-
-def with_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """The parts of a run (`Online` or `Offline`) with these settings. Raises `UserError` where a part has no such number."""
-    made: Any = run
-    for name, value in changes.items():
-        head, _, rest = name.partition(".")
-        if head in PARTS:
-            made = _with_part(made, head, rest, value)
-            continue
-        made = replace(made, config=_replace_in(made.config, name.split("."), value, name))
-        if head == "sampling" and hasattr(made, "params"):
-            made = replace(made, params=_replace_in(made.params, [rest], value, name))
-        if name == "critic_learning_rate" and getattr(made, "critic", None) is not None:
-            made = replace(made, critic=replace(made.critic, learning_rate=value))
-    same: R = made
-    return same
-
-
-def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """As `with_changes`, the optimisers with it."""
-    if not changes:
-        return run
-    made: Any = with_changes(run, changes)
-    for optimizer in (made.optimizer, *([made.critic.optimizer] if getattr(made, "critic", None) is not None else ())):
-        optimizer.optim = made.config.optim
-        optimizer.rule.weight_decay = made.config.optim.weight_decay
-    same: R = made
-    return same
-
-
-def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
-    """The run with another number in its algorithm, or in its preference loss."""
-    name = f"{head}.{rest}"
-    if head == "loss":
-        tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}
-        changed = {own: replace(t, loss=_replace_in(t.loss, rest.split("."), value, name)) for own, t in tasks.items()}
-        return replace(run, **changed)
-    algorithm = _replace_in(run.algorithm, rest.split("."), value, name)
-    if getattr(algorithm, "needs_reference", False) and run.reference is None:
-        raise UserError(f"{name} is changed to {value!r} and the run has no reference; begin with a coefficient above 0.")
-    return replace(run, algorithm=algorithm)
-
-
-def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
-    """A copy of a frozen dataclass with another value at the end of `path`."""
-    known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
-    if path[0] not in known:
-        raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")
-    held = getattr(thing, path[0])
-    if len(path) > 1:
-        value = _replace_in(held, path[1:], value, name)
-    elif "." in name and name.partition(".")[0] in PARTS and (isinstance(held, bool) or not isinstance(held, int | float)):
-        raise UserError(f"{name} cannot be changed: it is {held!r} and no number.")
-    return replace(thing, **{path[0]: value})

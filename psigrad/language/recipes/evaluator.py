@@ -11,16 +11,17 @@ import torch
 
 from psigrad import seeds
 from psigrad.intervals import mean_interval, pass_at_k
-from psigrad.language.data.templates import prompt_for_reward
+from psigrad.language.data.reward_view import reward_view
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
-from psigrad.language.rollout.episodes.episodes import Player
+from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.episodes.episodes import Player, collector_of
+from psigrad.language.rollout.rows import rollout_row
 from psigrad.language.rollout.spread import bring, to_writer
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
-from psigrad.language.training.online.collect import rollout
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
-from psigrad.records.rows import PARTS, rollout_row
+from psigrad.records.rows import PARTS
 from psigrad.runs.journal import Journal
 
 
@@ -40,23 +41,15 @@ class Evaluator:
     num_generations: int = 1
     reference: LanguageModel | None = None
     micro_batch_tokens: int = 16384
-    episodes: Player | None = None
+    player: Player | None = None
     world: World = ALONE
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
         """`eval/…` figures and the completions behind them."""
-        trajectories = rollout(
-            sampler.snapshot(),
-            self.scorer,
-            self.prompts,
-            self.params,
-            num_generations=self.num_generations,
-            seed_of=lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k),
-            model=model,
-            version=version,
-            episodes=self.episodes,
-            world=self.world,
-        )
+        collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
+        rollout = Rollout(collector, self.scorer, reward_view(model.tokenizer, collector.plays), self.world)
+        seed_of = lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k)  # noqa: E731
+        trajectories = rollout(self.prompts, self.params, self.num_generations, seed_of, version)
         figures = figures_of(trajectories, self.num_generations, self.metric)
         if self.reference is not None:
             kl = self.kl(model, trajectories)
@@ -71,10 +64,10 @@ class Evaluator:
             figures, trajectories = self(model, sampler, step)
         rows = {p.index: p.row for p in self.prompts}
         own = [(n, t) for n, t in enumerate(trajectories) if t.home == self.world.rank]
-        made = {n: rollout_row(t, step, "eval", prompt_for_reward(rows[t.row])) for n, t in own}
+        made = {n: rollout_row(t, step, "eval", rows[t.row].dataset_prompt) for n, t in own}
         journal.rollouts(to_writer(self.world, made))
         journal.metrics(step, figures)
-        journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
+        journal.timings(step, clock.read(), sum(len(t.completion.ids) for t in trajectories))
 
     @torch.no_grad()
     def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:

@@ -151,6 +151,27 @@ class Scorer(Protocol):
         ...
 
 
+def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
+    """Stop a run whose rewards do not work. `reasons` has one entry per completion: why it is unscored, or None."""
+    unscored = sum(reason is not None for reason in reasons)
+    if not unscored or unscored / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
+        return
+    raise RewardError(f"{explain_unscored(reasons, f', above max_unscored {limit:g}')} Fix that or raise the limit.")
+
+
+def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:
+    """How many of the completions are unscored, and the reason that most of these have; `reasons` as in `check_unscored`."""
+    counts: dict[str, list[int]] = {}
+    for i, reason in enumerate(reasons):
+        if reason is not None:
+            counts.setdefault(reason, []).append(i)
+    reason, samples = max(counts.items(), key=lambda item: len(item[1]))
+    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
+    unscored = sum(map(len, counts.values()))
+    most = f"most often ({len(samples)}, samples {shown}): {reason.rstrip('.')}."
+    return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"
+
+
 def turns_of(completion: Any) -> list[str]:
     """What the policy wrote in a completion, turn by turn: the text, or the contents of the assistant's messages."""
     if isinstance(completion, str):

@@ -1,0 +1,53 @@
+"""The view of trajectories that reward functions get: TRL's arguments, text and columns in place of tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import completion_for_reward, opened_thought
+from psigrad.language.rollout.collectors import PendingRewards, Show
+from psigrad.language.rollout.scoring import Samples, Scorer, turns_of
+from psigrad.language.rollout.types import Trajectory
+
+
+def reward_view(tokenizer: Any = None, plays: bool = False) -> Callable[[Mapping[int, Row]], Show]:
+    """Return what a `Rollout` has as `show`. `plays` adds the turns and tokens of the policy alone.
+
+    Rewards of a completion get the columns of all rows of the rollout, None for those that its own row lacks.
+    """
+
+    def show(rows: Mapping[int, Row]) -> Show:
+        names = sorted({name for row in rows.values() for name in row.columns})
+        return lambda group: _samples(group, rows, names, tokenizer, plays)
+
+    return show
+
+
+def _samples(group: Sequence[Trajectory], rows: Mapping[int, Row], names: Sequence[str], tokenizer: Any, plays: bool) -> Samples:
+    """An episode is shown as its messages, or as its text if the prompt is plain text."""
+    sources = [rows[t.row] for t in group]
+    texts = [t.text if t.answer is None else t.answer for t in group]
+    shown = [list(t.messages) or completion_for_reward(row, text) for row, t, text in zip(sources, group, texts, strict=True)]
+    turns = [list(t.policy_turns) or turns_of(completion) for t, completion in zip(group, shown, strict=True)]
+    opened = functools.cache(lambda ids: opened_thought(tokenizer, ids))  # a group has one prompt
+    return Samples(
+        prompts=[row.dataset_prompt for row in sources],
+        completions=shown,
+        completion_ids=[list(t.completion.ids) for t in group],
+        columns={name: [row.columns.get(name) for row in sources] for name in names},
+        prompt_ids=[t.prompt_ids for t in group],
+        policy_turns=turns if plays else None,
+        policy_ids=[list(t.policy_ids) for t in group] if plays else None,
+        opened_thoughts=None if tokenizer is None else [opened(t.prompt_ids) for t in group],
+    )
+
+
+def score(scorer: Scorer | None, trajectories: Sequence[Trajectory], rows: Mapping[int, Row]) -> list[Trajectory]:
+    """Return the trajectories with their rewards; `rows[index]` is the dataset row with the columns that rewards get."""
+    view = reward_view(plays=any(t.mask for t in trajectories))
+    rewards = PendingRewards(scorer, view({t.row: rows[t.row] for t in trajectories}))
+    rewards.add_all(trajectories)
+    return rewards.give_to(trajectories)

@@ -1,0 +1,67 @@
+"""Settings that callbacks change while a run is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from psigrad.errors import UserError, nearest
+from psigrad.runs.callbacks import PARTS
+
+R = TypeVar("R")
+
+
+def with_changes(run: R, changes: Mapping[str, Any]) -> R:
+    """The parts of a run (`Online` or `Offline`) with these settings. Raises `UserError` where a part has no such number."""
+    made: Any = run
+    for name, value in changes.items():
+        head, _, rest = name.partition(".")
+        if head in PARTS:
+            made = _with_part(made, head, rest, value)
+            continue
+        made = replace(made, config=_replace_in(made.config, name.split("."), value, name))
+        if head == "sampling" and hasattr(made, "params"):
+            made = replace(made, params=_replace_in(made.params, [rest], value, name))
+        if name == "critic_learning_rate" and getattr(made, "critic", None) is not None:
+            made = replace(made, critic=replace(made.critic, learning_rate=value))
+    same: R = made
+    return same
+
+
+def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
+    """As `with_changes`, the optimisers with it."""
+    if not changes:
+        return run
+    made: Any = with_changes(run, changes)
+    for optimizer in (made.optimizer, *([made.critic.optimizer] if getattr(made, "critic", None) is not None else ())):
+        optimizer.optim = made.config.optim
+        optimizer.rule.weight_decay = made.config.optim.weight_decay
+    same: R = made
+    return same
+
+
+def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
+    """The run with another number in its algorithm, or in its preference loss."""
+    name = f"{head}.{rest}"
+    if head == "loss":
+        tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}
+        changed = {own: replace(t, loss=_replace_in(t.loss, rest.split("."), value, name)) for own, t in tasks.items()}
+        return replace(run, **changed)
+    algorithm = _replace_in(run.algorithm, rest.split("."), value, name)
+    if getattr(algorithm, "needs_reference", False) and not run.has_reference:
+        raise UserError(f"{name} is changed to {value!r} and the run has no reference; begin with a coefficient above 0.")
+    return replace(run, algorithm=algorithm)
+
+
+def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
+    """A copy of a frozen dataclass with another value at the end of `path`."""
+    known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
+    if path[0] not in known:
+        raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")
+    held = getattr(thing, path[0])
+    if len(path) > 1:
+        value = _replace_in(held, path[1:], value, name)
+    elif "." in name and name.partition(".")[0] in PARTS and (isinstance(held, bool) or not isinstance(held, int | float)):
+        raise UserError(f"{name} cannot be changed: it is {held!r} and no number.")
+    return replace(thing, **{path[0]: value})

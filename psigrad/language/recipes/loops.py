@@ -1,0 +1,98 @@
+"""The loops of online RL and of training on recorded data: the cycle around the steps of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.recipes.changes import apply_changes, with_changes
+from psigrad.language.recipes.evaluator import Evaluator
+from psigrad.language.recipes.learners import Keeper
+from psigrad.language.rollout.types import Sampler
+from psigrad.language.training.offline import offline
+from psigrad.language.training.offline.offline import Offline
+from psigrad.language.training.online import online_rl
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
+from psigrad.runs.cycle import Loop, cycle
+from psigrad.runs.journal import Journal
+
+LESS_MEMORY = (
+    "Resume with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
+    "model.gradient_checkpointing=true: a run may change these. `psigrad plan` shows where memory goes."
+)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Evaluation on generated completions, for models that generate."""
+
+    model: LanguageModel
+    sampler: Sampler
+    evaluator: Evaluator
+
+
+def train_online(
+    run: Online, state: State, save: Keeper, journal: Journal, evaluate: Callable[[int], None] | None = None
+) -> State:
+    """Run online RL from `state` to its last step. `evaluate` measures the policy after so many steps."""
+
+    def judge(state: State) -> None:
+        if evaluate is not None:
+            for pending in state.pending if run.rollout.collector.plays else ():  # environments play for one at a time
+                pending.result()
+            evaluate(state.step)
+
+    journal.callbacks.trial = partial(with_changes, run)
+    loop = Loop(
+        name=run.algorithm.name or "policy gradient",
+        total=run.total_steps,
+        step=lambda state: online_rl.step(apply_changes(run, state.changes), state),
+        evaluate=judge,
+        save=save,
+        updates=run.updates,
+        eval_steps=run.config.evaluation.eval_steps,
+        less_memory=LESS_MEMORY,
+        wait=save.wait,
+    )
+    return cycle(loop, state, run.config.run, journal)
+
+
+def train_offline(
+    run: Offline, state: State, save: Keeper, journal: Journal, eval_steps: int, generated: Generated | None = None
+) -> State:
+    """Train on recorded data from `state` to the last step."""
+
+    def judge(state: State) -> None:
+        _evaluate(apply_changes(run, state.changes), state, journal)
+        if generated is not None:
+            generated.evaluator.record(generated.model, generated.sampler, state.step, journal)
+
+    journal.callbacks.trial = partial(with_changes, run)
+    loop = Loop(
+        name=run.task.name,
+        total=run.total_steps,
+        step=lambda state: offline.step(apply_changes(run, state.changes), state),
+        evaluate=judge,
+        save=save,
+        updates=lambda: run.optimizer.updates,
+        eval_steps=eval_steps,
+        less_memory=LESS_MEMORY,
+        wait=save.wait,
+    )
+    return cycle(loop, state, run.config.run, journal)
+
+
+def _evaluate(run: Offline, state: State, journal: Journal) -> None:
+    """Measure the held-out rows, if there are any."""
+    if run.held_out is None:
+        return
+    clock = journal.clock()
+    with clock("time/eval"), torch.no_grad():
+        figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens, run.world)
+    journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})
+    journal.timings(state.step, clock.read(), run.held_out.tokens(range(len(run.held_out))))

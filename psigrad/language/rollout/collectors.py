@@ -1,0 +1,222 @@
+"""From prompts to scored trajectories: a `Collector` makes them, a `Rollout` has them scored while others are being made.
+
+`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors of their own, which stand
+outside of the training core (`psigrad/language/rollout/episodes/`, `psigrad_serve/agents/`, `psigrad_extras/investigate/`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from psigrad.language.rollout.scoring import Failed, Result, Samples, Scored, Scorer, Unscored
+from psigrad.language.rollout.spread import spread
+from psigrad.language.rollout.types import Prompt, Request, Sampler, SamplingParams, Trajectory
+from psigrad.processes.parallel.world import ALONE, World
+from psigrad.step import Clock
+
+if TYPE_CHECKING:
+    from psigrad.language.models.fused.caches import ActivationCache
+
+SeedOf = Callable[[int, int], int]
+"""(place of the prompt, number of the completion) -> the seed of that completion."""
+Show = Callable[[Sequence[Trajectory]], Samples]
+"""The view of a group of trajectories that reward functions get: text and columns in place of tokens."""
+
+
+class Collector(Protocol):
+    """Makes trajectories of prompts. It knows tokens; rewards are added by a `Rollout`."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler that completes prompts, or that an agent's requests are answered by."""
+        ...
+
+    @property
+    def plays(self) -> bool:
+        """True if a trajectory may have several turns."""
+        ...
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_generations: int,
+        seed_of: SeedOf,
+        version: int,
+        cache: ActivationCache | None = None,
+    ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
+        """Yield (place of the prompt, its trajectories) as groups are complete. A sampler may fill `cache` for the trainer."""
+        ...
+
+    def snapshot(self) -> Self:
+        """Return this collector on the weights that the policy has now; see `Sampler.snapshot`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The collector of single completions."""
+
+    sampler: Sampler
+    decode: Callable[[Sequence[int]], str]
+    """Token ids to the text that people and reward functions see."""
+    plays: bool = False
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_generations: int,
+        seed_of: SeedOf,
+        version: int,
+        cache: ActivationCache | None = None,
+    ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
+        """See `Collector`."""
+        requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
+        for completed in self.sampler.steps(requests, params, cache):
+            groups = []
+            for place, completions in completed:
+                prompt, texts = prompts[place], [self.decode(c.ids) for c in completions]
+                made = [
+                    Trajectory(prompt.index, k, prompt.ids, c, version, text=text, teacher_prompt_ids=prompt.teacher_ids)
+                    for k, (c, text) in enumerate(zip(completions, texts, strict=True))
+                ]
+                groups.append((place, made))
+            yield groups
+
+    def snapshot(self) -> Completions:
+        """See `Collector`."""
+        return replace(self, sampler=self.sampler.snapshot())
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Scored trajectories of prompts, made by all processes of a world together.
+
+    A group goes to the scorer when its last completion has ended, while others are still being sampled. Without a scorer the
+    rewards are those of the environment.
+    """
+
+    collector: Collector
+    scorer: Scorer | None
+    show: Callable[[Mapping[int, Any]], Show]
+    """From rows by index to the view of their trajectories that rewards get."""
+    world: World = ALONE
+    complete: bool = False
+    """Give every process all tokens of all trajectories, which a checkpoint of pending ones needs."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_generations: int,
+        seed_of: SeedOf,
+        version: int,
+        clock: Clock | None = None,
+        cache: ActivationCache | None = None,
+    ) -> list[Trajectory]:
+        """Return `num_generations` scored trajectories of each prompt, in order. `version` is the policy's step.
+
+        `clock` counts "time/sample", and as "time/score" the wait for rewards that are not there when sampling has ended.
+        """
+        clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
+        share = range(world.rank, len(prompts), 1 if central else world.size)
+        if central and world.rank:
+            share = range(0)
+        found = self._collect(share, prompts, params, num_generations, seed_of, version, clock, cache) if share else []
+        if world is ALONE:
+            return found
+        with clock("time/gather"):
+            each = spread(world, found, whole=self.complete)
+        if central:
+            return each[0]
+        parts = [(each[i % world.size], i // world.size * num_generations) for i in range(len(prompts))]
+        return [t for made, at in parts for t in made[at : at + num_generations]]
+
+    def _collect(
+        self,
+        share: range,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_generations: int,
+        seed_of: SeedOf,
+        version: int,
+        clock: Clock,
+        cache: ActivationCache | None,
+    ) -> list[Trajectory]:
+        """Collect and score the prompts at the places of `share`."""
+        mine = [prompts[i] for i in share]
+        scoring = PendingRewards(self.scorer, self.show({p.index: p.row for p in mine}))
+        groups: dict[int, list[Trajectory]] = {}
+        with clock("time/sample"):
+            collected = self.collector.collect(mine, params, num_generations, lambda i, k: seed_of(share[i], k), version, cache)
+            for completed in collected:
+                for place, group in completed:
+                    groups[place] = group
+                    scoring.add(group)
+                scoring.poll()
+        with clock("time/score"):
+            return scoring.give_to([t for place in range(len(mine)) for t in groups[place]])
+
+    def snapshot(self) -> Rollout:
+        """Return this rollout on the weights that the policy has now."""
+        return replace(self, collector=self.collector.snapshot())
+
+
+class PendingRewards:
+    """Trajectories that wait for their rewards.
+
+    Rewards of the environment and of steps are added to the scorer's; without a scorer they are the only ones.
+    """
+
+    def __init__(self, scorer: Scorer | None, show: Show) -> None:
+        self._scoring, self._show = None if scorer is None else scorer.begin(), show
+        self._places: dict[int, int] = {}
+
+    def add_all(self, trajectories: Sequence[Trajectory]) -> None:
+        """Add them group by group. A row that is drawn twice in a step has two groups."""
+        starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
+        for start, end in itertools.pairwise([*starts, len(trajectories)]):
+            self.add(trajectories[start:end])
+
+    def add(self, group: Sequence[Trajectory]) -> None:
+        """Send one group to the scorer."""
+        self._places |= {id(t): len(self._places) + i for i, t in enumerate(group)}
+        if self._scoring is not None:
+            self._scoring.add(self._show(group))
+
+    def poll(self) -> None:
+        """Let the scorer do what it can without waiting."""
+        if self._scoring is not None:
+            self._scoring.poll()
+
+    def give_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the same trajectories with their rewards."""
+        results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
+        return [add_reward(t, results[self._places[id(t)]]) for t in trajectories]
+
+
+def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
+    """Return the trajectory with its reward: the scorer's value and the rewards of its steps."""
+    if trajectory.reason:  # the environment or the agent broke
+        return replace(trajectory, status="unscored")
+    if isinstance(result, Unscored):
+        return replace(trajectory, status="unscored", reason=result.reason)
+    steps = (*trajectory.step_rewards, *getattr(result, "steps", ()))
+    parts = dict(result.parts)
+    if trajectory.step_rewards:
+        parts["environment" if trajectory.answer is None else "agent"] = trajectory.step_return
+    total = float(result.value) + math.fsum(reward for _, reward in steps)
+    failed = isinstance(result, Failed)
+    return replace(
+        trajectory,
+        reward=total,
+        status="failed" if failed else "scored",
+        reason=result.reason if isinstance(result, Failed) else "",
+        parts=parts,
+        step_rewards=steps,
+    )

@@ -1,0 +1,56 @@
+"""The critic's values: those of a model with an optimiser of its own, or of a head on the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.training.online.annotators.annotator import Annotator
+from psigrad.language.training.online.batch import fill
+from psigrad.language.training.update import Optimizer
+from psigrad.objective import Batch
+from psigrad.processes.parallel.world import ALONE, World
+
+if TYPE_CHECKING:
+    from psigrad.language.models.fused.caches import ActivationCache
+    from psigrad.language.training.online.online_run import Online
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A critic that is a model of its own, with its optimiser and its peak learning rate."""
+
+    model: ScalarModel
+    optimizer: Optimizer
+    learning_rate: float
+
+
+class Values(Annotator):
+    """V of the state before each token, under the critic before its update."""
+
+    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+        """Add `value`, if the algorithm reads it."""
+        if not run.algorithm.needs_critic:
+            return batch
+        critic = run.model if run.critic is None else run.critic.model
+        return replace(batch, value=values(critic, batch, run.config.micro_batch_tokens, cache, run.world))
+
+
+def values(
+    critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None, world: World = ALONE
+) -> Tensor:
+    """Return [N, T], the critic's value of the state before each token. A language model's value is that of its value head."""
+
+    def of(inputs: Groups) -> Tensor:
+        if isinstance(critic, ScalarModel):
+            return critic.values(inputs)
+        value = critic.evaluate(inputs, value=True, cache=cache).value
+        assert value is not None
+        return value
+
+    return fill(batch, budget, of, world=world)

@@ -1,0 +1,147 @@
+"""Log-probs of the policy before the update, and their gap to those of the sampler."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.training.online.annotators.annotator import Annotator
+from psigrad.language.training.online.batch import fill
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
+from psigrad.processes.parallel.world import ALONE, World
+
+if TYPE_CHECKING:
+    from psigrad.language.models.fused.caches import ActivationCache
+    from psigrad.language.models.packing import Groups
+    from psigrad.language.training.online.online_run import Online
+
+COMPARE_EVERY, COMPARED = 4, 20
+"""If training reuses what sampling computed, one completion of so many is run forward again in every so many steps."""
+
+
+class Gap:
+    """The absolute difference of the trainer's log-probs and the sampler's, in nats, over the tokens compared."""
+
+    def __init__(self) -> None:
+        self._sum, self._max, self._count, self._unequal = 0.0, 0.0, 0, 0
+
+    @property
+    def mean(self) -> float:
+        """The mean over all tokens compared."""
+        return self._sum / max(1, self._count)
+
+    def add(self, logp: Tensor, batch: Batch) -> None:
+        """Compare the trainer's log-probs [n, T] with the sampler's in `batch`."""
+        difference = (logp - batch.logp_old).abs()[batch.mask]
+        self._sum += float(difference.sum())
+        self._max = max(self._max, float(difference.max()))
+        self._count += difference.numel()
+        self._unequal += int((difference != 0).sum())
+
+    def gather(self, world: World) -> None:
+        """Combine the gaps of all processes."""
+        each = world.all_gather((self._sum, self._max, self._count, self._unequal))
+        sums, largest, counts, unequal = zip(*each, strict=True)
+        self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
+
+    def check(self, step: int, bound: float) -> None:
+        """Raise `UserError` if the completions cannot have come from the policy that is trained."""
+        if not self.mean <= bound:
+            raise UserError(
+                f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the bound "
+                f"{bound:.2g}: the completions did not come from the policy that is trained. Look at the sampler, or raise "
+                "max_logp_difference."
+            )
+
+    def figures(self) -> dict[str, float]:
+        """Return its metrics; none if no token was compared."""
+        if not self._count:
+            return {}
+        name = "sampling/sampling_logp_difference"
+        return {f"{name}/mean": self.mean, f"{name}/max": self._max, f"{name}/share": self._unequal / self._count}
+
+
+class OldLogProbs(Annotator):
+    """`logp_old` of the trainer where the sampler's log-probs do not suffice, and the gap between the two.
+
+    The sampler's suffice if they are exact, or if the only optimiser step makes the ratio 1 by definition. Completions of earlier
+    weights always get new ones.
+    """
+
+    def __init__(self) -> None:
+        self.gap, self._compares = Gap(), False
+
+    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+        """Replace `logp_old` if needed, and measure the gap where no later pass can."""
+        self.gap = Gap()
+        model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
+        reused = cache is not None and bool(cache.slabs)  # then the log-probs of training are those of sampling
+        stale = any(t.version != step for t in batch.inputs)
+        enough = (run.exact_sampling or run.single_pass) and not stale
+        drops = run.config.model.lora_dropout > 0  # then the policy that trains is not the one that sampled
+        self._compares = enough and not reused and not drops
+        if (reused or drops) and not stale and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
+            # other completions each time, run forward without the cache
+            size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
+            some = torch.zeros(len(batch.mask), dtype=torch.bool)
+            some[present[(torch.arange(size) + count * size) % len(present)]] = True
+            rows = some.to(batch.mask.device)
+            self.gap.add(log_probs(model, batch, budget, temperature, wanted=some, world=world)[rows], batch.select(rows))
+        if enough:
+            return batch
+        again = log_probs(model, batch, budget, temperature, cache=cache, world=world)
+        if not reused and not stale:  # earlier weights gave other log-probs
+            self.gap.add(again, batch)
+        return replace(batch, logp_old=again)
+
+    def in_pass(
+        self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+    ) -> tuple[Prepared, PolicyOutputs]:
+        """Measure the gap in the first optimiser step. With a single one the ratio is 1, whatever the sampler's rounding."""
+        if first and self._compares:
+            self.gap.add(outputs.logp.detach(), part.batch)
+        if run.single_pass:
+            part = replace(part, batch=replace(part.batch, logp_old=outputs.logp.detach()))
+        return part, outputs
+
+    def figures(self, run: Online, step: int) -> dict[str, float]:
+        """See `Annotator`. Raises `UserError` if the gap is above the run's bound."""
+        self.gap.gather(run.world)
+        self.gap.check(step + 1, run.max_gap)
+        return self.gap.figures()
+
+
+class OldEntropy(Annotator):
+    """The entropy of each step's distribution before the update, for methods that read it."""
+
+    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+        """Add `entropy`, in nats."""
+        if not isinstance(run.algorithm, PolicyGradient) or not run.algorithm.needs_old_entropy:
+            return batch
+
+        def of(inputs: Groups) -> Tensor:
+            entropy = run.model.evaluate(inputs, temperature=run.params.temperature, entropy=True).entropy
+            assert entropy is not None
+            return entropy
+
+        return replace(batch, entropy=fill(batch, run.config.micro_batch_tokens, of, world=run.world))
+
+
+def log_probs(
+    model: LanguageModel,
+    batch: Batch,
+    budget: int,
+    temperature: float,
+    *,
+    cache: ActivationCache | None = None,
+    wanted: Tensor | None = None,
+    world: World = ALONE,
+) -> Tensor:
+    """Return [N, T] log-probs under `model` of all rows, or of the `wanted` [N] ones, in passes of `budget` tokens."""
+    return fill(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, wanted, world)

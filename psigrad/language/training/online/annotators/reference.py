@@ -1,0 +1,84 @@
+"""The reference of a KL term: a frozen model, the model without its adapter, or a moving average of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from psigrad.language.models.backbone import reshard
+from psigrad.language.models.language_model import Divergence, LanguageModel
+from psigrad.language.models.packing import Groups
+from psigrad.language.training.online.annotators.annotator import Annotator
+from psigrad.language.training.online.batch import MicroBatch, fill, inputs_of, reference_inputs_of
+from psigrad.objective import Batch, PolicyGradient
+from psigrad.processes.parallel.world import ALONE, World
+
+if TYPE_CHECKING:
+    from psigrad.language.models.fused.caches import ActivationCache
+    from psigrad.language.training.online.online_run import Online
+
+
+@dataclass(frozen=True)
+class Reference(Annotator):
+    """Log-probs under a model that does not learn, or its exact KL within the policy's passes."""
+
+    model: LanguageModel
+    gives_reference = True
+
+    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+        """Add `logp_ref`, unless the KL term is a sum over the vocabulary."""
+        if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
+            return batch
+        logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
+        return replace(batch, logp_ref=logp)
+
+    def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
+        """See `Annotator`. The reference may read prompts of its own."""
+        return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
+
+    def after_step(self, run: Online, number: int) -> None:
+        """Move the reference towards the policy every `ref_model_sync_steps` steps."""
+        if run.config.ref_model_sync_steps and number % run.config.ref_model_sync_steps == 0:
+            follow(self.model, run.model, run.config.ref_model_mixup_alpha)
+
+
+def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
+    """Return the KL that an algorithm's term sums over the vocabulary, or None if it reads sampled tokens alone."""
+    if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
+        return None
+    return Divergence(model, algorithm.kl.estimator, algorithm.kl.mixture, inputs)
+
+
+def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
+    """Return [N, T] log-probs under the reference, in passes of `budget` tokens. A LoRA model is its own reference, without its
+    adapter.
+    """
+    with model.without_adapter() if model.is_own_reference else torch.no_grad():
+        of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
+        return fill(batch, budget, of, world=world, inputs=read_by_reference)
+
+
+def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
+    """Return the inputs of the reference for these rows. It chooses its experts itself."""
+    return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
+
+
+@torch.no_grad()
+def follow(reference: LanguageModel, model: LanguageModel, share: float) -> None:
+    """Move the reference's weights towards the policy's.
+
+    Formula: θ_ref ← share·θ + (1 − share)·θ_ref
+
+    With share 1 the reference becomes a copy of the policy. With a small share after every step it is an exponential moving
+    average. In half precision a change below the last digit is lost: keep such a reference in float32 (reference_dtype).
+
+    Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
+    """
+    reshard(reference)
+    learnt = model.trainable()
+    for name, parameter in reference.network.named_parameters():
+        if name in learnt:
+            parameter.lerp_(learnt[name].detach().to(parameter.dtype), share)

@@ -1,0 +1,213 @@
+"""A step's trajectories as a batch, the micro-batches of its forward passes, and the way from a pass back to the batch's rows.
+
+The `inputs` of a batch are the trajectories of its rows. A micro-batch names rows of one forward pass and nothing else; the
+model's inputs are made from their trajectories.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from psigrad import seeds
+from psigrad.errors import UserError
+from psigrad.language.models.packing import Groups, pack_groups
+from psigrad.language.rollout.spread import bring
+from psigrad.language.rollout.types import Stretch, Trajectory
+from psigrad.objective import Batch, PolicyOutputs, terminal
+from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
+
+MicroBatch = list[list[int]]
+"""Rows of a batch that share one forward pass. Rows of one group are together, since they share their prompt."""
+LENGTH_PENALTY = "soft_overlong"
+
+
+def to_batch(
+    groups: Sequence[Sequence[Trajectory]], filter_metric: str = "", reward_weights: Mapping[str, float] | None = None
+) -> Batch:
+    """Return the padded view [N, T] of scored groups. Its `inputs` are their trajectories, in order.
+
+    The reward of an outcome is on the policy's last token. `reward_weights` are the weights of the rewards' parts, by name.
+    """
+    rows = [t for group in groups for t in group]
+    lengths = torch.tensor([len(t.completion.ids) for t in rows])
+    width = int(lengths.max())
+    mask = torch.arange(width)[None] < lengths[:, None]
+    for n, trajectory in enumerate(rows):
+        if trajectory.mask:
+            mask.numpy()[n, : len(trajectory.mask)] = trajectory.mask
+
+    def padded(values: Callable[[Trajectory], Sequence[float]]) -> torch.Tensor:
+        out = torch.zeros(mask.shape)
+        for row, trajectory in zip(out.numpy(), rows, strict=True):
+            row[: len(trajectory.completion.ids)] = values(trajectory)
+        return out
+
+    # rewards of steps are on the token where they were earned, the rest is on the last token
+    earned = torch.zeros(mask.shape)
+    rewarded = torch.zeros(mask.shape, dtype=torch.bool)
+    for n, trajectory in enumerate(rows):
+        for place, reward in trajectory.step_rewards:
+            earned[n, place] += reward
+            rewarded[n, place] = True
+    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows])
+    ends = (outcome != 0) | ~rewarded.any(1)  # beside rewards of steps, an outcome of 0 is no reward
+    names = sorted({name for t in rows for name in t.parts})
+    return Batch(
+        mask=mask,
+        reward=terminal(outcome, mask) + earned,
+        logp_old=padded(lambda t: t.completion.logprobs),
+        group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
+        logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
+        metric=torch.tensor([metric_of(t, filter_metric) for t in rows]),
+        truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
+        rewarded=rewarded | (terminal(ends.float(), mask) != 0),
+        parts=torch.tensor([[_part(t, name) for name in names] for t in rows]) if names else None,
+        part_weights=tuple((reward_weights or {}).get(name, 1.0) for name in names),
+        inputs=rows,
+    )
+
+
+def _part(trajectory: Trajectory, name: str) -> float:
+    """Return the value of one reward function, NaN if it does not apply. A failed completion without parts has its reward in
+    each.
+    """
+    if trajectory.status == "failed" and name not in trajectory.parts:
+        return trajectory.reward or 0.0
+    part = trajectory.parts.get(name)
+    return math.nan if part is None else float(part)
+
+
+def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
+    """Return forward passes of at most `budget` tokens over the rows where `wanted` [N] is True. A group's prompt is computed
+    once.
+
+    For several `ranks`, which take passes in turn, each pass has about as many tokens.
+    """
+    group = batch.group.tolist()
+    rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
+    groups = [list(members) for _, members in itertools.groupby(rows, lambda i: group[i])]
+    prompts = [batch.inputs[members[0]].prompt_ids for members in groups]
+    sizes = [[_size(batch.inputs[i], shared) for i in members] for members, shared in zip(groups, prompts, strict=True)]
+    return [[[groups[g][k] for k in ks] for g, ks in parts] for parts in pack_groups([*map(len, prompts)], sizes, budget, ranks)]
+
+
+def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
+    """Return the tokens of a forward pass over this trajectory, without the prompt that its group shares."""
+    own = sum(len(context.prompt_ids) for context in trajectory.contexts if context.prompt_ids != shared)
+    return len(trajectory.completion.ids) + own
+
+
+def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
+    """Return the micro-batches of this process with their weights: 0 for one that only keeps step with other processes. The
+    tokens of each are transferred to the process that computes it.
+    """
+    micros = micro_batches(batch, wanted, budget, shares_of(world))
+    if world.size > 1:
+        shares = [shard(world, micros, rank) for rank in range(world.size)]
+        bring(world, batch.inputs, [[i for micro, _ in share for members in micro for i in members] for share in shares])
+    return shard(world, micros)
+
+
+def rows_of(micro: MicroBatch) -> Tensor:
+    """Return [n], the rows of a micro-batch in the order of its forward pass."""
+    return torch.tensor([i for members in micro for i in members])
+
+
+def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
+    """Return the model's inputs for these rows: each prompt with the pieces of completions that were sampled behind it."""
+    read = _contexts_of(batch, micro)
+    rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
+    experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
+    recorded = any(prompt for prompt, _ in experts)
+    contexts = [[context.ids for _, context in own] for _, own in read]
+    return Groups([prompt for prompt, _ in read], contexts, experts=experts if recorded else None)
+
+
+def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
+    """Return the same completions behind the prompts of the reference, or None if it reads the policy's."""
+    own = [batch.inputs[members[0]].teacher_prompt_ids for members in micro]
+    if not any(own):
+        return None
+    prompts = [ids or batch.inputs[members[0]].prompt_ids for ids, members in zip(own, micro, strict=True)]
+    return Groups(prompts, [[batch.inputs[i].completion.ids for i in members] for members in micro])
+
+
+def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]]:
+    """Return each prompt with its (row, piece of the row), in the order of the forward pass."""
+    read: list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]] = []
+    for members in micro:
+        behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
+        for i in members:
+            for context in batch.inputs[i].contexts:
+                behind.setdefault(context.prompt_ids, []).append((i, context))
+        read += behind.items()
+    return read
+
+
+def by_row(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
+    """Return [n, T] for the rows of a micro-batch from the model's outputs on the pieces of `inputs_of`, padded with zeros."""
+    width, rows = batch.mask.shape[1], rows_of(micro).tolist()
+    pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
+    if [i for i, _ in pieces] == rows:  # a piece for each row, in its order
+        return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+    place = {i: n for n, i in enumerate(rows)}
+    source = torch.full((len(rows), width), x.numel())  # a token in no piece reads the zero behind the last
+    for n, (i, context) in enumerate(pieces):
+        end = context.start + len(context.ids)
+        source[place[i], context.start : end] = torch.arange(len(context.ids)) + n * x.shape[1]
+    return torch.cat([x.flatten(), x.new_zeros(1)])[source.to(x.device)]
+
+
+def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
+    """Return the places 0 … count - 1, shuffled, in `shares` nearly equal parts: one for each optimiser step of a pass."""
+    order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
+    return [share for share in order.tensor_split(shares) if len(share)]
+
+
+def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
+    """Return outputs [n, T] on the rows of a micro-batch from those on its pieces."""
+    return PolicyOutputs(**{name: by_row(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
+
+
+@torch.no_grad()
+def fill(
+    batch: Batch,
+    budget: int,
+    of: Callable[[Groups], Tensor],
+    wanted: Tensor | None = None,
+    world: World = ALONE,
+    inputs: Callable[[Batch, MicroBatch], Groups] = inputs_of,
+) -> Tensor:
+    """Return [N, T], computed by `of` in micro-batches of `budget` tokens over all rows or the `wanted` ones; 0 elsewhere.
+
+    Each process of the world computes its share, and all get the result.
+    """
+    out = torch.zeros_like(batch.logp_old)
+    for micro, weight in share_of(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
+        part = of(inputs(batch, micro))
+        if weight and world.rank % world.division.team == 0:  # processes that compute one share together count once
+            out[rows_of(micro).to(out.device)] = by_row(part.to(out.dtype), batch, micro)
+    return world.all_reduce(out)
+
+
+def metric_of(trajectory: Trajectory, name: str = "") -> float:
+    """Return the value that dynamic sampling compares within a group: the reward function `name`, or without a name all rewards
+    but the penalty on length. Raises `UserError` if no function has that name.
+    """
+    reward = trajectory.reward or 0.0
+    if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
+        return reward
+    if name:
+        if name not in trajectory.parts:
+            raise UserError(
+                f"filter_metric is {name!r}, and no reward function has this name; expected one of {', '.join(trajectory.parts)}."
+            )
+        return float(trajectory.parts[name] or 0.0)
+    if LENGTH_PENALTY not in trajectory.parts:
+        return reward
+    return math.fsum(float(part or 0.0) for other, part in trajectory.parts.items() if other != LENGTH_PENALTY)

@@ -1,0 +1,95 @@
+"""Online preference learning: a preference loss on the best and the worst completion of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from psigrad.errors import UserError
+from psigrad.language.examples import Example, Pair, pair_of
+from psigrad.language.models.experts import balanced
+from psigrad.language.rollout.spread import bring
+from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
+from psigrad.language.training.online.batch import minibatches
+from psigrad.language.training.online.figures import Learned
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.state import State
+from psigrad.language.training.update import step_together
+from psigrad.objective.preferences.preference_loss import Preference
+from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
+
+if TYPE_CHECKING:
+    from psigrad.language.models.fused.caches import ActivationCache
+
+
+def learn_preferences(
+    run: Online,
+    loss: Preference,
+    groups: Sequence[Sequence[Trajectory]],
+    state: State,
+    lr: float,
+    cache: ActivationCache | None,
+) -> Learned:
+    """Take all optimiser steps on one collection by a preference loss. A group of equal rewards is left out.
+
+    Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
+    """
+    config, world = run.config, run.world
+    picked, sums = pick(groups, world), LossSums(world)
+    logps_ref = None
+    if loss.needs_reference and picked.pairs:
+        if run.reference is None:
+            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
+        answers = [[p.chosen, p.rejected] for p in picked.pairs]
+        logps_ref = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)
+    task = PreferenceTask(run.model, loss, picked.pairs, logps_ref, cache)
+    for iteration in range(config.num_iterations):
+        for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
+            passes = task.shares(rows.tolist(), config.micro_batch_tokens, shares_of(world))
+            shares = shard(world, [partial(balanced, run.model, share, len(passes)) for share in passes])
+            sums.end_step(step_together([(run.optimizer, lr)], [partial(sums.of, share, weight) for share, weight in shares]))
+    signs = torch.zeros(picked.rows)
+    signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
+    metrics = {**(sums.figures() if sums.steps else {"updates": 0}), "pairs": len(picked.pairs)}
+    return Learned(metrics, dict(state.algorithm), signs.tolist())
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The pairs of a collection, and the places of the chosen and the rejected completions among all `rows`."""
+
+    pairs: list[Pair]
+    chosen: list[int]
+    rejected: list[int]
+    rows: int
+
+
+def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
+    """Return the first best and the first worst completion of every group that has both."""
+    rows = [t for group in groups for t in group]
+    chosen, rejected, first = [], [], 0
+    for group in groups:
+        rewards = [t.reward or 0.0 for t in group]
+        best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+        if rewards[best] > rewards[worst]:
+            chosen.append(first + best)
+            rejected.append(first + worst)
+        first += len(group)
+    bring(world, rows, [[*chosen, *rejected]] * world.size)
+    pairs = [pair_of(_texts(rows[best]), _texts(rows[worst])) for best, worst in zip(chosen, rejected, strict=True)]
+    return Pick(pairs, chosen, rejected, first)
+
+
+def _texts(trajectory: Trajectory) -> list[Example]:
+    """Return the sampled tokens, each piece behind the prompt that it was sampled behind."""
+    mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
+    return [
+        Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)
+        for start, prompt, ids in trajectory.contexts
+    ]

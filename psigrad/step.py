@@ -1,0 +1,92 @@
+"""The contract of one step: a state goes in, an `Outcome` comes out. The cycle that repeats it records what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from psigrad.errors import UserError
+
+MAX_NONFINITE = 3
+"""Consecutive steps without a finite gradient after which a run stops."""
+
+
+class NonFiniteError(UserError):
+    """The gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The numbers of every run; each kind of training adds its own. A checkpoint stores them."""
+
+    step: int = 0
+    """The number of rows and checkpoints."""
+    tokens: int = 0
+    """Tokens sampled or trained on; 0 if a run has none."""
+    nonfinite: int = 0
+    """Consecutive steps, up to this one, whose gradient was not finite."""
+    evaluated: bool = False
+    """The model was evaluated before its first step."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Settings that callbacks have changed, by dotted name."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """What callbacks remember, by their names."""
+    ended: bool = False
+    """A callback has ended the run."""
+
+    @property
+    def turns(self) -> int:
+        """The number of steps that save_steps and eval_steps count."""
+        return self.step
+
+
+S = TypeVar("S", bound=RunState)
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[S]):
+    """The result of one step. A step writes and prints nothing: the cycle records its outcome."""
+
+    state: S
+    metrics: Mapping[str, Any]
+    """One row of metrics.jsonl: reproducible numbers only."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """Rows of rollouts.jsonl."""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase, and "step_time" for all of it."""
+    tokens: int = 0
+    """Tokens sampled or trained on in this step."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Messages for the user, by kind. The first of each kind in a run is printed and stored among its events."""
+    summary: str = ""
+    """A few figures for the progress bar."""
+
+
+Observe = Callable[[str], AbstractContextManager[Any]]
+"""Observes the phase of this name while its block runs, as a watchdog does."""
+
+
+class Clock:
+    """Seconds spent in the named phases of one step."""
+
+    def __init__(self, watch: Observe = contextlib.nullcontext) -> None:
+        self._start, self._watch = time.perf_counter(), watch
+        self.phases: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent inside the `with` block to `phase`."""
+        begin = time.perf_counter()
+        try:
+            with self._watch(phase.removeprefix("time/")):
+                yield
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase, with those since the clock was made as "step_time"."""
+        return {"step_time": time.perf_counter() - self._start, **self.phases}
