@@ -20,8 +20,8 @@ __version__ = "0.2.0"
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
+    from psigrad.api import evaluate, score, train
     from psigrad.config.algorithms import explain
-    from psigrad.language.recipes.api import evaluate, score, train
     from psigrad.objective import PolicyGradient
     from psigrad.runs.callbacks import Callback
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "PolicyGradient": "psigrad.objective",
     "explain": "psigrad.config.algorithms",
-    "train": "psigrad.language.recipes.api",
+    "train": "psigrad.api",
     "Callback": "psigrad.runs.callbacks",
-    "evaluate": "psigrad.language.recipes.api",
-    "score": "psigrad.language.recipes.api",
+    "evaluate": "psigrad.api",
+    "score": "psigrad.api",
 }
 
 __all__ = ["Callback", "PolicyGradient", "__version__", "evaluate", "explain", "score", "train"]

@@ -19,8 +19,9 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
+from psigrad.compat.names import load
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SampleConfig, SFTConfig
-from psigrad.config.load import load, to_dict
+from psigrad.config.load import to_dict
 from psigrad.config.methods import declaration
 from psigrad.control import run as control
 from psigrad.control.settings import ControlConfig

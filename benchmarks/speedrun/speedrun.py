@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from psigrad.compat.names import load
 from psigrad.config import OnlineConfig
-from psigrad.config.load import load
 from psigrad.errors import UserError
 from psigrad.intervals import mean_interval
 from psigrad.language.data import tasks

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
+from psigrad.compat.entrances import split_flags
+from psigrad.compat.names import load
 from psigrad.config import shortcuts
 from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_of
-from psigrad.config.load import load, split_flags
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import read_value
 from psigrad.errors import UserError, nearest

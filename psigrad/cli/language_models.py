@@ -28,14 +28,14 @@ def train(name: str) -> Callable[[list[str]], int]:
 
         if config.placement.processes > 1 and not launch.is_rank():
             return launch.run(config.placement.processes, [name, *arguments])
-        from psigrad.language.recipes import api
+        from psigrad.language.recipes import running
         from psigrad.records.report import terminal
 
-        config = api.fit_memory(config)
+        config = running.fit_memory(config)
         if launch.first() and (plan := extras.find("plan")):
             plan.warn(config)
             plan.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)
-        result = api.run(config)
+        result = running.run(config)
         if launch.first():
             terminal.print_result(result)
         return 0

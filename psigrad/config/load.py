@@ -13,14 +13,10 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-# The one door of the core to the names of other libraries.
-from psigrad.compat.conversion import convert_object as convert_object
-from psigrad.compat.entrances import open_zoo_file, split_file
-from psigrad.compat.entrances import split_flags as split_flags
-from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
 from psigrad.config.fields import STEPS, asked_once, settings_of, types_of, unread_of, usual_on
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
+from psigrad.config.names import OWN, Names
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value, value_below
 from psigrad.errors import UserError, kind_of, nearest
 
@@ -33,36 +29,34 @@ def load(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    names: Names = OWN,
 ) -> T:
     """Settings of class `cls`: flags beat overrides, those the YAML file, that `defaults`, those the class's own.
 
-    `flags` has names ("optim.learning_rate", or the last part alone). Names and batch sizes of TRL, verl and others are taken
-    everywhere (`psigrad/compat/`). Raises `UserError` naming the file or override, the field, the value and what was expected.
+    `flags` has names ("optim.learning_rate", or the last part alone). `names` may know those of other libraries. Raises
+    `UserError` naming the file or override, the field, the value and what was expected.
     """
-    in_file = read_file(path) if path else {}
-    if cls.__name__ == "ControlConfig":
-        in_file = open_zoo_file(in_file, (flags or {}).get("env"), str(path))
     types = dict(field_types(cls))
-    values, given = split_file(cls, in_file, str(path))
+    values, given = names.of_file(cls, read_file(path) if path else {}, flags or {}, str(path))
     usual: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls) if f.name in ("algorithm", "loss")}  # type: ignore[arg-type]
     for name, value in (defaults or {}).items():
         put(usual, name, value, "default")
     values = {name: _over(usual.get(name), values[name]) if name in values else usual[name] for name in {**usual, **values}}
-    refuse_two_values(cls, (override.partition("=")[::2] for override in overrides))
+    names.check(cls, (override.partition("=")[::2] for override in overrides))
     for override in overrides:
         name, sign, text = override.partition("=")
         if not sign:
             raise UserError(
                 f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
             )
-        given.append(Given(name, read_value(text, types.get(our_name(cls, name)), name), f"override {override!r}"))
+        given.append(Given(name, read_value(text, types.get(names.own(cls, name)), name), f"override {override!r}"))
     given += [Given(name, value, f"--{name}") for name, value in (flags or {}).items()]
     beside: set[str] = set()
-    for name, value, source in translate(cls, values, given).or_refuse():
+    for name, value, source in names.translate(cls, values, given):
         put(values, name, value, source)
         beside = beside | {name} if source != str(path) else beside - {name}
     _put_of_device(cls, values)
-    return _build(cls, values, str(path) if path else "", beside)
+    return _build(cls, values, str(path) if path else "", beside, names)
 
 
 def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
@@ -104,41 +98,14 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {f.name: _plain(getattr(config, f.name), f.name) for f in dataclasses.fields(config)}
 
 
-def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by leaf name, dotted name or a name of others -> by dotted name where it is ours.
-
-    Raises `UserError` for a name that nobody knows, and, all at once, for those of others that mean something else here.
-    """
-    refuse_two_values(cls, settings.items())
-    leaves = dict(flat_names(cls))
-    dotted = {*leaves.values(), *unread_of(cls), *(f.name for f in dataclasses.fields(cls))}
-    named, wrong = {}, []
-    for name, value in settings.items():
-        mine = our_name(cls, name)
-        if mine not in dotted and is_refused(mine, one := one_value(value)):
-            wrong.append(refusal(name, one))
-        elif mine not in dotted and not is_known(name):
-            near = _other_methods(cls, name) or nearest(name, [*leaves, *dotted]) or "."
-            raise UserError(f"There is no setting {name!r}{near}")
-        elif value is not None or mine == name or name in leaves:  # ref_model=None is a default of TRL's
-            named[mine] = our_value(name, value)
-    if wrong:
-        raise UserError("\n".join(wrong))
-    return named
-
-
-def _other_methods(cls: type[Any], name: str) -> str:
-    return other_methods(cls, our_name(OnlineConfig, name))
-
-
 @asked_once
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset()) -> T:
+def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
     """The settings; `source` is the file that errors name, but for those of `beside`, which were given beside it."""
-    _refuse_unknown(cls, values, source, "")
+    _refuse_unknown(cls, values, source, "", names)
     values = _without_unread(cls, values, f"{source}: " if source else "")
     try:
         made: T = _adapter(cls).validate_python(_as_meant(cls, values))
@@ -182,15 +149,16 @@ def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> di
     return made
 
 
-def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, prefix: str) -> None:
+def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, prefix: str, names: Names) -> None:
     hints = types_of(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     for name, value in values.items():
         if name not in known:
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
-            mine = our_name(OnlineConfig, str(name)).rpartition(".")[2]  # lr in optim: of those who name it so
-            near = f"; did you mean {mine!r}?" if mine != name and mine in known else _other_methods(cls, str(name))
+            theirs = names.own(OnlineConfig, str(name))
+            mine = theirs.rpartition(".")[2]  # lr in optim, as some libraries name it
+            near = f"; did you mean {mine!r}?" if mine != name and mine in known else other_methods(cls, theirs)
             near = near or nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
             raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
         if dataclasses.is_dataclass(hints[name]):
@@ -198,7 +166,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
                 if dataclasses.is_dataclass(value):
                     continue
                 raise UserError(f"{source + ': ' if source else ''}{prefix}{name} is {value!r}; expected name: value pairs.")
-            _refuse_unknown(hints[name], value, source, f"{prefix}{name}.")
+            _refuse_unknown(hints[name], value, source, f"{prefix}{name}.", names)
 
 
 def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

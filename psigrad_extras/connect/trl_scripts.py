@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.compat.conversion import Conversion
+from psigrad.compat.names import load
 from psigrad.compat.translate import is_known
 from psigrad.compat.trl import AGGREGATES, DEFAULTS, METHODS
 from psigrad.config import algorithms
-from psigrad.config.load import load
 from psigrad.config.methods import declaration
 from psigrad.config.nested import names_of, read_file
 from psigrad.errors import UserError, nearest

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from psigrad import redaction
+from psigrad.compat.names import load
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.config.fields import FREE, RECORDED, defaults_of, find_marked
-from psigrad.config.load import load, to_dict
+from psigrad.config.load import to_dict
 from psigrad.config.methods import declaration
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
-from psigrad.language.recipes import api, evaluate, online_settings
+from psigrad.language.recipes import evaluate, online_settings, running
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import parse_row
@@ -193,7 +194,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
 
 def work(task: Mapping[str, Any], result: Path) -> None:
     """One run, and what it came to on the held-out prompts: the metric (the truth) and the reward that was trained on."""
-    finished = api.run(load(declaration(task["method"]).settings, flags=task["settings"]))
+    finished = running.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
     rows = list(read_steps(finished.folder / "metrics.jsonl"))
     timings = list(read_steps(finished.folder / "timings.jsonl"))

@@ -18,9 +18,9 @@ from speed import measured_once  # noqa: F401 (a fixture)
 
 from psigrad import cli
 from psigrad.cli import flags
+from psigrad.compat.names import load, resolve_names
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, Sampling, SFTConfig
 from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settings_of, unread_by, unread_of
-from psigrad.config.load import load, resolve_names
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.language.models.native.kernels import kernels

@@ -11,8 +11,8 @@ from cases import repeat_for
 import psigrad
 from psigrad import cli
 from psigrad.cli import flags
+from psigrad.compat.names import load
 from psigrad.config import OnlineConfig, PreferenceConfig, algorithms
-from psigrad.config.load import load
 from psigrad.config.methods import declaration, list_declarations, of_spec
 from psigrad.errors import UserError
 from psigrad.language.recipes import api, online, online_settings

@@ -9,9 +9,9 @@ from cases import repeat_for
 
 from psigrad import cli
 from psigrad.cli import flags
+from psigrad.compat.names import load, resolve_names
 from psigrad.config import OnlineConfig, PreferenceConfig, shortcuts
 from psigrad.config.algorithms import resolve_loss, resolve_online
-from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import list_declarations
 from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.errors import UserError

@@ -15,8 +15,8 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 import psigrad
 from psigrad.cli import flags
+from psigrad.compat.names import load
 from psigrad.config import OnlineConfig, Run, SFTConfig
-from psigrad.config.load import load
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
 from psigrad.language.recipes.changes import with_changes

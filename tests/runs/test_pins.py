@@ -14,8 +14,9 @@ import torch
 from tiny_jobs import online_config, preference_config, sft_config
 
 from psigrad import importing
+from psigrad.compat.names import load
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
-from psigrad.config.load import load, to_dict
+from psigrad.config.load import to_dict
 from psigrad.control import builder
 from psigrad.control import run as control_run
 from psigrad.errors import UserError

@@ -15,12 +15,12 @@ from cases import repeat_for
 
 from psigrad.cli import flags
 from psigrad.compat.conversion import convert_object
+from psigrad.compat.names import load, resolve_names
 from psigrad.compat.table import TABLE, Entry
 from psigrad.compat.translate import our_name
 from psigrad.compat.trl import DEFAULTS, FIXED, METHODS
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
-from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import declaration
 from psigrad.config.nested import field_types, names_of
 from psigrad.config.shortcuts import SHORTCUTS, shortcuts_of

@@ -15,12 +15,12 @@ import yaml
 
 from psigrad import cli
 from psigrad.cli import flags
+from psigrad.compat.names import load, resolve_names
 from psigrad.compat.table import TABLE
 from psigrad.compat.translate import is_known
 from psigrad.compat.trl import DEFAULTS, METHODS
 from psigrad.config import OnlineConfig, PreferenceConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
-from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import declaration, other_methods
 from psigrad.config.nested import names_of
 from psigrad.errors import UserError

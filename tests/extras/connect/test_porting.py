@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from psigrad.cli import flags
+from psigrad.compat.names import load
 from psigrad.config import OnlineConfig
-from psigrad.config.load import load
 from psigrad.config.methods import declaration
 from psigrad.language.models import tiny
 from psigrad_extras.connect.trl_scripts import convert_file

@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from psigrad.cli import flags
+from psigrad.compat.names import load as settings
 from psigrad.config import Data, OnlineConfig
-from psigrad.config.load import load as settings
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.language.data import sources

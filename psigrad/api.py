@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from psigrad import extras
-from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
-from psigrad.config.load import convert_object, load, resolve_names
-from psigrad.config.methods import TrainingConfig, of_spec
+from psigrad.compat.conversion import convert_object
+from psigrad.compat.names import load, resolve_names
+from psigrad.config import EvalConfig, Reward, RewardConfig
+from psigrad.config.methods import of_spec
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
-from psigrad.language.loading.model_source import check_there
-from psigrad.language.training.update import check_schedule
+from psigrad.language.recipes import running
 from psigrad.objective import PolicyGradient
-from psigrad.processes.parallel import launch
-from psigrad.runs import machine
 from psigrad.runs.result import Result
 from psigrad.runs.session import new_folder
 
@@ -31,9 +27,6 @@ if TYPE_CHECKING:
     from psigrad.language.recipes import typed_settings as typed
     from psigrad.language.recipes.score_rows import RowScore
 
-C = TypeVar("C", bound=TrainingConfig)
-# Tokens of micro-batches that are left to the device, where nothing is there to plan them.
-UNPLANNED = 8192
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
@@ -105,7 +98,7 @@ def train(
         overrides["model.path"] = model
     else:
         overrides |= _in_memory(objects, named, of_spec(method).settings.__name__.removesuffix("Config").lower())
-    return run(load(declared.settings, flags={**declared.defaults, **named, **overrides}), objects)
+    return running.run(load(declared.settings, flags={**declared.defaults, **named, **overrides}), objects)
 
 
 def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
@@ -124,58 +117,6 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     parts = ("algorithm.", "loss.")
     rest = {name: value for name, value in converted.settings.items() if name not in own and not name.startswith(parts)}
     return converted.spec, {**rest, **settings}
-
-
-def fit_memory(config: C) -> C:
-    """The settings with micro-batches, and all else that is left to the device, as its memory allows."""
-    machine.check_device(config.run)  # one that is not here has no memory to plan with
-    if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
-        made: C = extras.load("fit").fit(config)
-        return made
-    return config if config.micro_batch_tokens else replace(config, micro_batch_tokens=UNPLANNED)
-
-
-def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
-    """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name.
-
-    Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
-    """
-    config = fit_memory(config)
-    check_schedule(config.optim)
-    speaks = config.hub.push_to_hub and launch.first()
-    if speaks:
-        hub = extras.load("hub")
-        hub.check(config.hub, str(config.run.output_dir))
-    if given is None:
-        result = _run(config, None)
-    else:
-        with given.as_it_was():
-            result = _run(config, given)
-        if given.network is not None and given.made is None:  # the run was finished before
-            given_model.take_weights(given.network, result.model)
-    if speaks:
-        hub.after_run(config.hub, result.folder)
-    return result
-
-
-def _run(config: TrainingConfig, given: GivenModel | None) -> Result:
-    if given is None or given.network is None:
-        check_there(config.model, str(config.run.output_dir))
-    if isinstance(config, SFTConfig):
-        from psigrad.language.recipes import sft
-
-        return sft.run(config, given)
-    if isinstance(config, RewardConfig):
-        from psigrad.language.recipes import reward
-
-        return reward.run(config, given)
-    if isinstance(config, PreferenceConfig):
-        from psigrad.language.recipes import preference
-
-        return preference.run(config, given)
-    from psigrad.language.recipes import online
-
-    return online.run(config, given)
 
 
 def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:

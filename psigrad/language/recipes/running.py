@@ -1,0 +1,73 @@
+"""One run of any recipe, from its settings to its model on the disk and on the hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from psigrad import extras
+from psigrad.config import PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.methods import TrainingConfig
+from psigrad.language.loading import given_model
+from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading.model_source import check_there
+from psigrad.language.training.update import check_schedule
+from psigrad.processes.parallel import launch
+from psigrad.runs import machine
+from psigrad.runs.result import Result
+
+C = TypeVar("C", bound=TrainingConfig)
+UNPLANNED = 8192
+"""Tokens of a micro-batch if the settings leave them to the device and nothing can plan them."""
+
+
+def fit_memory(config: C) -> C:
+    """The settings with micro-batches, and all else that is left to the device, as its memory allows."""
+    machine.check_device(config.run)  # one that is not here has no memory to plan with
+    if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
+        made: C = extras.load("fit").fit(config)
+        return made
+    return config if config.micro_batch_tokens else replace(config, micro_batch_tokens=UNPLANNED)
+
+
+def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
+    """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name.
+
+    Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
+    """
+    config = fit_memory(config)
+    check_schedule(config.optim)
+    speaks = config.hub.push_to_hub and launch.first()
+    if speaks:
+        hub = extras.load("hub")
+        hub.check(config.hub, str(config.run.output_dir))
+    if given is None:
+        result = _run(config, None)
+    else:
+        with given.as_it_was():
+            result = _run(config, given)
+        if given.network is not None and given.made is None:  # the run was finished before
+            given_model.take_weights(given.network, result.model)
+    if speaks:
+        hub.after_run(config.hub, result.folder)
+    return result
+
+
+def _run(config: TrainingConfig, given: GivenModel | None) -> Result:
+    if given is None or given.network is None:
+        check_there(config.model, str(config.run.output_dir))
+    if isinstance(config, SFTConfig):
+        from psigrad.language.recipes import sft
+
+        return sft.run(config, given)
+    if isinstance(config, RewardConfig):
+        from psigrad.language.recipes import reward
+
+        return reward.run(config, given)
+    if isinstance(config, PreferenceConfig):
+        from psigrad.language.recipes import preference
+
+        return preference.run(config, given)
+    from psigrad.language.recipes import online
+
+    return online.run(config, given)
