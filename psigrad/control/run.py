@@ -21,7 +21,7 @@ from psigrad.control.methods.trainer import Trainer, generator
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.language.models.native.kernels import kernels
+from psigrad.kernels.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
 from psigrad.runs.callbacks import RunState

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from psigrad.language.models.native.build import bind, library
-from psigrad.language.models.native.products import Products, TowerKernels, by_pytorch
+from psigrad.kernels.build import bind, library
+from psigrad.kernels.products import Products, TowerKernels, by_pytorch
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
 # Logits of a row whose exponentials are summed together.

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from psigrad.language.models.native.codes import CodedMatrix
-from psigrad.language.models.native.processor import multiplies_bfloat16, slow_mkl, slow_onednn
+from psigrad.kernels.codes import CodedMatrix
+from psigrad.kernels.processor import multiplies_bfloat16, slow_mkl, slow_onednn
 
 # Up to so many rows `few_rows` takes half the time of MKL, which for 4 to 15 rows reads the matrix once per two rows. With fewer
 # rows, or a matrix in the nearest caches, the two are about equal.

@@ -23,7 +23,7 @@ from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settin
 from psigrad.config.load import load, resolve_names
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.language.models.native.kernels import kernels
+from psigrad.kernels.kernels import kernels
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
 pytestmark = pytest.mark.usefixtures("measured_once")

@@ -21,8 +21,8 @@ from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Array
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.products import TowerKernels
+from psigrad.kernels.kernels import kernels
+from psigrad.kernels.products import TowerKernels
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
 from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.products import TowerKernels
+from psigrad.kernels.kernels import kernels
+from psigrad.kernels.products import TowerKernels
 
 Activation = Literal["tanh", "relu"]
 Layers = list[tuple[Tensor, Tensor]]

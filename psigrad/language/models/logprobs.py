@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from psigrad.kernels.kernels import STRETCH, Kernels, kernels, multiply
 from psigrad.language.models import gradients
 from psigrad.language.models.fused.caches import CachedLogProbs
-from psigrad.language.models.native.kernels import STRETCH, Kernels, kernels, multiply
 
 # Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24

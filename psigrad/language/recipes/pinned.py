@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
+from psigrad.kernels.kernels import kernels
 from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.sources import parse_mixture
 from psigrad.language.loading.model_source import meant
-from psigrad.language.models.native.kernels import kernels
 from psigrad.language.recipes.conversation import list_tools
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.recipes.scorers import RewardSetup

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from psigrad.language.models.native.kernels import FrugalWeight
+from psigrad.kernels.kernels import FrugalWeight
 from psigrad.language.training.optimizers import AdamW, native_half_precision, steps_natively
 from psigrad.seeds import derive
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from torch.optim.adamw import adamw
 
-from psigrad.language.models.native.kernels import HalfPrecision, MasterWeight, kernels
+from psigrad.kernels.kernels import HalfPrecision, MasterWeight, kernels
 from psigrad.records.checkpoint import CheckpointError
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
+from psigrad.kernels.processor import multiplies_bfloat16
 from psigrad.language.models import language_model
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused.caches import HEAD_LIMIT, LIMIT
@@ -23,7 +24,6 @@ from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
 from psigrad.language.models.lora import Lora
-from psigrad.language.models.native.processor import multiplies_bfloat16
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.cache import BLOCK
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
