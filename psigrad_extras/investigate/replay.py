@@ -31,9 +31,9 @@ from psigrad.language.training.learners import State, apply_changes
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.update import learning_rate
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.optim.optimizer import learning_rate
 from psigrad.records import checkpoint
 from psigrad.records.pins import PINS, check_format
 from psigrad.records.read import kind_of

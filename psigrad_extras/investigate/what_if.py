@@ -15,10 +15,10 @@ from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import load_tensors, tensors_of
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import exp_ratio
 from psigrad.objective.parts.surrogate import clip_fractions
+from psigrad.optim.optimizer import Optimizer
 
 Gradient = dict[str, Tensor]
 

@@ -41,10 +41,10 @@ from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.online_run import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
-from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
 from psigrad.objective.parts.advantage import total_return
+from psigrad.optim.optimizer import Optimizer, add_up
 from psigrad.runs import machine
 
 # Prompts that are looked at, completions of each, and the most tokens of one.

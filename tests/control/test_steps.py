@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from psigrad.control.methods.trainer import FlatOptimizer
-from psigrad.language.training.update import NonFiniteError
+from psigrad.optim.optimizer import NonFiniteError
 
 
 @pytest.mark.parametrize("kind", ["adam", "rmsprop"])

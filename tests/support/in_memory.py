@@ -16,8 +16,8 @@ from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
 

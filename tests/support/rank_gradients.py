@@ -19,7 +19,7 @@ from psigrad.config import OnlineConfig, Optim
 from psigrad.config.algorithms import resolve
 from psigrad.language.data.pairs import Answer, Judged, Pair
 from psigrad.language.data.templates import Example
-from psigrad.language.models import language_model, scalar_model, tiny
+from psigrad.language.models import language_model, scalar_model, sharded, tiny
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import balance_of, balanced
 from psigrad.language.models.lora import Lora
@@ -31,10 +31,9 @@ from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.figures import Tally, TokenFigures
 from psigrad.language.training.online.online_run import ValueModel, log_probs, micro_batches, rows_of, to_batch, values
-from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.processes.parallel import sharded
+from psigrad.optim.optimizer import Optimizer, add_up
 from psigrad.processes.parallel.shards import like
 from psigrad.processes.parallel.world import World, shard
 

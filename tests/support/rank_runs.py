@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from psigrad.config import Model, Optim, Placement
 from psigrad.errors import UserError
 from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.models import sharded
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import api
 from psigrad.language.training import learners as saved
 from psigrad.language.training.learners import Learner, State
-from psigrad.language.training.update import Optimizer
-from psigrad.processes.parallel import sharded, shards
+from psigrad.optim.optimizer import Optimizer
+from psigrad.processes.parallel import shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World
 from psigrad.runs import session

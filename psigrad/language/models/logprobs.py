@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from psigrad.kernels.kernels import STRETCH, Kernels, kernels, multiply
-from psigrad.language.models import gradients
 from psigrad.language.models.fused.caches import CachedLogProbs
+from psigrad.optim import gradients
 
 # Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24

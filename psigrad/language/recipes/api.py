@@ -17,8 +17,8 @@ from psigrad.errors import UserError, kind_of
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
 from psigrad.language.loading.model_source import check_there
-from psigrad.language.training.update import check_schedule
 from psigrad.objective import PolicyGradient
+from psigrad.optim.optimizer import check_schedule
 from psigrad.processes.parallel import launch
 from psigrad.runs import machine
 from psigrad.runs.result import Result

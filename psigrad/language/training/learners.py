@@ -21,9 +21,10 @@ from torch import nn
 
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError, nearest
+from psigrad.language.models import sharded
 from psigrad.language.rollout.types import Collected, Pending
-from psigrad.language.training.update import Optimizer
-from psigrad.processes.parallel import sharded, shards
+from psigrad.optim.optimizer import Optimizer
+from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session

@@ -35,10 +35,10 @@ from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl as online
 from psigrad.language.training.online import online_run
 from psigrad.language.training.online.online_run import Online, ValueModel
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
 from psigrad.runs.machine import prepare_torch

@@ -22,8 +22,8 @@ from psigrad.language.loading.model_source import load_tokenizer, resolve_for_pl
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.caches import HEAD_LIMIT
-from psigrad.language.training.optimizers import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
+from psigrad.optim.rules import steps_natively
 from psigrad_extras.preflight.plan.arithmetic import (
     GUESSED,
     UNPACKED,

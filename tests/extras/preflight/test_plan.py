@@ -22,8 +22,8 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
 from psigrad.language.training.online.online_run import inputs_of, micro_batches, to_batch
-from psigrad.language.training.optimizers import steps_natively
-from psigrad.language.training.update import Optimizer
+from psigrad.optim.optimizer import Optimizer
+from psigrad.optim.rules import steps_natively
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan import memory
 from psigrad_extras.preflight.plan import plan as command
@@ -116,9 +116,7 @@ def test_recomputing_layers_keeps_their_inputs_and_one_layer():
 @pytest.mark.parametrize("native", [True, False], ids=["stepped by the kernels", "by PyTorch"])
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("float32", 4), ("bfloat16", 4)])
 def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, rank, native, monkeypatch):
-    monkeypatch.setattr(
-        "psigrad.language.training.update.steps_natively", steps_natively if native else lambda dtype, device: False
-    )
+    monkeypatch.setattr("psigrad.optim.optimizer.steps_natively", steps_natively if native else lambda dtype, device: False)
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
     shape = count_shape(hf.config)
     lora = Lora(rank) if rank else None

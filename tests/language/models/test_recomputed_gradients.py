@@ -10,10 +10,11 @@ from fused_models import some_groups, tied_or_not
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.models import gradients, logprobs
-from psigrad.language.models.gradients import Sums, embedding, in_place, sums_for
-from psigrad.language.training import update
-from psigrad.language.training.update import Optimizer
+from psigrad.language.models import logprobs
+from psigrad.optim import gradients
+from psigrad.optim import optimizer as update
+from psigrad.optim.gradients import Sums, embedding, in_place, sums_for
+from psigrad.optim.optimizer import Optimizer
 
 # Clipped to a tenth of what the first gradient is, so that a norm that lacks the head's share shows.
 OPTIM = Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)

@@ -18,8 +18,8 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.online import collect
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import LENGTH_PENALTY, metric_of, to_batch
-from psigrad.language.training.optimizers import AdamW
-from psigrad.language.training.update import learning_rate
+from psigrad.optim.optimizer import learning_rate
+from psigrad.optim.rules import AdamW
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])

@@ -47,8 +47,8 @@ from psigrad.language.training.online.online_run import (
     teacher_inputs_of,
     to_batch,
 )
-from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
+from psigrad.optim.optimizer import learning_rate, step_together
 from psigrad.runs.cycle import cycle
 
 

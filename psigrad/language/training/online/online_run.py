@@ -30,9 +30,9 @@ from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.spread import bring
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Stretch, Trajectory
 from psigrad.language.training.online.figures import Tally, TokenFigures
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, terminal
 from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 from psigrad.runs.journal import Journal
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
-from psigrad.language.models.gradients import embedding, sums_for
-from psigrad.language.training import update
-from psigrad.language.training.optimizers import steps_natively
-from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
+from psigrad.optim import optimizer as update
+from psigrad.optim.gradients import embedding, sums_for
+from psigrad.optim.optimizer import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
+from psigrad.optim.rules import steps_natively
 
 
 def test_the_schedule_at_hand_worked_points():

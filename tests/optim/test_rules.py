@@ -12,7 +12,7 @@ from transformers.optimization import Adafactor, get_scheduler
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.language.training.learners import load_tensors, tensors_of
-from psigrad.language.training.update import Optimizer, check_schedule, learning_rate
+from psigrad.optim.optimizer import Optimizer, check_schedule, learning_rate
 from psigrad.records.checkpoint import CheckpointError
 
 SCHEDULES = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from psigrad.kernels.kernels import FrugalWeight
-from psigrad.language.training.optimizers import AdamW, native_half_precision, steps_natively
+from psigrad.optim.rules import AdamW, native_half_precision, steps_natively
 from psigrad.seeds import derive
 
 BLOCK = 256

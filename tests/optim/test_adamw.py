@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.training.optimizers import AdamW, steps_natively
-from psigrad.language.training.update import Optimizer
+from psigrad.optim.optimizer import Optimizer
+from psigrad.optim.rules import AdamW, steps_natively
 from psigrad.records import checkpoint
 from psigrad.records.checkpoint import CheckpointError
 
@@ -90,7 +90,7 @@ def test_a_step_counts_the_parameters_versions_up():
 def test_only_torchs_own_imports_the_compiler():
     code = """
 import sys, torch
-from psigrad.language.training.optimizers import AdamW
+from psigrad.optim.rules import AdamW
 p = torch.nn.Parameter(torch.ones(2, 2))
 p.grad = p.detach()
 AdamW({"p": p}, (0.9, 0.99), 1e-8, 0.0).step(0.1)
@@ -189,9 +189,7 @@ HALVES = {"a.weight": (70, 300), "b.weight": (3, 5), "a.bias": (33,), "b.bias": 
 
 
 def half_optimizer(monkeypatch, native: bool, *, max_grad_norm: float = 1.0) -> tuple[Optimizer, dict[str, nn.Parameter]]:
-    monkeypatch.setattr(
-        "psigrad.language.training.update.steps_natively", steps_natively if native else lambda dtype, device: False
-    )
+    monkeypatch.setattr("psigrad.optim.optimizer.steps_natively", steps_natively if native else lambda dtype, device: False)
     draw = torch.Generator().manual_seed(0)
     weights = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for name, shape in HALVES.items()}
     made = Optimizer(weights, Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm))
@@ -269,7 +267,7 @@ def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
 
 def test_the_kernels_are_not_asked_for_where_no_weight_is_bfloat16(monkeypatch):
     """They may have to be compiled, which takes seconds."""
-    monkeypatch.setattr("psigrad.language.training.optimizers.kernels", lambda: pytest.fail("nobody needs them"))
+    monkeypatch.setattr("psigrad.optim.rules.kernels", lambda: pytest.fail("nobody needs them"))
     for kind in (torch.float32, torch.float16):
         weight = nn.Parameter(torch.ones(3, 3, dtype=kind))
         Optimizer({"w": weight}, Optim()).step([lambda weight=weight: weight.float().sum()], 0.1)

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.training import frugal_adamw
-from psigrad.language.training.frugal_adamw import decode, encode, levels, middles, round_by_chance
 from psigrad.language.training.learners import load_tensors, tensors_of
-from psigrad.language.training.update import Optimizer
+from psigrad.optim.low_memory import decode, encode, levels, middles, round_by_chance
+from psigrad.optim.optimizer import Optimizer
 
 SHAPES = {"layer.weight": (80, 67), "embed_tokens.weight": (64, 65), "norm.weight": (80,)}
 

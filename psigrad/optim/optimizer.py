@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
-from psigrad.language.models.gradients import Sums, in_place
-from psigrad.language.training.frugal_adamw import FrugalAdamW
-from psigrad.language.training.optimizers import Adafactor, AdamW, Muon, Stepper, is_hidden_matrix, steps_natively
+from psigrad.optim.gradients import Sums, in_place
+from psigrad.optim.low_memory import FrugalAdamW
+from psigrad.optim.rules import Adafactor, AdamW, Muon, Stepper, is_hidden_matrix, steps_natively
 from psigrad.processes.parallel.shards import copies_of, held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
