@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from psigrad.kernels.kernels import FrugalWeight
-from psigrad.optim.rules import AdamW, native_half_precision, steps_natively
+from psigrad.compiled import AdamWWeight
+from psigrad.optim.rules import Step, Update, adamw_kernels
 from psigrad.seeds import derive
 
 BLOCK = 256
 """Neighbours whose moments share a scale."""
 _LEAST = 4096
-_WHOLE = re.compile(r"embed|wte|wpe", re.IGNORECASE)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return levels(signed).to(codes.device)[codes.int()] * scales[:, None]
 
 
-def round_by_chance(x: Tensor, seed: int) -> Tensor:
+def round_stochastically(x: Tensor, seed: int) -> Tensor:
     """x [n] in bfloat16, each number one of its two neighbours, with chances by which the mean is x. Number i's draw depends on
     `seed` and i alone.
     """
@@ -71,103 +71,86 @@ def round_by_chance(x: Tensor, seed: int) -> Tensor:
     return torch.where(high >= 1 << 15, high - (1 << 16), high).to(torch.int16).view(torch.bfloat16)
 
 
-class FrugalAdamW(AdamW):
-    """As `AdamW`, in less memory.
+def has_codes(name: str, p: Tensor) -> bool:
+    """Return True if 8-bit moments are used for a parameter: one of at least 4,096 numbers that is not an embedding."""
+    return p.numel() >= _LEAST and not _EMBEDDING.search(name)
 
-    With `eight_bits` moments of at least 4,096 numbers have 8 bits, in blocks of 256, but for embeddings, whose rows learn
-    at very different rates: as transformers does. Weights in `bare` have no master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded to
-    bfloat16 up or down by chance, so that steps smaller than a 256th of a weight happen as often as is right (Zamirai et al.
-    2020, arXiv:2010.06192). Draws depend on `seed`, the weight's name and the step.
+
+@dataclass(frozen=True)
+class LowMemoryAdamW:
+    """AdamW with 8-bit moments, without float32 masters, or both.
+
+    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings keep float32 moments as in transformers: their
+    rows learn at very different rates. A bfloat16 weight is stepped without a master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded up or
+    down at random, so that steps smaller than a 256th of a weight happen as often as they should (Zamirai et al. 2020,
+    arXiv:2010.06192). Draws depend on `seed`, the weight's name and the step.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        low_precision: Mapping[str, Tensor] | None = None,
-        *,
-        eight_bits: bool = False,
-        bare: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.bare, self.seed = dict(bare or {}), seed
-        self.coarse = {n for n, p in parameters.items() if eight_bits and p.numel() >= _LEAST and not _WHOLE.search(n)}
-        super().__init__(parameters, betas, eps, weight_decay, low_precision)
+    betas: tuple[float, float]
+    eps: float
+    eight_bits: bool
+    seed: int
 
-    def _fresh(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        if name not in self.coarse and name not in self.bare:
-            return super()._fresh(name, p)
-        kind, device = torch.uint8 if name in self.coarse else torch.float32, p.device
-        state = {"step": torch.zeros((), device=device)}
-        for key in _MOMENTS:
-            state[key] = torch.zeros(p.shape, dtype=kind, device=device)
-            if name in self.coarse:
-                state[f"{key}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=device)
+    by_rows = False
+
+    def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
+        """Return zero moments, in float32 or as codes with their scales."""
+        coded, state = self.eight_bits and has_codes(name, p), {"step": torch.zeros((), device=p.device)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros(p.shape, dtype=torch.uint8 if coded else torch.float32, device=p.device)
+            if coded:
+                state[f"{key}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
         return state
 
-    @torch.no_grad()
-    def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None, *, shrink: float = 1.0) -> None:
-        """See `Stepper`; it takes no blocks."""
-        assert not blocks, "moments in blocks need whole gradients"
-        small = self.coarse | self.bare.keys()
-        held = {name: p.grad for name, p in self.parameters.items() if name in small}
-        kept = {name: p.grad for name, p in self.low_precision.items() if name in small}
-        jobs = []
-        for name in held:
-            gradient = held[name] if kept.get(name) is None else kept[name]
-            if gradient is not None:
-                jobs.append(self._job(name, gradient))
-            # what is stepped here is not the other rule's
-            self.parameters[name].grad = None
-            if name in self.low_precision:
-                self.low_precision[name].grad = None
-        super().step(lr, shrink=shrink)
-        native = [job for job in jobs if _is_native(job)]
+    def step(self, updates: Sequence[Update], step: Step) -> None:
+        """Step by the kernels where they can, otherwise by torch."""
+        weights = [self._weight(u) for u in updates]
+        native = [w for w in weights if _has_kernel(w)]
         if native:
-            decays = [self.weight_decay if job.weight.dim() > 1 else 0.0 for job in native]
-            native_half_precision().step_frugally(native, decays, lr, self.betas, self.eps, 1 / shrink, _tables())
-        for job in jobs:
-            if not _is_native(job):
-                self._step_by_torch(job, lr, shrink)
-            if job.master is not None and job.stored is not None and not _is_native(job):
-                job.stored.copy_(job.master)
-        torch.autograd.graph.increment_version([x for job in jobs for x in (job.master, job.stored) if x is not None])
-        for name, gradient in held.items():
-            self.parameters[name].grad = gradient
-        for name, gradient in kept.items():
-            self.low_precision[name].grad = gradient
+            found = adamw_kernels(torch.bfloat16, "cpu")
+            assert found is not None
+            found.adamw_low_memory(native, step.lr, self.betas, self.eps, 1 / step.divisor, _tables())
+        for w in weights:
+            if not _has_kernel(w):
+                self._step_by_torch(w, step)
 
-    def _job(self, name: str, gradient: Tensor) -> FrugalWeight:
-        state, bare = self.state[name], self.bare.get(name)
-        state["step"] += 1
-        step = int(state["step"])
-        seed = derive(self.seed, "round", name, step) & 0xFFFFFFFF
-        scales = (state["exp_avg_scale"], state["exp_avg_sq_scale"]) if name in self.coarse else None
-        master, stored = (self.parameters[name], self.low_precision.get(name)) if bare is None else (None, bare)
-        return FrugalWeight(master, stored, gradient.contiguous(), state["exp_avg"], state["exp_avg_sq"], scales, step, seed)
+    def _weight(self, u: Update) -> AdamWWeight:
+        u.state["step"] += 1
+        count, half = int(u.state["step"]), u.weight.dtype == torch.bfloat16
+        return AdamWWeight(
+            None if half else u.weight,
+            u.weight if half else u.stored,
+            u.gradient.contiguous(),
+            u.state["exp_avg"],
+            u.state["exp_avg_sq"],
+            count,
+            u.weight_decay,
+            (u.state["exp_avg_scale"], u.state["exp_avg_sq_scale"]) if "exp_avg_scale" in u.state else None,
+            derive(self.seed, "round", u.name, count) & 0xFFFFFFFF,
+        )
 
-    def _step_by_torch(self, job: FrugalWeight, lr: float, shrink: float) -> None:
-        """The same step in torch's words, for other devices, and to tell whether the kernel is right."""
-        weight, (beta1, beta2) = job.weight, self.betas
-        x, g = weight.float().flatten(), job.gradient.float().flatten() / shrink
-        moments = [job.first.flatten(), job.second.flatten()]
-        if job.scales is not None:
+    def _step_by_torch(self, w: AdamWWeight, step: Step) -> None:
+        """Take the same step by torch: for other devices, and as the oracle of the kernel."""
+        weight, (beta1, beta2) = w.weight, self.betas
+        x, g = weight.float().flatten(), w.gradient.float().flatten() / step.divisor
+        moments = [w.exp_avg.flatten(), w.exp_avg_sq.flatten()]
+        if w.scales is not None:
             moments = [decode(_blocks(m), s, i == 0).flatten()[: x.numel()]
-                       for i, (m, s) in enumerate(zip(moments, job.scales, strict=True))]  # fmt: skip
+                       for i, (m, s) in enumerate(zip(moments, w.scales, strict=True))]  # fmt: skip
         first, second = moments[0].lerp(g, 1 - beta1), moments[1] * beta2 + (1 - beta2) * g * g
-        x *= 1 - lr * (self.weight_decay if weight.dim() > 1 else 0.0)
-        corrections = (1 - beta1**job.step, (1 - beta2**job.step) ** 0.5)
-        x -= lr / corrections[0] * first / (second.sqrt() / corrections[1] + self.eps)
-        weight.copy_((x if job.master is not None else round_by_chance(x, job.seed)).view_as(weight))
-        for i, (held, made) in enumerate(((job.first, first), (job.second, second))):
-            if job.scales is None:
-                held.copy_(made.view_as(held))
+        x *= 1 - step.lr * w.weight_decay
+        corrections = (1 - beta1**w.step, (1 - beta2**w.step) ** 0.5)
+        x -= step.lr / corrections[0] * first / (second.sqrt() / corrections[1] + self.eps)
+        weight.copy_((x if w.master is not None else round_stochastically(x, w.seed)).view_as(weight))
+        if w.master is not None and w.stored is not None:
+            w.stored.copy_(w.master)
+        for i, (stored, new) in enumerate(((w.exp_avg, first), (w.exp_avg_sq, second))):
+            if w.scales is None:
+                stored.copy_(new.view_as(stored))
                 continue
-            codes, scale = encode(_blocks(made), i == 0)
-            held.copy_(codes.flatten()[: x.numel()].view_as(held))
-            job.scales[i].copy_(scale)
+            codes, scale = encode(_blocks(new), i == 0)
+            stored.copy_(codes.flatten()[: x.numel()].view_as(stored))
+            w.scales[i].copy_(scale)
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -175,10 +158,10 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
-def _is_native(job: FrugalWeight) -> bool:
-    wide = all(x.is_contiguous() for x in (job.master, job.stored) if x is not None)
+def _has_kernel(w: AdamWWeight) -> bool:
+    contiguous = all(x.is_contiguous() for x in (w.master, w.stored) if x is not None)
     kinds = (torch.float32, torch.bfloat16)
-    return wide and job.gradient.dtype in kinds and steps_natively(torch.bfloat16, job.weight.device.type)
+    return contiguous and w.gradient.dtype in kinds and adamw_kernels(torch.bfloat16, w.weight.device.type) is not None
 
 
 @functools.cache

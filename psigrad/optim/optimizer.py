@@ -1,88 +1,95 @@
-"""One optimiser step: float32 master weights, its rate, clipping, and a guard. What steps is in `optimizers.py`."""
+"""The optimiser step: gradients of all micro-batches, their norm, clipping, the finite-gradient guard, and a rule's update.
+
+Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. Half-precision weights have float32 masters, since a bfloat16 weight
+loses any update smaller than 1/256 of itself, which is most of them at fine-tuning rates.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from psigrad.compiled import OptimizerKernels
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.optim.gradients import Sums, in_place
-from psigrad.optim.low_memory import FrugalAdamW
-from psigrad.optim.rules import Adafactor, AdamW, Muon, Stepper, is_hidden_matrix, steps_natively
-from psigrad.processes.parallel.shards import copies_of, held_of, local_of
+from psigrad.optim.guard import check_gradients
+from psigrad.optim.low_memory import LowMemoryAdamW, has_codes
+from psigrad.optim.rules import Adafactor, AdamW, Muon, Rule, Step, Update, adamw_kernels, is_hidden_matrix
+from psigrad.processes.parallel.shards import copies_of, held_of, like, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
-from psigrad.runs.callbacks import MAX_NONFINITE, NonFiniteError
+
+STATE_FILE = "optimizer.safetensors"
+"""The file of a checkpoint that holds `Optimizer.state_dict()`."""
 
 
-def learning_rate(optim: Optim, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
+@dataclass(eq=False)
+class Weight:
+    """A learning parameter, its master, and the state of its rule."""
 
-    The values are those of transformers' schedule of `total` + 1 steps with `warmup_steps` + 1 of warm-up, without its first
-    step, whose rate is 0.
+    name: str
+    parameter: nn.Parameter
+    """The parameter of the model; with FSDP it is in shards."""
+    local: nn.Parameter
+    """What this process stores of it: the parameter itself, or the rows of its shard."""
+    master: nn.Parameter
+    """What is stepped: `local`, or a float32 copy of it in half precision. With stochastic rounding it is a placeholder of that
+    shape, which takes no memory and only has a gradient.
     """
-    if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
-        return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
-    progress = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
-    match optim.lr_scheduler_type:
-        case "linear":
-            return optim.learning_rate * max(0.0, 1 - progress)
-        case "cosine":
-            return optim.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        case "constant":
-            return optim.learning_rate
-        case other:
-            arguments = json.dumps(optim.lr_scheduler_kwargs or {}, sort_keys=True)
-            return optim.learning_rate * _factor(other, arguments, optim.warmup_steps, total, optim.learning_rate)(step)
+    stochastic: bool
+    """True if `local` is rounded stochastically and has no copy."""
+    kernels: OptimizerKernels | None
+    """The kernels that step `local` and the master along a bfloat16 gradient, if they can."""
+    rule: Rule
+    state: dict[str, Tensor]
+    buffer: Tensor | None = None
+    """The float32 gradient of the last step of several passes. It is reused: allocated anew among the activations of each step
+    it would fragment the heap.
+    """
 
+    @property
+    def half(self) -> bool:
+        """True in half precision."""
+        return self.master is not self.local
 
-# Their warm-up begins above 0, or is given by lr_scheduler_kwargs.
-_OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient that is applied."""
+        return self.local.grad if self.master.grad is None else self.master.grad
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the rule's state and the float32 master by kind."""
+        return self.state if self.stochastic or not self.half else {**self.state, "master": self.master.detach()}
 
-@lru_cache(maxsize=16)
-def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Step -> share of the `peak`, by transformers' `get_scheduler`."""
-    import torch
-    from transformers.optimization import get_scheduler
+    def update(self, gradient: Tensor, weight_decay: float) -> Update:
+        """Return the rule's view of this step."""
+        weight = self.local if self.stochastic else self.master
+        decay = weight_decay if weight.dim() > 1 else 0.0
+        stored = None if self.stochastic or self.kernels is None else self.local
+        return Update(self.name, weight, gradient, self.state, decay, stored)
 
-    given = {**({"timescale": warmup or 10_000} if name == "inverse_sqrt" else {}), **json.loads(arguments)}
-    shift = int(name != "cosine_warmup_with_min_lr")  # which is above 0 from its first step on
-    total_for = None if "num_stable_steps" in given else total + shift  # transformers warns of both
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)
-    try:
-        made = get_scheduler(name, optimizer, warmup + shift, total_for, scheduler_specific_kwargs=given)
-        factor: Callable[[int], float] = made.lr_lambdas[0]
-        factor(shift), factor(total)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"lr_scheduler_type {name} cannot have lr_scheduler_kwargs {given}: {error}.") from None
-    return lambda step: float(factor(step + shift))
-
-
-def check_schedule(optim: Optim) -> None:
-    """Raises `UserError` where the schedule has no such parameters."""
-    simple = optim.lr_scheduler_type in ("linear", "cosine", "constant")
-    if simple and optim.lr_scheduler_kwargs:
-        raise UserError(
-            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs; cosine_with_min_lr, for one, does."
-        )
-    learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)
+    def move_gradient(self) -> None:
+        """Move the gradient that autograd computed to the master, in float32."""
+        if self.parameter.grad is None:
+            return
+        own, self.parameter.grad = local_of(self.parameter.grad), None
+        if self.master.grad is not None:
+            self.master.grad.add_(own)
+        else:
+            self.master.grad = self.buffer = own.float() if self.buffer is None else self.buffer.copy_(own)
 
 
 class Optimizer:
-    """AdamW, Muon or Adafactor (`optim.optimizer`) over named parameters.
+    """Steps named parameters by the rule that `optim.optimizer` names, or by another `rule`. Weight decay acts on matrices only.
 
-    Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
-    itself, which is most of them at fine-tuning rates. With `bf16_stochastic_round` they are rounded by chance (by `seed`) and
-    have no copy: what stands in `masters` then only has their shape, to hold a gradient in float32. With `recompute` the
-    gradient of a large head is not stored: its rows are made twice, for the norm and for the step. In a `world` of several
-    processes the gradients are summed over them.
+    `seed` is that of stochastic rounding. With `recompute` the gradient of a large head is not stored: its rows are computed
+    twice, for the norm and for the step. In a `world` of several processes gradients are summed over them.
     """
 
     def __init__(
@@ -90,198 +97,259 @@ class Optimizer:
         parameters: Mapping[str, nn.Parameter],
         optim: Optim,
         *,
+        rule: Rule | None = None,
         recompute: bool = False,
         world: World = ALONE,
         seed: int = 0,
     ) -> None:
-        self.world = world
-        self.parameters, self.optim = dict(parameters), optim
-        self.held = {name: held_of(p) for name, p in self.parameters.items()}
-        """What this process holds of each parameter: all of it, or the rows of its shard."""
-        half = (torch.bfloat16, torch.float16)
-        rounds = optim.bf16_stochastic_round and optim.optimizer in ("adamw", "adamw_8bit")
-        self.bare = {name: p for name, p in self.held.items() if rounds and p.dtype == torch.bfloat16}
-        """Weights without a master."""
-        copies = {name: p.detach().float() for name, p in self.held.items() if p.dtype in half and name not in self.bare}
-        places = {name: p.new_empty((), dtype=torch.float32).expand(p.shape) for name, p in self.bare.items()}
-        new_masters = {name: nn.Parameter(x) for name, x in (copies | places).items()}
-        self.masters = {name: new_masters.get(name, p) for name, p in self.held.items()}
-        low_precision = {name: p for name, p in self.held.items() if self.masters[name] is not p}
-        stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
-        stepped = stepped if optim.optimizer in ("adamw", "adamw_8bit") else {}
-        self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
-        self._narrow = {name: self.parameters[name] for name in low_precision}
-        self.rooms: dict[str, Tensor] = {}
-        """Where the last step of several passes summed the gradients of `_narrow`. They are kept: made anew among the activations
-        of each step they leave holes, in which a run's memory grows.
-        """
-        plain = optim.optimizer == "adamw" and not self.bare
-        if not plain and any(own is not self.parameters[name] for name, own in self.held.items()):
-            what = "bf16_stochastic_round" if self.bare else f"optimizer {optim.optimizer}"
-            raise UserError(f"{what} needs whole matrices, and strategy=fsdp shards them; take strategy=ddp.")
-        self.rule = self._make_rule(stepped, seed)
+        self.parameters, self.optim, self.world = dict(parameters), optim, world
+        self.weights = {name: _weight(name, p, optim, rule, seed) for name, p in self.parameters.items()}
         self.nonfinite = self.updates = 0
         """Steps in a row without a finite gradient; updates of the weights by this object."""
-        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and plain)
+        rows = all(w.rule.by_rows for w in self.weights.values())
+        self._half = [w for w in self.weights.values() if w.half]
+        self._sharded = [w for w in self.weights.values() if w.local is not w.parameter]
+        if self._sharded and not rows:
+            what = "bf16_stochastic_round" if optim.bf16_stochastic_round else f"optimizer {optim.optimizer}"
+            raise UserError(f"{what} needs whole matrices, and strategy=fsdp shards them. Use strategy=ddp.")
+        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and rows)
+        rules = dict.fromkeys(w.rule for w in self.weights.values())
+        self._by_rule = [(each, [w for w in self.weights.values() if w.rule == each]) for each in rules]
 
-    def _make_rule(self, stepped: Mapping[str, Tensor], seed: int) -> Stepper:
-        """What the settings name; weights that the kernels step (`stepped`) and the seed of their rounding are AdamW's."""
-        optim, parameters, betas = self.optim, self.masters, (self.optim.adam_beta1, self.optim.adam_beta2)
-        if optim.optimizer == "adafactor":
-            return Adafactor(parameters, optim.weight_decay)
-        if optim.optimizer == "muon":
-            hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
-            rest = {name: p for name, p in parameters.items() if name not in hidden}
-            return Muon(hidden, AdamW(rest, betas, optim.adam_epsilon, optim.weight_decay))
-        rule = (parameters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
-        if optim.optimizer == "adamw_8bit" or self.bare:
-            return FrugalAdamW(*rule, eight_bits=optim.optimizer == "adamw_8bit", bare=self.bare, seed=seed)
-        return AdamW(*rule)
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What is stepped, by name (see `Weight.master`)."""
+        return {name: w.master for name, w in self.weights.items()}
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
 
-        Returns the gradient norm before clipping, or None where it is not finite: then nothing is stepped.
+        Returns the gradient norm before clipping, or None if it is not finite: then nothing is stepped.
         """
         norms = step_together([(self, lr)], losses)
         return None if norms is None else norms[0]
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop all gradients."""
         self.sums.forget()
-        for p in (*self.parameters.values(), *self.held.values(), *self.masters.values()):
-            p.grad = None
+        for w in self.weights.values():
+            w.parameter.grad = w.local.grad = w.master.grad = None
+
+    @property
+    def has_buffers(self) -> bool:
+        """True if the last step of half-precision weights had several passes."""
+        return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
-    def summing_wide(self) -> Iterator[None]:
-        """Inside, gradients of half-precision weights are added up on their float32 masters: a sum in bfloat16 of 1,000
-        micro-batches is 3 % off.
+    def float32_sums(self) -> Iterator[None]:
+        """Inside this context, gradients of half-precision weights are added up on their float32 masters: a sum in bfloat16 of
+        1,000 micro-batches is 3 % off.
         """
-        for name in self._narrow:
-            self._widen(name)
-        names = {p: name for name, p in self._narrow.items()}
-        handles = [p.register_post_accumulate_grad_hook(lambda p: self._widen(names[p])) for p in names]
+        handles = []
+        for w in self._half:
+            w.move_gradient()
+            handles.append(w.parameter.register_post_accumulate_grad_hook(partial(_moved, w)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _widen(self, name: str) -> None:
-        """Move what autograd has for a weight to its master."""
-        p, master = self.parameters[name], self.masters[name]
-        if p.grad is not None:
-            own, p.grad = local_of(p.grad), None
-            if master.grad is not None:
-                master.grad.add_(own)
-            else:
-                master.grad = self.rooms[name] = self.rooms[name].copy_(own) if name in self.rooms else own.float()
-
-    def narrow(self) -> None:
-        """Give the weights the gradients of a single pass, which stand on the masters in their precision."""
-        for name, p in self._narrow.items():
-            if (total := self.masters[name].grad) is not None:
-                p.grad, self.masters[name].grad = total.to(p.dtype), None
-        self.rooms = {}
+    def restore_precision(self) -> None:
+        """Return the gradients of a single pass from the masters to the weights, in the weights' precision."""
+        for w in self._half:
+            if (total := w.master.grad) is not None:
+                w.parameter.grad, w.master.grad = total.to(w.parameter.dtype), None
+            w.buffer = None
 
     def settle(self) -> None:
-        """End the backward passes of a step: each gradient stands in one place, on the weight or on its master."""
+        """End the backward passes of a step: each gradient is in one place, on the weight or on its master."""
         self.sums.settle()
-        for name, p in self._narrow.items():
-            master = self.masters[name]
-            if p in self.sums.wide:
-                total = self.sums.wide.pop(p)
-                master.grad = total if master.grad is None else master.grad.add_(total)
-            if master.grad is not None:
-                self._widen(name)
+        for w in self._half:
+            if w.parameter in self.sums.wide:
+                total = self.sums.wide.pop(w.parameter)
+                w.master.grad = total if w.master.grad is None else w.master.grad.add_(total)
+            if w.master.grad is not None:
+                w.move_gradient()
 
-    def whole_masters(self) -> list[Tensor]:
-        """Where several processes add up the gradients that are not in shards: the same place in each, with a gradient or not."""
-        return [self.masters[name] for name, p in self.parameters.items() if self.held[name] is p]
+    def unsharded(self) -> list[nn.Parameter]:
+        """Return what several processes sum the gradients of: the masters of weights that are not in shards."""
+        return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self) -> float:
-        """The norm of the gradient that was added up, where it will be applied: on the masters, which those of half-precision
-        weights are copied to unless the kernels step them. Of gradients in shards it is the norm of the whole.
+        """Return the gradient's norm, and put the gradient where the rule reads it: on the masters, except for half-precision
+        weights that kernels step. With shards it is the norm of the whole gradient.
         """
-        shards = [(p, own) for p, own in zip(self.parameters.values(), self.held.values(), strict=True) if own is not p]
-        for p, own in shards:
-            own.grad = None if p.grad is None else local_of(p.grad)
-        for p, master in self._copied:
-            if p.grad is not None:
-                master.grad = p.grad.float()
-        if shards:
+        for w in self._sharded:
+            w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
+        for w in self._half:
+            if w.kernels is None and w.local.grad is not None:
+                w.master.grad = w.local.grad.float()
+        if self._sharded:
             return self._norm_over_ranks()
-        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        gradients = [w.master.grad for w in self.weights.values() if w.master.grad is not None]
+        stored = _total_norm(gradients)
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
-        squares += [self.rule.squared_norm_bf16()] if isinstance(self.rule, AdamW) and self.rule.low_precision else []
+        if found := next((w.kernels for w in self._half if w.kernels is not None), None):
+            half = [w.local.grad for w in self._half if w.kernels is not None and w.local.grad is not None]
+            squares.append(found.squared_norm(half) if half else 0.0)
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def _norm_over_ranks(self) -> float:
-        """As `norm`, from what each process holds; what is not in shards counts once."""
+        """Return the norm from what each process stores. A weight that is not in shards counts once."""
         parts = [0.0, 0.0]
-        for name, own in self.held.items():
-            gradient = self.masters[name].grad if self.masters[name].grad is not None else own.grad
-            if gradient is not None:
-                square = float(gradient.double().pow(2).sum()) / copies_of(self.parameters[name], self.world.size)
-                parts[own is self.parameters[name]] += square
+        for w in self.weights.values():
+            if w.gradient is not None:
+                square = float(w.gradient.double().pow(2).sum()) / copies_of(w.parameter, self.world.size)
+                parts[w.local is w.parameter] += square
         return math.sqrt(float(self.world.all_reduce(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
+    @torch.no_grad()
     def apply(self, norm: float, lr: float) -> None:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
         self.updates += 1
-        most = self.optim.max_grad_norm
-        put_off = {name: self.sums.blocks(p) for name, p in self.parameters.items() if p in self.sums.uses}
-        self.rule.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
+        step, decay = Step(lr, norm, self.optim.max_grad_norm), self.optim.weight_decay
+        changed: list[Tensor] = []
+        for rule, weights in self._by_rule:
+            updates = [w.update(g, decay) for w in weights if (g := w.gradient) is not None]
+            if updates:
+                rule.step(updates, step)
+                changed += [x for u in updates for x in (u.weight, u.stored) if x is not None]
+        for weight in [w for w in self.weights.values() if w.parameter in self.sums.uses] if self.sums.uses else ():
+            self._step_by_rows(weight, step)
+            changed.append(weight.master)
+        # kernels and fused steps do not count the versions up, by which others notice a change
+        torch.autograd.graph.increment_version(changed)
         self.sums.forget()
-        with torch.no_grad():
-            for name in self._narrow:
-                if self.masters[name].grad is not None and name not in self.bare:  # the kernels step weight and master at once
-                    self.held[name].copy_(self.masters[name])
+        for w in self._half:
+            if w.master.grad is not None and not w.stochastic:
+                w.local.copy_(w.master)
+
+    def _step_by_rows(self, w: Weight, step: Step) -> None:
+        """Step along a gradient that is not stored, a block of rows at a time."""
+        for rows, gradient in self.sums.blocks(w.parameter):
+            state = {key: x[rows] if x.dim() else x.clone() for key, x in w.state.items()}
+            whole = w.update(gradient, self.optim.weight_decay)
+            w.rule.step([whole._replace(weight=w.master[rows], state=state)], step)
+        w.state["step"] += 1
 
     def check(self, step: int) -> None:
-        """Raise `NonFiniteError` when too many steps in a row had no finite gradient."""
-        if self.nonfinite >= MAX_NONFINITE:
-            raise NonFiniteError(
-                f"The gradient was not finite for {self.nonfinite} steps in a row, up to step {step}; no such step was applied "
-                "and the last checkpoint is sound. Lower the learning rate or look at the rewards in rollouts.jsonl."
-            )
+        """Raise `NonFiniteError` if too many steps in a row had no finite gradient."""
+        check_gradients(self.nonfinite, step)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the rules' state and the float32 masters as "kind.<parameter>", in shards if the weights are."""
+        weights = self.weights.values()
+        return {f"{kind}.{w.name}": like(x, w.parameter) for w in weights for kind, x in w.tensors().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned. The state of a parameter that is absent is 0.
+
+        Raises `UserError` if the state belongs to other parameters or to another rule; then nothing is changed.
+        """
+        masters = {f"master.{name}" for name in self.weights}
+        own = {f"{kind}.{w.name}": x for w in self.weights.values() for kind, x in w.tensors().items()}
+        for key in tensors:
+            kind, _, name = key.partition(".")
+            if name not in self.weights:
+                raise UserError(f"The optimiser's state holds {name!r}, which is not a trainable parameter of this run.")
+            if key not in own.keys() | masters:
+                raise UserError(f"The optimiser's state holds {kind!r} of {name!r}, which belongs to another optimizer.")
+        for key, value in tensors.items():
+            name = key.partition(".")[2]
+            if lacks := [k for k in self.weights[name].state if f"{k}.{name}" not in tensors]:
+                raise UserError(f"The optimiser's state of {name!r} is incomplete: {', '.join(lacks)} is missing.")
+            if key in own and value.shape != own[key].shape:
+                shapes = f"shape {list(value.shape)}; the parameter has {list(own[key].shape)}"
+                raise UserError(f"The optimiser's state holds {key!r} of {shapes}.")
+        for key, x in own.items():
+            if key in tensors:
+                x.copy_(tensors[key])
+            elif key not in masters:
+                x.zero_()
+
+
+def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: Rule | None, seed: int) -> Weight:
+    """Return the parameter with its master and its rule."""
+    local = held_of(parameter)
+    adamw = rule is None and optim.optimizer in ("adamw", "adamw_8bit")
+    half = local.dtype in (torch.bfloat16, torch.float16)
+    stochastic = adamw and optim.bf16_stochastic_round and local.dtype == torch.bfloat16
+    master = local
+    if stochastic:
+        master = nn.Parameter(local.new_empty((), dtype=torch.float32).expand(local.shape))
+    elif half:
+        master = nn.Parameter(local.detach().float())
+    kernels = adamw_kernels(local.dtype, local.device.type) if adamw and half and local.is_contiguous() else None
+    rule = rule or _rule(name, master, optim, stochastic, seed)
+    return Weight(name, parameter, local, master, stochastic, kernels, rule, rule.init(name, master))
+
+
+def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, seed: int) -> Rule:
+    """Return the rule of a parameter."""
+    betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
+    if optim.optimizer == "adafactor":
+        return Adafactor()
+    if optim.optimizer == "muon" and is_hidden_matrix(name, p):
+        return Muon()
+    if stochastic or (eight_bits and has_codes(name, p)):
+        return LowMemoryAdamW(betas, optim.adam_epsilon, eight_bits, seed)
+    return AdamW(betas, optim.adam_epsilon)
+
+
+def _moved(w: Weight, _: Tensor) -> None:
+    w.move_gradient()
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> float:
+    if len(gradients) == 1:
+        return float(torch.linalg.vector_norm(gradients[0]))  # the same, in a tenth of the time
+    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
     """Give the optimisers the gradient of the sum of `losses`, one micro-batch each, in place of what they had."""
-    passes, narrow = 0, [optimizer for optimizer in optimizers if optimizer.world.size == 1]
-    later = [optimizer for optimizer in narrow if not optimizer.rooms]
+    passes, alone = 0, [optimizer for optimizer in optimizers if optimizer.world.size == 1]
+    later = [optimizer for optimizer in alone if not optimizer.has_buffers]
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             optimizer.clear()
             if optimizer not in later:
-                stack.enter_context(optimizer.summing_wide())
+                stack.enter_context(optimizer.float32_sums())
         stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
-        for passes, loss in enumerate(losses, 1):  # one by one: what a pass kept may be let go of when the next is asked for
+        for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next
             for optimizer in later if passes == 2 else ():
-                stack.enter_context(optimizer.summing_wide())
+                stack.enter_context(optimizer.float32_sums())
             loss().backward()
-    for optimizer in narrow if passes == 1 else ():
-        optimizer.narrow()
+    for optimizer in alone if passes == 1 else ():
+        optimizer.restore_precision()
     for optimizer in optimizers:
         optimizer.settle()
-        sum_gradients(optimizer.world, optimizer.whole_masters())
+        sum_gradients(optimizer.world, optimizer.unsharded())
 
 
-def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
-    """Step several optimisers on the sum of `losses`, each at its rate and clipped by its own norm.
+def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
+    """Step several optimisers along their gradients, each at its rate and clipped by its own norm. If a norm is not finite,
+    nothing is stepped, and the first optimiser counts it.
 
-    Returns the norms before clipping, or None where one is not finite: then nothing is stepped, and the first optimiser counts
-    it.
+    Returns the norms before clipping.
     """
-    add_up([optimizer for optimizer, _ in rates], losses)
-    first = rates[0][0]
     norms = [optimizer.norm() for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):
-        first.nonfinite += 1
-        return None
-    first.nonfinite = 0
+        rates[0][0].nonfinite += 1
+        return norms
+    rates[0][0].nonfinite = 0
     for (optimizer, lr), norm in zip(rates, norms, strict=True):
         optimizer.apply(norm, lr)
     return norms
+
+
+def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
+    """Step several optimisers on the sum of `losses` by `apply_together`.
+
+    Returns the norms before clipping, or None if one is not finite.
+    """
+    add_up([optimizer for optimizer, _ in rates], losses)
+    norms = apply_together(rates)
+    return norms if all(map(math.isfinite, norms)) else None

@@ -27,13 +27,6 @@ from psigrad.records.row_lines import read_steps
 from psigrad.records.rows import by_step, deciding, headline
 from psigrad.records.run_folder import RunFolder
 
-# Consecutive steps without a finite gradient after which a run stops.
-MAX_NONFINITE = 3
-
-
-class NonFiniteError(UserError):
-    """The gradient was not finite for `MAX_NONFINITE` steps in a row."""
-
 
 @dataclass(frozen=True)
 class RunState:

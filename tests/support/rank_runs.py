@@ -129,7 +129,7 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
             shards.read(place, sharded.named_weights(model))
         assert saved.restore(place, learners) == State(step=3, tokens=5)
     reshard(model)
-    held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | saved.tensors_of(optimizer)
+    held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | optimizer.state_dict()
     whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in held.items()}
     if world.rank == 0:
         save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from psigrad import seeds
-from psigrad.kernels.kernels import kernels
+from psigrad.compiled import kernels
 from psigrad.language.models.logprobs import upcast
 from psigrad.language.rollout.types import SamplingParams
 

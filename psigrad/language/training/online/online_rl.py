@@ -48,7 +48,8 @@ from psigrad.language.training.online.online_run import (
     to_batch,
 )
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.optim.optimizer import learning_rate, step_together
+from psigrad.optim.optimizer import step_together
+from psigrad.optim.schedule import learning_rate
 from psigrad.runs.cycle import cycle
 
 
