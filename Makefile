@@ -185,7 +185,7 @@ bench-llama-cpp: $(LLAMA_VENV)/.installed
 
 # All of the kernels are compiled for AMX; on a processor that has it they run as they are.
 test-amx: $(INSTALLED)
-	PYTHONPATH=.:tests/support $(RUN) -m pytest -p amx -n 0 $(addprefix tests/language/models/test_,products.py stepped.py same_bits.py packed_weights.py coded_linear.py)
+	PYTHONPATH=.:tests/support $(RUN) -m pytest -p amx -n 0 $(addprefix tests/,kernels/test_products.py $(addprefix language/models/test_,stepped.py same_bits.py packed_weights.py coded_linear.py))
 
 test-llama-cpp: $(LLAMA_VENV)/.installed
 	PYTHONPATH=. $(LLAMA_VENV)/bin/python -m pytest -m llama_cpp -s tests/extras/llama_cpp

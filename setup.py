@@ -18,7 +18,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
-from psigrad.language.models.native import build, processor
+from psigrad.kernels import build, processor
 
 PREBUILD = os.environ.get("PSIGRAD_PREBUILD") == "1"
 SOURCE = Path(build.__file__).parent
@@ -42,7 +42,7 @@ class BuildWithKernels(build_py):
         """Copy the packages, then compile."""
         super().run()
         for name, (march, _) in processor.LEVELS.get(platform.machine(), {}).items() if PREBUILD else ():
-            compile_level(march, Path(self.build_lib, "psigrad/language/models/native/prebuilt", f"{name}.so"))
+            compile_level(march, Path(self.build_lib, "psigrad/kernels/prebuilt", f"{name}.so"))
 
 
 class PlatformWheel(bdist_wheel):

@@ -18,8 +18,8 @@ from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.training import frugal_adamw
-from psigrad.language.training.update import Optimizer
+from psigrad.optim import low_memory
+from psigrad.optim.optimizer import Optimizer
 
 STATES, LENGTH, ROWS, STEPS, RATE, SEEDS = 24, 33, 32, 450, 2e-3, 5
 WAYS = {
@@ -65,7 +65,7 @@ def curve(way: str, seed: int) -> list[float]:
     chances, entropy = chain()
     held_out, draw = texts(chances, 128, torch.Generator().manual_seed(99)), torch.Generator().manual_seed(1000 + seed)
     if way.endswith("nearest"):
-        frugal_adamw.round_by_chance, frugal_adamw._is_native = (lambda x, seed: x.bfloat16()), (lambda job: False)
+        low_memory.round_stochastically, low_memory._has_kernel = (lambda x, seed: x.bfloat16()), (lambda weight: False)
     found = []
     for step in range(STEPS):
         rows = texts(chances, ROWS, draw)

@@ -22,7 +22,7 @@ from typing import Any
 from workloads import WORKLOADS
 
 from psigrad.intervals import over_seeds
-from psigrad.language.models.native import build, processor
+from psigrad.kernels import build, processor
 from psigrad_extras.preflight.bench import inputs
 from psigrad_extras.preflight.bench.timing import WorkerProcess, costs
 from psigrad_extras.preflight.bench.workload import Workload, serve

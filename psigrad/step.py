@@ -9,15 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from psigrad.errors import UserError
-
-MAX_NONFINITE = 3
-"""Consecutive steps without a finite gradient after which a run stops."""
-
-
-class NonFiniteError(UserError):
-    """The gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
-
 
 @dataclass(frozen=True)
 class RunState:

@@ -31,6 +31,6 @@ def test_the_nearest_variable_says_where(monkeypatch, variables, expected):
 def test_rows_models_and_kernels_are_all_kept_there():
     sources = [path for name in ("psigrad", "psigrad_extras") for path in (PACKAGES / name).rglob("*.py")]
     users = {path.relative_to(PACKAGES).as_posix() for path in sources if "import cache_folder" in path.read_text()}
-    assert {"psigrad/language/loading/model_source.py", "psigrad/language/models/native/build.py"} < users
+    assert {"psigrad/language/loading/model_source.py", "psigrad/kernels/build.py"} < users
     asking = {path.relative_to(PACKAGES).as_posix() for path in sources if 'environ.get("XDG_CACHE_HOME")' in path.read_text()}
     assert asking == {"psigrad/cache_folder.py"}

@@ -31,7 +31,7 @@ SUBJECTS = (
     *(f"psigrad/control/methods/{name}.py" for name in ("dqn", "on_policy", "trpo")),
     "psigrad/language/models/logprobs.py",
     "psigrad/language/rollout/samplers/distribution.py",
-    "psigrad/language/training/update.py",
+    "psigrad/optim/optimizer.py",
     *(f"psigrad/language/training/online/{name}.py" for name in ("collect", "figures", "online_rl", "online_run")),
 )
 SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")

@@ -27,7 +27,7 @@ _BFLOAT16 = """
 import sys
 from pathlib import Path
 from psigrad.config import Run
-from psigrad.language.recipes import demo, online
+from psigrad.language.recipes import online
 from psigrad.runs import machine
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 machine.prepare_torch(Run())

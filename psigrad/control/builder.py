@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 
 from psigrad import redaction
-from psigrad.config import Run
+from psigrad.config import Optim, Run
 from psigrad.config.fields import unread_by
 from psigrad.config.load import load, to_dict
 from psigrad.config.nested import flatten
@@ -25,7 +25,7 @@ from psigrad.control.environments.vector import Absent, Environments
 from psigrad.control.methods import presets
 from psigrad.control.methods.dqn import DQNTrainer
 from psigrad.control.methods.on_policy import OnPolicyTrainer
-from psigrad.control.methods.trainer import Actor, FlatOptimizer, Trainer
+from psigrad.control.methods.trainer import Actor, Trainer
 from psigrad.control.methods.trpo import TRPOTrainer
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Categorical
@@ -33,6 +33,8 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, nearest
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.parts.advantage import needs_of
+from psigrad.optim.flat_rules import Adam, RMSprop
+from psigrad.optim.optimizer import Optimizer
 
 MODEL_CONFIG = "config.json"
 
@@ -122,7 +124,8 @@ def build(config: ControlConfig, envs: Environments | None = None, like: str | N
     )
     normalizer = Normalizer(envs.size, envs.count, config.gamma, config.normalize_observations, config.normalize_rewards)
     collector = Collector(envs, normalizer)
-    optimizer = FlatOptimizer(network.flat, config.optimizer, config.adam_epsilon, config.max_grad_norm)
+    rule = Adam(config.adam_epsilon) if config.optimizer == "adam" else RMSprop(config.adam_epsilon)
+    optimizer = Optimizer({"flat": network.flat}, Optim(max_grad_norm=config.max_grad_norm), rule=rule)
     if unknown:
         return Actor(unknown, config, network, optimizer, collector)
     make: Callable[..., Trainer] = TRAINERS[config.algorithm].make if has_own_trainer(config.algorithm) else OnPolicyTrainer

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from psigrad import seeds
+from psigrad.compiled import kernels
 from psigrad.control import builder
 from psigrad.control.environments import vector
 from psigrad.control.environments.collector import ActionLog, Played, play
@@ -21,7 +22,6 @@ from psigrad.control.methods.trainer import Trainer, generator
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.language.models.native.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
 from psigrad.runs.cycle import Loop, cycle
@@ -144,7 +144,7 @@ def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
     own = {name: value for name, value in changes.items() if "." not in name}
     if own:
         trainer.config = replace(trainer.config, **own)
-        trainer.optimizer.max_grad_norm = trainer.config.max_grad_norm
+        trainer.optimizer.optim = replace(trainer.optimizer.optim, max_grad_norm=trainer.config.max_grad_norm)
 
 
 def collect_pins(config: ControlConfig) -> dict[str, str]:

@@ -12,10 +12,11 @@ import torch
 
 from psigrad.config import Run
 from psigrad.errors import UserError
+from psigrad.optim.guard import check_gradients
 from psigrad.runs.callbacks import CallbackError
 from psigrad.runs.journal import Journal, Stopped
 from psigrad.runs.progress import bar
-from psigrad.step import MAX_NONFINITE, NonFiniteError, Outcome, RunState
+from psigrad.step import Outcome, RunState
 
 S = TypeVar("S", bound=RunState)
 # Seconds that processes which hold a model in shards give a save beside the steps once one has failed: another may be gone.
@@ -113,7 +114,7 @@ class _Saves(Generic[S]):
         try:
             outcome = self.loop.step(state)
             self.journal.record(outcome)
-            check_finite(outcome.state)
+            check_gradients(outcome.state.nonfinite, outcome.state.step)
         except Exception as error:
             rescued = self.loop.updates() == self.moved
             if rescued and not self.journal.world.lockstep:  # all would have to write, and one has failed
@@ -151,15 +152,6 @@ class _Saves(Generic[S]):
 def _now(state: RunState, setting: str, given: Any) -> Any:
     """A setting as the run has it, or as a callback has changed it."""
     return next((value for name, value in state.changes.items() if name.rpartition(".")[2] == setting), given)
-
-
-def check_finite(state: RunState) -> None:
-    """Raise `NonFiniteError` after `MAX_NONFINITE` consecutive steps without a finite gradient."""
-    if state.nonfinite >= MAX_NONFINITE:
-        raise NonFiniteError(
-            f"The gradient was not finite for {state.nonfinite} steps in a row, up to step {state.step}; no such step was "
-            "applied and the last checkpoint is sound. Lower the learning rate or look at the rewards in rollouts.jsonl."
-        )
 
 
 def _out_of_memory(error: BaseException) -> bool:

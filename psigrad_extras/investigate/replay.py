@@ -33,9 +33,9 @@ from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
-from psigrad.language.training.update import learning_rate
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.optim.schedule import learning_rate
 from psigrad.records import checkpoint
 from psigrad.records.pins import PINS, check_format
 from psigrad.records.read import kind_of

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psigrad.language.recipes.learners import load_tensors, tensors_of
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import exp_ratio
 from psigrad.objective.parts.surrogate import clip_fractions
+from psigrad.optim.optimizer import Optimizer
 
 Gradient = dict[str, Tensor]
 
@@ -36,9 +35,8 @@ class WatchedOptimizer:
     def norm(self) -> float:
         """The norm, as the optimiser finds it; what it is of is kept."""
         norm = self.inner.norm()
-        for name, weight in self.inner.parameters.items():
-            found = self.inner.masters[name].grad if self.inner.masters[name].grad is not None else self.inner.held[name].grad
-            parts = [] if found is None else [(slice(None), found)]
+        for name, own in self.inner.weights.items():
+            parts, weight = [] if own.gradient is None else [(slice(None), own.gradient)], own.parameter
             for rows, part in (*parts, *(self.inner.sums.blocks(weight) if weight in self.inner.sums.uses else ())):
                 self.gradient.setdefault(name, torch.zeros_like(weight, dtype=torch.float32))[rows] += part
         return norm
@@ -155,7 +153,7 @@ def remember(run: Online) -> Callable[[], None]:
     """What puts the weights that learn, and the optimisers, back to what they are now."""
     optimizers = [run.optimizer, *([run.critic.optimizer] if run.critic is not None else [])]
     held = [
-        ({n: p.detach().clone() for n, p in one.held.items()}, {n: x.clone() for n, x in tensors_of(one).items()})
+        ({n: w.local.detach().clone() for n, w in one.weights.items()}, {n: x.clone() for n, x in one.state_dict().items()})
         for one in optimizers
     ]
 
@@ -163,7 +161,7 @@ def remember(run: Online) -> Callable[[], None]:
     def restore() -> None:
         for one, (weights, tensors) in zip(optimizers, held, strict=True):
             for name, weight in weights.items():
-                one.held[name].copy_(weight)
-            load_tensors(one, tensors)
+                one.weights[name].local.copy_(weight)
+            one.load_state_dict(tensors)
 
     return restore

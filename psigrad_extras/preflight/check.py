@@ -41,10 +41,10 @@ from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.batch import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
-from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
 from psigrad.objective.parts.advantage import total_return
+from psigrad.optim.optimizer import Optimizer, add_up
 from psigrad.runs import machine
 
 # Prompts that are looked at, completions of each, and the most tokens of one.
@@ -447,10 +447,8 @@ class _Step:
     def gradient(self, parts: Sequence[MicroBatch], totals: Callable[[MicroBatch], Totals], scale: float = 1.0) -> Gradient:
         """The sum over the parts, by name."""
         add_up([self.optimizer], [partial(self._loss, part, totals(part), scale) for part in parts])
-        learns = self.subject.model.trainable()
-        masters = self.optimizer.masters  # where the sum over several passes of half-precision weights stands
-        stands = {name: p if (own := masters.get(name)) is None or own.grad is None else own for name, p in learns.items()}
-        found = {name: p.grad.detach().float().clone() for name, p in stands.items() if p.grad is not None}
+        weights = self.optimizer.weights.items()
+        found = {name: g.detach().float().clone() for name, w in weights if (g := w.gradient) is not None}
         self.optimizer.clear()
         return found
 

@@ -16,9 +16,9 @@ import torch
 import psigrad
 from psigrad.config import OnlineConfig
 from psigrad.config.fields import settings_of, usual_on
-from psigrad.language.models.native.build import compiler, prebuilt
-from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.processor import fast_bfloat16
+from psigrad.kernels.build import compiler, prebuilt
+from psigrad.kernels.kernels import kernels
+from psigrad.kernels.processor import fast_bfloat16
 from psigrad.processes.sandbox import tier_of_this_machine
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import cores

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.probe import in_precision
-from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import Ranks
 
 # Mean absolute difference of log-probs: sums of other order differ by some 1e-6 here, 1e-5 in large models. In half precision

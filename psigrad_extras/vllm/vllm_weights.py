@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from psigrad.language.models import lora
+from psigrad.language.models import lora, sharded
 from psigrad.language.models.coded_linear import CodedLinear
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.processes.parallel import sharded, shards
+from psigrad.processes.parallel import shards
 
 # Bytes beyond which a bucket is closed, where a layer ends.
 BUCKET = 1 << 29

@@ -23,7 +23,7 @@ from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardCon
 from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settings_of, unread_by, unread_of
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.language.models.native.kernels import kernels
+from psigrad.kernels.kernels import kernels
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -173,7 +173,7 @@ OTHER = {
     "server": "http://127.0.0.1:9", "prompts_per_step": 3, "optim.lr_scheduler_kwargs": '{"power":3}',
     "evaluation.metric_for_best_model": "loss", "evaluation.greater_is_better": "false",
     "model.quantize_base": "int8",  # rows of nf4's blocks of 64 this job has none of
-    "optim.optimizer": "muon",  # adamw_8bit keeps parts as small as these whole: language/training/test_frugal_adamw.py
+    "optim.optimizer": "muon",  # adamw_8bit keeps parts as small as these whole: optim/test_low_memory.py
 }  # fmt: skip
 OTHER_OF = {("grpo", "evaluation.metric_for_best_model"): "completions/mean_length",
             ("kto", "evaluation.eval_prompts"): 9,

@@ -15,7 +15,7 @@ from psigrad.compat.names import load
 from psigrad.config import OnlineConfig, PreferenceConfig, algorithms
 from psigrad.config.methods import declaration, list_declarations, of_spec
 from psigrad.errors import UserError
-from psigrad.language.recipes import api, online, online_settings
+from psigrad.language.recipes import online, online_settings, running
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import online_preference, preference_catalog
 
@@ -96,7 +96,7 @@ def test_the_class_of_the_settings_says_which_recipe_runs(monkeypatch):
     for recipe in (sft, online, preference, reward):
         monkeypatch.setattr(recipe, "run", lambda config, given, name=recipe.__name__: ran.append(name))
     for name in ("sft", "grpo", "dpo", "reward"):
-        api.run(load(declaration(name).settings, flags={"model.path": "m"}))
+        running.run(load(declaration(name).settings, flags={"model.path": "m"}))
     assert ran == [
         "psigrad.language.recipes.sft",
         "psigrad.language.recipes.online",

@@ -23,7 +23,7 @@ from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.recipes import learners, online, sft
 from psigrad.language.recipes.learners import Learner
 from psigrad.language.training.state import State
-from psigrad.language.training.update import Optimizer
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint
 from psigrad.runs.journal import Journal
@@ -130,7 +130,7 @@ def test_a_copy_is_of_its_moment(tmp_path, settings):
     (tmp_path / "now").mkdir()
     write[False](tmp_path / "now", ALONE)
     with torch.no_grad():
-        for p in [*one.optimizer.parameters.values(), *learners.tensors_of(one.optimizer).values()]:
+        for p in [*one.optimizer.parameters.values(), *one.optimizer.state_dict().values()]:
             p.add_(1)
     for name, copies in (("copied", True), ("later", False)):
         (tmp_path / name).mkdir()
@@ -149,7 +149,7 @@ def test_a_copy_is_of_its_moment(tmp_path, settings):
 @pytest.mark.slow
 def test_the_stall_is_about_the_copy():
     one = learner(768)
-    held = [*one.model.network.parameters(), *learners.tensors_of(one.optimizer).values()]
+    held = [*one.model.network.parameters(), *one.optimizer.state_dict().values()]
 
     def least(work) -> float:
         found = []

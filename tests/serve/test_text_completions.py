@@ -9,7 +9,7 @@ import openai
 import pytest
 import torch
 
-from psigrad.language.models.native.kernels import kernels
+from psigrad.kernels.kernels import kernels
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.text_completions import TextCompletions
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from psigrad.language.models.native import build, kernels, processor
+from psigrad.kernels import build, kernels, processor
 
 SOURCE = Path(build.__file__).parent
 INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps")

@@ -24,8 +24,8 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
+from psigrad.optim.optimizer import Optimizer
 
 
 class Log:

@@ -16,11 +16,11 @@ from psigrad import seeds
 from psigrad.config import Optim
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.training.update import Optimizer
 from psigrad.objective.batch import Batch, PolicyOutputs, terminal
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import clip
+from psigrad.optim.optimizer import Optimizer
 
 LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY, COLUMNS = 2, 64, 192, 4, 12, 16
 WEIGHTS, DEMONSTRATIONS, CARE, PROMPTS, COMPLETIONS = range(5)

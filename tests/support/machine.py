@@ -181,7 +181,7 @@ def _rootless() -> Lack | None:
 
 
 def _compiler() -> Lack | None:
-    from psigrad.language.models.native.build import compiler
+    from psigrad.kernels.build import compiler
 
     if (found := compiler()) is None:
         return Lack("no C++ compiler on this machine")
@@ -193,7 +193,7 @@ def _compiler() -> Lack | None:
 
 
 def _tiles() -> Lack | None:
-    from psigrad.language.models.native import build, processor
+    from psigrad.kernels import build, processor
 
     if "x86-64-v4-bf16" not in processor.levels():
         return Lack("this processor has no AVX-512 with bfloat16, which works beside AMX's tiles")

@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from psigrad.errors import UserError
-from psigrad.language.models import tiny
+from psigrad.language.models import sharded, tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.packing import Groups
-from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import ALONE, Division, World, shard
 from psigrad_extras.mesh import mesh
 

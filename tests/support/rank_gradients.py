@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from psigrad.config import OnlineConfig, Optim
 from psigrad.config.algorithms import resolve
 from psigrad.language.examples import Answer, Example, Judged, Pair
-from psigrad.language.models import language_model, scalar_model, tiny
+from psigrad.language.models import language_model, scalar_model, sharded, tiny
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import balance_of, balanced
 from psigrad.language.models.lora import Lora
@@ -33,10 +33,9 @@ from psigrad.language.training.online.annotators.critic import ValueModel, value
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
 from psigrad.language.training.online.batch import micro_batches, rows_of, to_batch
 from psigrad.language.training.online.figures import TokenFigures
-from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.processes.parallel import sharded
+from psigrad.optim.optimizer import Optimizer, add_up
 from psigrad.processes.parallel.shards import like
 from psigrad.processes.parallel.world import World, shard
 

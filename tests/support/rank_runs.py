@@ -18,14 +18,15 @@ from safetensors.torch import load_file, save_file
 from psigrad.config import Model, Optim, Placement
 from psigrad.errors import UserError
 from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.models import sharded
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import api
 from psigrad.language.recipes import learners as saved
+from psigrad.language.recipes import running
 from psigrad.language.recipes.learners import Learner
 from psigrad.language.training.state import State
-from psigrad.language.training.update import Optimizer
-from psigrad.processes.parallel import sharded, shards
+from psigrad.optim.optimizer import Optimizer
+from psigrad.processes.parallel import shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World
 from psigrad.runs import session
@@ -59,7 +60,7 @@ def main(world: World, job: str, out: str, recipe: str, strategy: str, kill: str
         phase, rank, count = kill.split()
         if world.rank == int(rank):
             _deadly(phase, int(count))
-    api.run(config(job, out, recipe, strategy, lora=bool(lora)))
+    running.run(config(job, out, recipe, strategy, lora=bool(lora)))
 
 
 class Director(Callback):
@@ -82,7 +83,7 @@ def directed(world: World, job: str, out: str, recipe: str, strategy: str, fails
     made = config(job, out, recipe, strategy)
     made = replace(made, run=replace(made.run, callbacks=(Director(bool(fails)),)))
     try:
-        api.run(made)
+        running.run(made)
     except UserError as error:
         Path(f"{out}-{world.rank}.error").write_text(str(error))
 
@@ -129,7 +130,7 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
             shards.read(place, sharded.named_weights(model))
         assert saved.restore(place, learners) == State(step=3, tokens=5)
     reshard(model)
-    held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | saved.tensors_of(optimizer)
+    held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | optimizer.state_dict()
     whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in held.items()}
     if world.rank == 0:
         save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from psigrad.language.models.native import kernels
+from psigrad.kernels import kernels
 from psigrad.processes.parallel.world import Division, join_world
 
 SUPPORT = Path(__file__).parent

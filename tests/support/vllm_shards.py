@@ -14,8 +14,8 @@ from engine_stand_in import completion
 
 from psigrad.config import Model, Run
 from psigrad.language.loading.load_model import load_model
+from psigrad.language.models import sharded
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World
 from psigrad_extras.cluster.ray_broadcast import Broadcasts
 from psigrad_extras.cluster.ray_sampler import RaySampler

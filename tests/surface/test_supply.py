@@ -126,7 +126,7 @@ def test_the_wheel_holds_all_that_is_read_at_run_time(wheel):
     assert not [name for name in names if name.startswith(("tests/", "docs/", "tools/", "benchmarks/", "studies/"))]
 
 
-KERNELS = "from psigrad.language.models.native import build, kernels; print(build.prebuilt(), kernels.kernels())"
+KERNELS = "from psigrad.kernels import build, kernels; print(build.prebuilt(), kernels.kernels())"
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_new_user_with_the_wheel_alone_trains_and_talks(wheel, empty_machine):
 @pytest.mark.slow
 @pytest.mark.needs("git", "compiler")
 def test_a_wheel_with_kernels_has_them_where_no_compiler_is(empty_machine, tmp_path):
-    """Its shorter sibling is in tests/language/models/test_native_cache.py."""
+    """Its shorter sibling is in tests/kernels/test_build.py."""
     install, run = empty_machine
     made = packed(tmp_path, PSIGRAD_PREBUILD="1")
     assert re.fullmatch(rf"psigrad-{PROJECT['version']}-py3-none-linux_\w+\.whl", made.name)

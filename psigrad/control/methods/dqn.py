@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from psigrad.control.environments.collector import Collector, Rollout
-from psigrad.control.methods.trainer import FlatOptimizer, Trainer
+from psigrad.control.methods.trainer import Trainer
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Array, Categorical
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import q_learning
+from psigrad.optim.optimizer import Optimizer
 from psigrad.records import checkpoint
 
 REPLAY = "replay.safetensors"
@@ -103,7 +104,7 @@ class DQNTrainer(Trainer):
 
     prints_by_episode = True
 
-    def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: FlatOptimizer, collector: Collector) -> None:
+    def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: Optimizer, collector: Collector) -> None:
         self.updates = self.since_target = 0
         self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size, collector.observation.dtype)
         self.target = network.flat.detach().clone()
@@ -200,7 +201,7 @@ class DQNTrainer(Trainer):
             q = recording.output[0]
             target = q_learning.td_target(worth[i], q[size:] if double else None)
             slope = q_learning.q_slope(q[:size], shares[i], target)
-            self.optimizer.step(recording.backward(slope[None]), rate)
+            self.apply_gradient(recording.backward(slope[None]), rate)
             if metrics:
                 losses.append(q_learning.q_loss(q[:size], drawn.action[i * size : (i + 1) * size], target))
         self.updates += steps

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.control.environments.collector import Collector, Rollout
-from psigrad.control.methods.trainer import FlatOptimizer, Trainer
+from psigrad.control.methods.trainer import Trainer
 from psigrad.control.networks.actor_critic import ActorCritic, ForwardPass, NetworkOutput
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
@@ -27,6 +27,7 @@ from psigrad.objective.parts.advantage import needs_of, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
 from psigrad.objective.parts.surrogate import clip, kl_penalty
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
+from psigrad.optim.optimizer import Optimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ class OnPolicyTrainer(Trainer):
         config: ControlConfig,
         algorithm: PolicyGradient,
         network: ActorCritic,
-        optimizer: FlatOptimizer,
+        optimizer: Optimizer,
         collector: Collector,
     ) -> None:
         super().__init__(config, network, optimizer, collector)
@@ -299,7 +300,7 @@ class OnPolicyTrainer(Trainer):
             gradient = forward.backward(value)
         if self._too_far(terms):
             return {name: float(term) for name, term in terms.items()}
-        norm = self.optimizer.step(gradient, self.learning_rate)
+        norm = self.apply_gradient(gradient, self.learning_rate)
         return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
 
     def _schedule(self) -> PolicyGradient:

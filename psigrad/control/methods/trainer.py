@@ -1,4 +1,4 @@
-"""What on-policy methods, TRPO and DQN share: the optimiser, their state, their schedules, and how it is saved."""
+"""The base of on-policy methods, TRPO and DQN: their state, their schedules, and saving it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from psigrad import seeds
 from psigrad.control.environments.collector import ActionLog, Collector, Normalizer
@@ -21,14 +21,13 @@ from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Array
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.products import TowerKernels
+from psigrad.optim.guard import check_weights
+from psigrad.optim.optimizer import STATE_FILE, Optimizer, apply_together
+from psigrad.optim.schedule import decayed
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
-from psigrad.step import MAX_NONFINITE, NonFiniteError
 
-_BETA1, _BETA2, _SMOOTHING = 0.9, 0.999, 0.99
-OPTIMIZER, NUMBERS, EPISODES = "optimizer.safetensors", "state.json", "episodes.safetensors"
+NUMBERS, EPISODES = "state.json", "episodes.safetensors"
 # What the figures of a policy gradient are called in control, after Stable-Baselines3.
 _NAMES = {
     "policy/approxkl_avg": "train/approx_kl",
@@ -42,89 +41,6 @@ _NAMES = {
     "n_updates": "train/n_updates",
     "loss": "train/loss",
 }
-
-
-class FlatOptimizer:
-    """Adam or RMSprop on one flat vector, with the gradient's norm clipped; a step whose gradient is not finite is left out.
-
-    They are `torch.optim`'s, written out: on one small vector those spend ten times as long on bookkeeping as on numbers.
-    `tests/control/test_steps.py` holds them against the originals.
-
-    Formula: m ← β₁·m + (1 − β₁)·g,  v ← β₂·v + (1 − β₂)·g²,  θ ← θ − η·(m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
-             RMSprop: v ← α·v + (1 − α)·g²,  θ ← θ − η·g / (√v + ε)
-
-    Source: Kingma and Ba 2015, arXiv:1412.6980; Tieleman and Hinton 2012, as in A3C (Mnih et al. 2016), α = 0.99.
-    """
-
-    def __init__(self, flat: nn.Parameter, kind: Literal["adam", "rmsprop"], epsilon: float, max_grad_norm: float) -> None:
-        self.flat, self.kind, self.epsilon, self.max_grad_norm = flat, kind, epsilon, max_grad_norm
-        self.mean, self.square = torch.zeros_like(flat, requires_grad=False), torch.zeros_like(flat, requires_grad=False)
-        self._scratch, self._tiny = torch.empty_like(self.mean), self.mean.new_tensor(1e-30)
-        self.steps = self.nonfinite = 0
-
-    @torch.no_grad()
-    def step(self, gradient: Tensor, rate: float) -> float:
-        """Step down the gradient (which may be clipped in place) at `rate`; its norm before clipping.
-
-        Raises `NonFiniteError` after three in a row that are not finite.
-        """
-        norm = float(torch.linalg.vector_norm(gradient))
-        if not math.isfinite(norm):
-            self.nonfinite += 1
-            if self.nonfinite >= MAX_NONFINITE:
-                raise NonFiniteError(
-                    f"The gradient was not finite for {self.nonfinite} updates in a row; none of them was applied. Lower "
-                    "learning_rate, or look at the environment's rewards and observations."
-                )
-            return float(norm)
-        self.nonfinite = 0
-        clip = self.max_grad_norm / norm if 0 < self.max_grad_norm < norm else 1.0
-        self.steps += 1
-        # a weight behind a dead unit gets no gradient, its moments decay below 1e-38, and there arithmetic takes a hundred
-        # times as long
-        torch.set_flush_denormal(True)
-        try:
-            self._apply(gradient, rate, clip)
-        finally:
-            torch.set_flush_denormal(False)
-        return float(norm)
-
-    def _apply(self, gradient: Tensor, rate: float, clip: float) -> None:
-        if self.kind == "adam" and (native := self._native(gradient)) is not None:
-            size, correction = rate / (1 - _BETA1**self.steps), 1 / (1 - _BETA2**self.steps)
-            moments, betas = (self.mean, self.square), (_BETA1, _BETA2)
-            native.adam(self.flat, gradient, moments, betas, size, correction, self.epsilon, clip)
-            return
-        if clip < 1:
-            gradient.mul_(clip)
-        if self.kind == "adam":
-            self.mean.lerp_(gradient, 1 - _BETA1)
-            self.square.mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
-            spread = self._root(1 / (1 - _BETA2**self.steps)).add_(self.epsilon)
-            self.flat.addcdiv_(self.mean, spread, value=-rate / (1 - _BETA1**self.steps))
-        else:
-            self.square.mul_(_SMOOTHING).addcmul_(gradient, gradient, value=1 - _SMOOTHING)
-            spread = self._root(1.0).add_(self.epsilon)
-            self.flat.addcdiv_(gradient, spread, value=-rate)
-
-    def _native(self, gradient: Tensor) -> TowerKernels | None:
-        """One pass over memory in place of seven."""
-        found = kernels() if gradient.device.type == "cpu" and gradient.dtype == self.flat.dtype == torch.float32 else "PyTorch's"
-        return None if isinstance(found, str) else found.towers
-
-    def _root(self, scale: float) -> Tensor:
-        """√(scale·v); of the zeros behind dead units MKL's square root takes twenty times as long as of other numbers."""
-        return torch.add(self._tiny, self.square, alpha=scale, out=self._scratch).sqrt_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What must survive a stop besides the weights."""
-        return {"mean": self.mean, "square": self.square, "steps": torch.tensor(self.steps)}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors`."""
-        self.mean.copy_(tensors["mean"])
-        self.square.copy_(tensors["square"])
-        self.steps = int(tensors["steps"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +63,7 @@ class Trainer(ABC):
     prints_by_episode = False
     """Whether Stable-Baselines3 counts episodes, not rollouts, between two lines that it prints."""
 
-    def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: FlatOptimizer, collector: Collector) -> None:
+    def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: Optimizer, collector: Collector) -> None:
         self.config, self.network, self.optimizer, self.collector = config, network, optimizer, collector
         self.timesteps = self.start = self.iterations = self.lines = self._in_line = 0
         self.state: dict[str, float] = {}
@@ -165,7 +81,7 @@ class Trainer(ABC):
     @property
     def moves(self) -> int:
         """Counts what no `Moment` holds: the updates of weights, and whatever else cannot be taken back."""
-        return self.optimizer.steps
+        return self.optimizer.updates
 
     @property
     def progress(self) -> float:
@@ -175,7 +91,17 @@ class Trainer(ABC):
     @property
     def learning_rate(self) -> float:
         """The rate at this moment of its schedule."""
-        return self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
+        return decayed(self.config.learning_rate, self.config.lr_scheduler_type, self.progress)
+
+    def apply_gradient(self, gradient: Tensor, rate: float) -> float:
+        """Step down the gradient at `rate`. The gradient may be clipped in place. Returns its norm before clipping.
+
+        Raises `NonFiniteError` after three in a row that are not finite; such a gradient is skipped.
+        """
+        self.network.flat.grad = gradient
+        (norm,) = apply_together([(self.optimizer, rate)])
+        self.optimizer.check(self.timesteps)
+        return norm
 
     def rng(self, purpose: str) -> np.random.Generator:
         """The random numbers of this iteration for one purpose."""
@@ -238,14 +164,10 @@ class Trainer(ABC):
 
         Raises `NonFiniteError` for weights that are not finite.
         """
-        if not bool(torch.isfinite(self.network.flat).all()):
-            raise NonFiniteError(
-                f"The weights are not finite after {self.timesteps} steps, so no checkpoint was made of them; the last one is "
-                "sound. Lower learning_rate."
-            )
+        check_weights({"flat": self.network.flat}, self.timesteps)
         begun = self.begun
         self.network.save(folder)
-        checkpoint.save_tensors(folder / OPTIMIZER, self.optimizer.tensors())
+        checkpoint.save_tensors(folder / STATE_FILE, self.optimizer.state_dict())
         running = begun.normalizer.running.tolist()
         numbers = {**begun.numbers, "normalizer": begun.normalizer.state(), "seed": begun.log.seed, "running": running, **more}
         (folder / NUMBERS).write_bytes(to_line(numbers))
@@ -257,7 +179,7 @@ class Trainer(ABC):
         """The inverse of `save`, with the same settings, but for the environments (see `go_on`); the numbers that were saved."""
         numbers: dict[str, Any] = json.loads((folder / NUMBERS).read_text())
         self.network.load(folder)
-        self.optimizer.load(checkpoint.load_tensors(folder / OPTIMIZER))
+        self.optimizer.load_state_dict(checkpoint.load_tensors(folder / STATE_FILE))
         self.optimizer.nonfinite = numbers["nonfinite"]
         self.lines, self.timesteps, self.iterations = numbers["line"], numbers["timesteps"], numbers["iterations"]
         self._in_line = numbers.get("in_line", 0)  # older checkpoints end with their line

@@ -93,6 +93,6 @@ class TRPOTrainer(OnPolicyTrainer):
                 loss = algorithm.critic.coefficient * torch.stack(losses).mean()
                 gradient = recorded.backward(loss)
                 gradient[self.network.towers.front_slice] = 0.0  # the policy sees through the same convolutions
-                self.optimizer.step(gradient, self.learning_rate)
+                self.apply_gradient(gradient, self.learning_rate)
                 error += float(loss.detach()) / minibatches
         return error

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.products import TowerKernels
+from psigrad.compiled import FlatKernels, kernels
 
 Activation = Literal["tanh", "relu"]
 Layers = list[tuple[Tensor, Tensor]]
@@ -87,7 +86,7 @@ class StackedMLP(nn.Module):
         native = self._native(x_MD) if len(x_MD) <= _GROUPS else None
         return Recording(self, self._record(x_MD)) if native is None else _NativeRecording(self, native, x_MD)
 
-    def _native(self, x_MD: Tensor) -> TowerKernels | None:
+    def _native(self, x_MD: Tensor) -> FlatKernels | None:
         """The kernels, for float32 layers with ReLUs on a CPU: half the time of PyTorch's operations where layers are small."""
         found = kernels() if self.activation == "relu" and x_MD.device.type == "cpu" else "PyTorch's"
         if isinstance(found, str) or not (x_MD.dtype == self.flat.dtype == torch.float32 and x_MD.is_contiguous()):
@@ -223,7 +222,7 @@ class Recording:
 class _NativeRecording(Recording):
     """A recording of the kernels': the same numbers but for the order of sums, with one call forwards and one backwards."""
 
-    def __init__(self, towers: StackedMLP, native: TowerKernels, x_MD: Tensor) -> None:
+    def __init__(self, towers: StackedMLP, native: FlatKernels, x_MD: Tensor) -> None:
         self._native, self._given = native, x_MD
         self._hs = native.forward(towers.flat.detach(), x_MD, towers.towers, towers.sizes)
         super().__init__(towers, [towers._split_layers(self._hs, len(x_MD))])

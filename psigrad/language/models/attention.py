@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from psigrad.kernels.kernels import Heads, Kernels, Slots, Spans
 from psigrad.language.models.fused.caches import PackedWeights
-from psigrad.language.models.native.kernels import Heads, Kernels, Slots, Spans
 
 SDPA: Any = F.scaled_dot_product_attention
 

@@ -65,7 +65,7 @@ class Pretrained(ABC):
     - `attends`: how packed sequences attend in transformers' modules; `why_sdpa` says why a GPU pads them all the same.
     - `texts`: those that ways to compute were compared on.
     - `balance` is the auxiliary loss of a model of experts, `routing` what its sampler records and training follows.
-    - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`processes/parallel/sharded.py`).
+    - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`language/models/sharded.py`).
     - `context`: the processes that divide the tokens of a row, where there are several (`psigrad_extras/mesh/ulysses.py`).
     """
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from psigrad.errors import UserError
-from psigrad.language.models.native.codes import CodedMatrix, Kind, can_code, code
-from psigrad.language.models.native.kernels import kernels
+from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
+from psigrad.kernels.kernels import kernels
 
 CODED_BASE = "quantized_base.json"
 """Beside an adapter that learnt over a base in codes: their kind, and the type of the numbers that were coded. peft has no word

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from psigrad.errors import UserError, reason_of
+from psigrad.kernels.codes import Kind
 from psigrad.language.models.backbone import (
     DTYPES,
     LOADING_ERRORS,
@@ -29,7 +30,6 @@ from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
 from psigrad.language.models.lora import Lora, base_of
-from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
 from psigrad.objective import PolicyOutputs

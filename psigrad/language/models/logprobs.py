@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from psigrad.language.models import gradients
+from psigrad.compiled import STRETCH, CompiledKernels, kernels, multiply
 from psigrad.language.models.fused.caches import CachedLogProbs
-from psigrad.language.models.native.kernels import STRETCH, Kernels, kernels, multiply
+from psigrad.optim import gradients
 
 # Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
@@ -373,14 +373,14 @@ class _HeadUse:
                 _add_product(dweight[columns], given.t(), self.hidden[rows])
 
 
-def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
+def _native(hidden: Tensor, weight: Tensor) -> CompiledKernels | None:
     """The kernels, where they draw among such logits."""
     native = kernels() if hidden.device.type == "cpu" and hidden.dtype == weight.dtype else ""
     return None if isinstance(native, str) or weight.dtype not in native.dtypes else native
 
 
 def _as_drawn(
-    native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
+    native: CompiledKernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [M] of tokens with the bits that a draw among the same logits gives them, and their logits."""
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
+from psigrad.kernels.codes import Kind
 from psigrad.language.models.backbone import (
     DTYPES,
     LOADING_ERRORS,
@@ -27,7 +28,6 @@ from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora
-from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from psigrad.language.data.rendered_rows import first_rows
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_scalar_model
 from psigrad.language.loading.model_source import tell_ends
+from psigrad.language.models import sharded
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -33,8 +34,7 @@ from psigrad.language.rollout.types import ReplicaSampler, Sampler
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.state import State
-from psigrad.language.training.update import Optimizer
-from psigrad.processes.parallel import sharded
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import session
 from psigrad.runs.best import Best

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -14,24 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from psigrad.config.load import to_dict
+from psigrad.language.models import sharded
 from psigrad.language.rollout.types import Collected
 from psigrad.language.training.state import State
-from psigrad.language.training.update import Optimizer
-from psigrad.processes.parallel import sharded, shards
+from psigrad.optim.guard import check_weights
+from psigrad.optim.optimizer import STATE_FILE, Optimizer
+from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
-from psigrad.step import NonFiniteError
 
 Write = Callable[[Path, World], dict[str, Any] | None]
 """Writes into a folder, with the other ranks of a world; what it knows already of the files' sums."""
-OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
+PENDING = "pending.jsonl"
 
 
 class Saved(Protocol):
@@ -80,11 +79,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
     for learner in learners:
         if isinstance(learner, Follower):
             continue
-        if bad := [name for name, p in learner.optimizer.held.items() if p.numel() and not _finite(p)]:
-            raise NonFiniteError(
-                f"The weights are not finite after step {state.step} ({', '.join(bad[:3])}), so no checkpoint was made of them; "
-                "the last one is sound. Lower the learning rate."
-            )
+        check_weights({name: w.local for name, w in learner.optimizer.weights.items()}, state.step)
     parts = [_part(learner, copies) for learner in learners]
 
     def write(folder: Path, world: World) -> dict[str, Any] | None:
@@ -103,14 +98,9 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
     return write
 
 
-def _finite(x: torch.Tensor) -> bool:
-    least, most = x.detach().aminmax()  # in one pass, with no tensor as large
-    return math.isfinite(float(least)) and math.isfinite(float(most))
-
-
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
     """What writes a learner's weights and moments into its place, those of now where they are copied."""
-    moments = tensors_of(learner.optimizer) if isinstance(learner, Learner) else {}
+    moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
     if getattr(model, "root", None) is not None:
         weights: dict[str, Any] = sharded.named_weights(model) | moments
@@ -123,7 +113,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
     def write(folder: Path, world: World) -> None:
         model.save(folder)
         if isinstance(learner, Learner):
-            checkpoint.save_tensors(folder / OPTIMIZER, moments)
+            checkpoint.save_tensors(folder / STATE_FILE, moments)
 
     return write
 
@@ -153,32 +143,15 @@ def restore(path: Path, learners: Learners) -> State:
         if not isinstance(learner, Learner):
             continue
         if getattr(learner.model, "root", None) is not None or shards.written_in(path / learner.place):
-            shards.read(path / learner.place, tensors_of(learner.optimizer))
+            shards.read(path / learner.place, learner.optimizer.state_dict())
         else:
-            load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
+            learner.optimizer.load_state_dict(checkpoint.load_tensors(path / learner.place / STATE_FILE))
     kept = path / PENDING
     pending = tuple(Collected.from_json(line) for line in kept.read_text().splitlines()) if kept.exists() else ()
     state = State(**json.loads((path / "state.json").read_text()), pending=pending)
     if isinstance(learners[0], Learner):
         learners[0].optimizer.nonfinite = state.nonfinite
     return state
-
-
-def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Moments by parameter name and, for half-precision models, the float32 master weights; in shards where the weights are."""
-    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]
-               and n not in optimizer.bare}  # fmt: skip
-    found = {**optimizer.rule.tensors(), **masters}
-    return {key: shards.like(x, optimizer.parameters[key.partition(".")[2]]) for key, x in found.items()}
-
-
-def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The inverse of `tensors_of`."""
-    with torch.no_grad():
-        for name, master in optimizer.masters.items():
-            if f"master.{name}" in tensors and name not in optimizer.bare:
-                master.copy_(tensors[f"master.{name}"])
-    optimizer.rule.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
 
 
 class Keeper:
@@ -301,5 +274,5 @@ def _best(state: State) -> int:
 def _sums_of(learners: Learners) -> dict[str, str]:
     """The sum of every weight that learns, to tell whether two processes begin alike."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
-    whole = (p for optimizer in optimizers for name, p in optimizer.parameters.items() if optimizer.held[name] is p)
+    whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.online.annotators.reference import exact_kl
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
+from psigrad.optim.gradients import in_place
+from psigrad.optim.optimizer import Optimizer
 
 
 def check_online(run: Online) -> None:

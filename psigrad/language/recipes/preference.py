@@ -24,6 +24,7 @@ from psigrad.language.data import pairs
 from psigrad.language.examples import Answer
 from psigrad.language.loading.given_model import GivenModel, digest_weights
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
+from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import generated_of, train_on_rows
@@ -35,7 +36,6 @@ from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatch, reference_logps
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
-from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World
 from psigrad.runs import session
 from psigrad.runs.journal import Journal

@@ -38,10 +38,10 @@ from psigrad.language.training.online import online_rl as online
 from psigrad.language.training.online.annotators.critic import ValueModel
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry
+from psigrad.optim.optimizer import Optimizer
 from psigrad.runs.machine import prepare_torch
 from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, answer, read, reward, serve
 

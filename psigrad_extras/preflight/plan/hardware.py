@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
+from psigrad.compiled import multiply
 from psigrad.errors import UserError
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.native.kernels import multiply
 from psigrad.runs.machine import default_threads
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

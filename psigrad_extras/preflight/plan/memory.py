@@ -16,16 +16,16 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
+from psigrad.kernels.processor import multiplies_bfloat16
 from psigrad.language.models import language_model
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused.caches import HEAD_LIMIT, LIMIT
-from psigrad.language.models.gradients import HELD
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
 from psigrad.language.models.lora import Lora
-from psigrad.language.models.native.processor import multiplies_bfloat16
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.cache import BLOCK
+from psigrad.optim.gradients import HELD
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
 from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize, size
 
@@ -247,7 +247,7 @@ def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> 
 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
     """Float32 parameters (of the head, of the embeddings) whose gradients are recomputed under gradient checkpointing instead of
-    stored (`models/gradients.py`): of the `head`, and with the fused decoder of the embeddings, as long as what the tokens of an
+    stored (`optim/gradients.py`): of the `head`, and with the fused decoder of the embeddings, as long as what the tokens of an
     optimiser step need for it fits. Tied embeddings count as the head. Equal tokens are counted one by one.
     """
     room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)

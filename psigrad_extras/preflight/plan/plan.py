@@ -11,9 +11,9 @@ from typing import Any
 
 from psigrad import redaction
 from psigrad.errors import UserError
+from psigrad.kernels.kernels import kernels
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused.layer import compute_dtype
-from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device as device_of

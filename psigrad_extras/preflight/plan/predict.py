@@ -23,8 +23,8 @@ from psigrad.language.loading.model_source import load_tokenizer, resolve_for_pl
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.caches import HEAD_LIMIT
-from psigrad.language.training.optimizers import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
+from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight.plan.arithmetic import (
     GUESSED,
     UNPACKED,
@@ -219,7 +219,7 @@ def _loads_weights_only(config: Config, local: bool) -> bool:
 def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
     several = work.micro_batches > 1 or config.placement.processes > 1
-    return not steps_natively(DTYPES[config.model.dtype], machine.device), several
+    return adamw_kernels(DTYPES[config.model.dtype], machine.device) is None, several
 
 
 def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int) -> StepCost:

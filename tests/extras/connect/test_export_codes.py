@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, LlamaConfig
 import psigrad
 from psigrad import cli
 from psigrad.config import Model, Run
+from psigrad.kernels.codes import NF4
 from psigrad.language.loading.load_model import load_model, load_trained_scalar_model
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import tiny
 from psigrad.language.models.coded_linear import CodedLinear
-from psigrad.language.models.native.codes import NF4
 from psigrad_extras.connect.exporting import write_gguf
 from psigrad_studio.checkpoint_list import find
 

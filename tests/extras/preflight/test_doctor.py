@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from psigrad import cli
-from psigrad.language.models.native.products import Products
+from psigrad.kernels.products import Products
 from psigrad_extras.preflight import doctor
 from psigrad_extras.preflight.doctor import Check
 from psigrad_extras.preflight.plan import hardware

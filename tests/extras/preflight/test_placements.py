@@ -63,7 +63,7 @@ def test_groups_that_hold_the_model_each_have_larger_shards(folder):
 
 
 def test_what_shards_refuse_is_no_advice(folder):
-    """Moments of 8 bits and a base in codes are for whole models (`training/update.py`, `loading/load_model.py`)."""
+    """Moments of 8 bits and a base in codes are for whole models (`optim/optimizer.py`, `loading/load_model.py`)."""
 
     def ways(strategy: str) -> str:
         config = replace(settings(folder), placement=Placement(processes=2, strategy=strategy))

@@ -22,8 +22,8 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
 from psigrad.language.training.online.batch import inputs_of, micro_batches, to_batch
-from psigrad.language.training.optimizers import steps_natively
-from psigrad.language.training.update import Optimizer
+from psigrad.optim.optimizer import Optimizer
+from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan import memory
 from psigrad_extras.preflight.plan import plan as command
@@ -116,9 +116,7 @@ def test_recomputing_layers_keeps_their_inputs_and_one_layer():
 @pytest.mark.parametrize("native", [True, False], ids=["stepped by the kernels", "by PyTorch"])
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("float32", 4), ("bfloat16", 4)])
 def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, rank, native, monkeypatch):
-    monkeypatch.setattr(
-        "psigrad.language.training.update.steps_natively", steps_natively if native else lambda dtype, device: False
-    )
+    monkeypatch.setattr("psigrad.optim.optimizer.adamw_kernels", adamw_kernels if native else lambda dtype, device: None)
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
     shape = count_shape(hf.config)
     lora = Lora(rank) if rank else None
@@ -126,7 +124,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
     optimizer = Optimizer(model.trainable(), Optim())
     optimizer.step([lambda: model.evaluate(Groups([[1, 2]], [[[3, 4]]])).logp.sum()], 1e-3)
     weights = sum(p.numel() * p.element_size() for p in hf.parameters())
-    moments = sum(t.numel() * t.element_size() for s in optimizer.rule.state.values() for n, t in s.items() if n != "step")
+    moments = sum(t.numel() * t.element_size() for w in optimizer.weights.values() for n, t in w.state.items() if n != "step")
     masters = sum(m.numel() * 4 for n, m in optimizer.masters.items() if m is not optimizer.parameters[n])
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in optimizer.parameters.values())
     copies = [m.grad for n, m in optimizer.masters.items() if m is not optimizer.parameters[n] and m.grad is not None]

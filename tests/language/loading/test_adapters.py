@@ -13,15 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from psigrad import api
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import locate
-from psigrad.language.models import language_model, tiny
+from psigrad.language.models import language_model, sharded, tiny
 from psigrad.language.models.lora import Lora, settings_of
-from psigrad.language.recipes import api
-from psigrad.processes.parallel import sharded
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 

@@ -11,12 +11,12 @@ import torch
 from cached import sample
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
+from psigrad.kernels.kernels import kernels
 from psigrad.language.models import logprobs
 from psigrad.language.models.fused import caches as kept
 from psigrad.language.models.fused import decoder as fused
 from psigrad.language.models.fused.caches import SLAB, ActivationCache, Block, RowLayout
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams

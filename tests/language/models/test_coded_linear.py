@@ -16,13 +16,13 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 import psigrad
 from psigrad.config import Model
 from psigrad.errors import UserError
+from psigrad.kernels.codes import NF4, code
+from psigrad.kernels.kernels import kernels
 from psigrad.language.loading.model_source import lora_of
 from psigrad.language.models import language_model
 from psigrad.language.models.coded_linear import CodedLinear, code_linears, uncode_linears, unpack
 from psigrad.language.models.fused.gguf_weights import _read_coded
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.language.models.native.codes import NF4, code
-from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams

@@ -11,11 +11,11 @@ import torch
 from fused_models import COMMON, CONFIGS, both, made, made_anew, some_groups, some_rows
 from transformers import GemmaConfig
 
+from psigrad.kernels.build import library
+from psigrad.kernels.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.language.models import scalar_model
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import compute_dtype
-from psigrad.language.models.native.build import library
-from psigrad.language.models.native.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
@@ -384,7 +384,7 @@ def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim
 def test_fewer_threads_than_asked_for_change_nothing():
     """Two are asked for, and one is there; the control asks for one."""
     program = (
-        "import torch; torch.set_num_threads({}); from psigrad.language.models.native.kernels import kernels;"
+        "import torch; torch.set_num_threads({}); from psigrad.kernels.kernels import kernels;"
         "torch.manual_seed(0);"
         "x, w, dy = torch.randn(500, 64), torch.randn(64), torch.randn(500, 64); dx = torch.zeros_like(x);"
         "said = kernels().gradients.rms_norm(dx, x, w, dy, 1e-6).sum().item()"

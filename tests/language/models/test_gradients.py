@@ -10,9 +10,10 @@ from fused_models import CONFIGS, made, some_groups, tied_or_not
 from torch import nn
 from torch.nn import functional as F
 
-from psigrad.language.models import gradients, logprobs
-from psigrad.language.models.gradients import Sums, embedding, in_place
+from psigrad.language.models import logprobs
 from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
+from psigrad.optim import gradients
+from psigrad.optim.gradients import Sums, embedding, in_place
 
 
 def sums(module: nn.Module, run) -> dict[str, torch.Tensor]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
 
+from psigrad.kernels.kernels import kernels
+from psigrad.kernels.products import Products
 from psigrad.language.models.fused import caches
 from psigrad.language.models.fused.caches import PackedWeights
-from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.products import Products
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 

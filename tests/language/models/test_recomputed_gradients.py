@@ -10,10 +10,10 @@ from fused_models import some_groups, tied_or_not
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.models import gradients, logprobs
-from psigrad.language.models.gradients import Sums, embedding, in_place, sums_for
-from psigrad.language.training import update
-from psigrad.language.training.update import Optimizer
+from psigrad.language.models import logprobs
+from psigrad.optim import gradients
+from psigrad.optim.gradients import Sums, embedding, in_place, sums_for
+from psigrad.optim.optimizer import Optimizer, step_together
 
 # Clipped to a tenth of what the first gradient is, so that a norm that lacks the head's share shows.
 OPTIM = Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
@@ -41,7 +41,7 @@ def trained(model, recompute: bool, steps: int = 4) -> tuple[list[float], dict[s
     """The gradient norms of some steps, and weights and moments after them."""
     optimizer = Optimizer(model.trainable(), OPTIM, recompute=recompute)
     norms = [optimizer.step(losses_of(model), OPTIM.learning_rate) for _ in range(steps)]
-    found = {name: p.detach().clone() for name, p in model.trainable().items()} | optimizer.rule.tensors()
+    found = {name: p.detach().clone() for name, p in model.trainable().items()} | optimizer.state_dict()
     return norms, found
 
 
@@ -129,7 +129,7 @@ def test_each_optimiser_gets_the_gradients_of_its_own_weights():
     optimizers = [Optimizer({"w": p}, OPTIM, recompute=True) for p in (one, two)]
     ids = torch.tensor([3, 7])
     lookup = [lambda p=p, k=k: k * embedding(p, ids, None, sums_for(p)).sum() for k, p in ((1.0, one), (3.0, two))]
-    norms = update.step_together([(o, 0.1) for o in optimizers], lookup)
+    norms = step_together([(o, 0.1) for o in optimizers], lookup)
     assert norms == pytest.approx([math.sqrt(8.0), 3 * math.sqrt(8.0)])
 
 

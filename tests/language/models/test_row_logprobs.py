@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psigrad.language.models import gradients, logprobs
+from psigrad.language.models import logprobs
 from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
+from psigrad.optim import gradients
 
 # Views and allocations launch nothing.
 FREE = {"view", "_unsafe_view", "unsqueeze", "slice", "select", "t", "transpose", "alias", "detach", "expand"}

@@ -12,9 +12,9 @@ import torch
 from fused_models import CONFIGS, adapted, made
 from transformers import AutoModelForSequenceClassification
 
+from psigrad.kernels.kernels import Kernels
 from psigrad.language.models import scalar_model
 from psigrad.language.models.fused.layer import RowSelection
-from psigrad.language.models.native.kernels import Kernels
 from psigrad.language.models.packing import Groups, Rows, pack
 
 pytestmark = pytest.mark.needs("compiler")

@@ -7,11 +7,11 @@ import torch
 from cached import sample
 from fused_models import CONFIGS, adapted, made, some_groups
 
+from psigrad.kernels.kernels import kernels
 from psigrad.language.models import logprobs
 from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
-from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import NextTurn, Request, SamplingParams

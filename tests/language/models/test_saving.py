@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError
-from psigrad.language.models import language_model, scalar_model, tiny
+from psigrad.language.models import language_model, scalar_model, sharded, tiny
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import ALONE
 
 

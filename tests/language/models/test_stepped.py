@@ -10,15 +10,15 @@ from cached import sample
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
 from transformers import LlamaConfig, Qwen3Config
 
+from psigrad.kernels import processor
+from psigrad.kernels.kernels import Kernels, kernels
+from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import RANKS, Layer, LayerWeights
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
-from psigrad.language.models.native import processor
-from psigrad.language.models.native.kernels import Kernels, kernels
-from psigrad.language.models.native.products import Products
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams

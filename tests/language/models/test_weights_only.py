@@ -22,8 +22,8 @@ from transformers import (
 from psigrad.errors import UserError
 from psigrad.language.models import language_model, scalar_model, tiny
 from psigrad.language.models.fused.weights_only import WeightsOnly
-from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups
+from psigrad.optim.gradients import in_place
 
 pytestmark = pytest.mark.needs("compiler")
 
@@ -261,7 +261,7 @@ from psigrad.language.recipes import api, online, preference, reward, sft  # wha
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad.language.training.update import Optimizer
+from psigrad.optim.optimizer import Optimizer
 
 def step(place, recompute=False):
     model = language_model.load(str(place), gradient_checkpointing=recompute)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import psigrad
 from psigrad.config import EvalConfig, Evaluation, Model
 from psigrad.errors import UserError
-from psigrad.language.models.native.kernels import kernels
+from psigrad.kernels.kernels import kernels
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.records import checkpoint
 from psigrad.records.rows import RolloutRow

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from psigrad import seeds
-from psigrad.language.models.native.kernels import kernels
+from psigrad.kernels.kernels import kernels
 from psigrad.language.rollout.samplers import distribution
 from psigrad.language.rollout.samplers.distribution import draw, filter_logits, inverse
 from psigrad.language.rollout.types import SamplingParams

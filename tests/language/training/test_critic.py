@@ -24,9 +24,9 @@ from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators import critic as critic_module
 from psigrad.language.training.online.annotators.critic import ValueModel
 from psigrad.language.training.state import State
-from psigrad.language.training.update import Optimizer, step_together
 from psigrad.objective.batch import explained_variance
 from psigrad.objective.parts.surrogate import PENALTY_KEY
+from psigrad.optim.optimizer import Optimizer, step_together
 from psigrad.processes.parallel.world import ALONE
 
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)

@@ -29,7 +29,7 @@ from psigrad.language.training.state import State
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.surrogate import clip, off_policy_mask
-from psigrad.runs.cycle import check_finite
+from psigrad.optim.guard import check_gradients
 from psigrad.step import Clock
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
@@ -376,8 +376,8 @@ def test_a_gradient_that_is_not_finite_is_a_logged_no_op(tokenizer, monkeypatch)
     assert torch.equal(weights(run.model), before)
     assert state.nonfinite == 1 and log_of(run).rows[-1]["updates"] == 0
     for _ in range(2):
-        check_finite(state)
+        check_gradients(state.nonfinite, state.step)
         state = advance(run, state)
     with pytest.raises(UserError, match="not finite for 3 steps in a row"):
-        check_finite(state)
+        check_gradients(state.nonfinite, state.step)
     assert torch.equal(weights(run.model), before)

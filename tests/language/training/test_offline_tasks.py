@@ -32,10 +32,10 @@ from psigrad.language.training.offline.preference_task import KTOTask, Preferenc
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask, bundle
 from psigrad.language.training.state import State
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 from psigrad.objective.preferences.reward_model import BradleyTerry
+from psigrad.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
 

@@ -13,6 +13,7 @@ import torch
 import trl
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from psigrad import api
 from psigrad.config import Data, OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
@@ -113,7 +114,6 @@ def test_a_reward_model_of_plain_prompts_stays_one(plain: bool, tmp_path: Path) 
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"prompt": p, "chosen": a, "rejected": f"{a}!"} for p, a in zip(PROMPTS, ANSWERS, strict=True)]
-    from psigrad.language.recipes import api
 
     done = api.train(
         *("reward",),

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.language.models.native.codes import CodedMatrix
-from psigrad.language.models.native.kernels import Kernels, kernels
-from psigrad.language.models.native.products import PackedMatrix, Products
+from psigrad.kernels.codes import CodedMatrix
+from psigrad.kernels.kernels import Kernels, kernels
+from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
 Version = tuple[int, int]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from psigrad.language.models import gradients
+from psigrad.kernels.kernels import Heads, Kernels, kernels
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
 from psigrad.language.models.fused.layer import RANKS, Layer, Pass, RowSelection, Unsupported
 from psigrad.language.models.fused.weights_only import FAMILIES, Backbone, WeightsOnly, family_of
-from psigrad.language.models.native.kernels import Heads, Kernels, kernels
+from psigrad.optim import gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

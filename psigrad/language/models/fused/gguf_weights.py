@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.language.models.native.codes import CodedMatrix, lay_out
+from psigrad.kernels.codes import CodedMatrix, lay_out
 
 WEIGHTS = "weights.gguf"
 """The link to the file, in a folder with its configuration and tokenizer."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from psigrad.errors import kind_of
+from psigrad.kernels.codes import CodedMatrix
+from psigrad.kernels.kernels import Heads, Kernels
+from psigrad.kernels.processor import fast_bfloat16
+from psigrad.kernels.products import Products
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.caches import Factors, PackedFactors, PackedWeights, Version, version_of
-from psigrad.language.models.native.codes import CodedMatrix
-from psigrad.language.models.native.kernels import Heads, Kernels
-from psigrad.language.models.native.processor import fast_bfloat16
-from psigrad.language.models.native.products import Products
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
+from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
+from psigrad.kernels.kernels import kernels
 from psigrad.language.models.coded_linear import CodedLinear
 from psigrad.language.models.fused import gguf_weights
-from psigrad.language.models.native.codes import CodedMatrix, Kind, can_code, code
-from psigrad.language.models.native.kernels import kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

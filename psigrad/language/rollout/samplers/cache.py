@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from psigrad.kernels.kernels import Heads, Slots, table_sizes
 from psigrad.language.models.attention import SDPA, Attending, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
 from psigrad.language.models.packing import Groups, Ids, pack
 
 GROWTH = 64  # tokens by which the slots grow at least

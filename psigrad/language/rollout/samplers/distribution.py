@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from psigrad import seeds
+from psigrad.compiled import kernels
 from psigrad.language.models.logprobs import upcast
-from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rollout.types import SamplingParams
 
 # Tokens of a large vocabulary that are summed together.

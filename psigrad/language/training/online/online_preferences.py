@@ -20,8 +20,8 @@ from psigrad.language.training.online.batch import minibatches
 from psigrad.language.training.online.figures import Learned
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
-from psigrad.language.training.update import step_together
 from psigrad.objective.preferences.preference_loss import Preference
+from psigrad.optim.optimizer import step_together
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
 if TYPE_CHECKING:

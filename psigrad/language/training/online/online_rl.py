@@ -60,8 +60,9 @@ from psigrad.language.training.online.ledger import ISSUED, update_ledger
 from psigrad.language.training.online.online_preferences import learn_preferences
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
-from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
+from psigrad.optim.optimizer import step_together
+from psigrad.optim.schedule import learning_rate
 from psigrad.step import Clock, Outcome
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from psigrad.language.training.online.annotators.annotator import Annotator
 from psigrad.language.training.online.annotators.critic import ValueModel
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.figures import TokenFigures
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient, Prepared
 from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.step import Observe
 

@@ -12,8 +12,8 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.training.online.annotators.annotator import Annotator
 from psigrad.language.training.online.batch import fill
-from psigrad.language.training.update import Optimizer
 from psigrad.objective import Batch
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.recipes.learners import load_tensors, tensors_of
-from psigrad.language.training import frugal_adamw
-from psigrad.language.training.frugal_adamw import decode, encode, levels, middles, round_by_chance
-from psigrad.language.training.update import Optimizer
+from psigrad.optim import low_memory
+from psigrad.optim.low_memory import decode, encode, levels, middles, round_stochastically
+from psigrad.optim.optimizer import Optimizer
 
 SHAPES = {"layer.weight": (80, 67), "embed_tokens.weight": (64, 65), "norm.weight": (80,)}
 
@@ -62,7 +61,7 @@ def test_a_moment_becomes_the_nearest_level_times_the_largest_of_its_block(signe
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_no_cell_of_the_kernels_table_has_two_middles(signed):
-    tables = frugal_adamw._tables()[0 if signed else 3 :]
+    tables = low_memory._tables()[0 if signed else 3 :]
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)
     own = middles(signed)[:-1]
     inside = (own[:, None] >= edges[:-1]) & (own[:, None] < edges[1:])
@@ -82,10 +81,11 @@ def test_the_kernel_steps_as_torch_does(dtype, optim, monkeypatch):
     made = []
     for native in (True, False):
         if not native:
-            monkeypatch.setattr(frugal_adamw, "_is_native", lambda job: False)
+            monkeypatch.setattr(low_memory, "_has_kernel", lambda weight: False)
         optimizer = Optimizer(parameters_of(dtype), optim, seed=3)
         take_steps(optimizer, 4)
-        made.append(({name: p.detach().clone() for name, p in optimizer.parameters.items()}, optimizer.rule.tensors()))
+        moments = {key: x for key, x in optimizer.state_dict().items() if not key.startswith("master.")}
+        made.append(({name: p.detach().clone() for name, p in optimizer.parameters.items()}, moments))
     (fast, state), (slow, oracle) = made
     for key, held in state.items():
         if held.dtype == torch.uint8:  # where the sum before it is rounded otherwise, a neighbour
@@ -109,7 +109,7 @@ def test_a_step_of_8_bits_is_nearly_adamws_and_takes_a_quarter_of_its_memory():
     for name in SHAPES:
         one, other = ((o.parameters[name] - start[name]).detach().flatten() for o in (full, small))
         assert float(torch.cosine_similarity(one, other, dim=0)) > (0.99 if name == "layer.weight" else 0.99999)
-    state = small.rule.tensors()
+    state = small.state_dict()
     assert state["exp_avg.embed_tokens.weight"].dtype == torch.float32 == state["exp_avg.norm.weight"].dtype
     held = sum(x.numel() * x.element_size() for key, x in state.items() if key.endswith("layer.weight") and key[:3] == "exp")
     assert held == 2 * 80 * 67 + 2 * 4 * math.ceil(80 * 67 / 256)
@@ -121,7 +121,7 @@ def test_a_weight_whose_gradient_has_gone_takes_no_leap(native, monkeypatch):
     moment over its root. AdamW itself never moves by more than a few rates.
     """
     if not native:
-        monkeypatch.setattr(frugal_adamw, "_is_native", lambda job: False)
+        monkeypatch.setattr(low_memory, "_has_kernel", lambda weight: False)
     p = {"weight": nn.Parameter(torch.zeros(64, 64))}
     optimizer = Optimizer(p, Optim(optimizer="adamw_8bit", max_grad_norm=0.0))
     for size in (1e-4, 1e-9):
@@ -133,14 +133,14 @@ def test_a_weight_whose_gradient_has_gone_takes_no_leap(native, monkeypatch):
 
 def test_rounding_by_chance_has_the_right_mean_and_only_neighbours():
     x = torch.full((200_000,), 1 + 1 / 1024)  # bfloat16 has 1 and 1 + 1 / 128
-    made = round_by_chance(x, 7).float()
+    made = round_stochastically(x, 7).float()
     assert set(made.tolist()) == {1.0, 1 + 1 / 128}
     share, sigma = float((made > 1).float().mean()), math.sqrt(1 / 8 * 7 / 8 / 200_000)
     assert abs(share - 1 / 8) < 5 * sigma
-    assert torch.equal(made, round_by_chance(x, 7).float()) and not torch.equal(made, round_by_chance(x, 8).float())
+    assert torch.equal(made, round_stochastically(x, 7).float()) and not torch.equal(made, round_stochastically(x, 8).float())
     assert float(x.bfloat16().float().mean()) == 1.0  # to the nearest: the control
     exact = torch.tensor([0.0, -0.0, 1.5, -2.0, math.inf, -math.inf])
-    assert torch.equal(round_by_chance(exact, 1).float(), exact)
+    assert torch.equal(round_stochastically(exact, 1).float(), exact)
 
 
 @pytest.mark.parametrize(("rounds", "moved"), [(True, True), (False, False)])
@@ -149,17 +149,16 @@ def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved):
     p = {"weight": nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))}
     optimizer = Optimizer(p, Optim(bf16_stochastic_round=True, max_grad_norm=0.0))
     if not rounds:
-        optimizer.rule.bare["weight"] = p["weight"]
         nearest = lambda x, seed: x.bfloat16()  # noqa: E731
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(frugal_adamw, "_is_native", lambda job: False)
-            patch.setattr(frugal_adamw, "round_by_chance", nearest)
+            patch.setattr(low_memory, "_has_kernel", lambda weight: False)
+            patch.setattr(low_memory, "round_stochastically", nearest)
             _push(optimizer, 100)
     else:
         _push(optimizer, 100)
     mean = float(p["weight"].detach().float().mean())
     assert abs(mean - 0.99) < 5e-4 if moved else mean == 1.0
-    assert "master.weight" not in tensors_of(optimizer)
+    assert "master.weight" not in optimizer.state_dict()
 
 
 def _push(optimizer: Optimizer, steps: int) -> None:
@@ -175,14 +174,14 @@ def test_it_goes_on_bitwise_from_what_was_saved(optim):
     whole, part = (Optimizer(parameters_of(torch.bfloat16), optim, seed=5) for _ in range(2))
     take_steps(whole, 4)
     take_steps(part, 2)
-    saved = {key: x.clone() for key, x in tensors_of(part).items()}
+    saved = {key: x.clone() for key, x in part.state_dict().items()}
     resumed = Optimizer({name: nn.Parameter(p.detach().clone()) for name, p in part.parameters.items()}, optim, seed=5)
-    load_tensors(resumed, saved)
+    resumed.load_state_dict(saved)
     take_steps(resumed, 2, first=2)
     for name, p in whole.parameters.items():
         assert torch.equal(p, resumed.parameters[name]), name
-    for key, x in tensors_of(whole).items():
-        assert torch.equal(x, tensors_of(resumed)[key]), key
+    for key, x in whole.state_dict().items():
+        assert torch.equal(x, resumed.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("optim", [Optim(optimizer="adamw_8bit"), Optim(bf16_stochastic_round=True)])
@@ -194,5 +193,5 @@ def test_gradients_of_several_passes_are_summed_in_float32(optim):
     losses = [lambda s=s: s * p["weight"].float().sum() for s in scales]
     norm = optimizer.step(losses, 1e-3)
     assert norm == pytest.approx(1.5 * math.sqrt(64 * 80), rel=1e-3)
-    stepped = p["weight"] if optimizer.bare else optimizer.masters["weight"]
+    stepped = p["weight"] if optimizer.weights["weight"].stochastic else optimizer.masters["weight"]
     assert float(stepped.detach().float().mean()) == pytest.approx(0.999, abs=2e-4)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from amx import INSTRUCTIONS, Emulator
 
-from psigrad.language.models.native.build import bind
-from psigrad.language.models.native.codes import code
-from psigrad.language.models.native.kernels import _SIGNATURES, Kernels, kernels
-from psigrad.language.models.native.processor import levels
-from psigrad.language.models.native.products import PackedMatrix, Products
+from psigrad.kernels.build import bind
+from psigrad.kernels.codes import code
+from psigrad.kernels.kernels import _SIGNATURES, Kernels, kernels
+from psigrad.kernels.processor import levels
+from psigrad.kernels.products import PackedMatrix, Products
 
 pytestmark = pytest.mark.needs("tiles")
 

@@ -12,11 +12,12 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
-from psigrad.language.models.gradients import embedding, sums_for
-from psigrad.language.training import update
-from psigrad.language.training.optimizers import steps_natively
-from psigrad.language.training.update import Optimizer, add_up, learning_rate
-from psigrad.step import MAX_NONFINITE, NonFiniteError
+from psigrad.optim import optimizer as loop
+from psigrad.optim.gradients import embedding, sums_for
+from psigrad.optim.guard import MAX_NONFINITE, NonFiniteError
+from psigrad.optim.optimizer import Optimizer, add_up
+from psigrad.optim.rules import adamw_kernels
+from psigrad.optim.schedule import learning_rate
 
 
 def test_the_schedule_at_hand_worked_points():
@@ -107,12 +108,11 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_stops_the_run_in_the_en
     optimizer = Optimizer(dict(module.named_parameters()), Optim(learning_rate=0.1))
     optimizer.step([loss(module)], 0.1)
     weights = {n: p.detach().clone() for n, p in module.named_parameters()}
-    moments = {i: {k: v.clone() for k, v in s.items()} for i, s in enumerate(optimizer.rule.state.values())}
+    moments = {key: x.clone() for key, x in optimizer.state_dict().items()}
     for count in range(1, MAX_NONFINITE + 1):
         assert optimizer.step([loss(module), loss(module, bad)], 0.1) is None
         assert all(torch.equal(p, weights[n]) for n, p in module.named_parameters())
-        for i, s in enumerate(optimizer.rule.state.values()):
-            assert all(torch.equal(s[k], moments[i][k]) for k in s)
+        assert all(torch.equal(x, moments[key]) for key, x in optimizer.state_dict().items())
         if count < MAX_NONFINITE:
             optimizer.check(7)
     with pytest.raises(NonFiniteError, match="not finite for 3 steps in a row, up to step 7"):
@@ -143,7 +143,7 @@ def test_bfloat16_weights_accumulate_updates_too_small_for_them():
 def _error_of_many_passes(passes: int, monkeypatch, wide: bool = True) -> float:
     """Of the gradient of Σ t·Wx over 1,024 rows in bfloat16, relative to its exact value: tᵀx, whatever the weights are."""
     if not wide:
-        monkeypatch.setattr(Optimizer, "summing_wide", lambda self: contextlib.nullcontext())
+        monkeypatch.setattr(Optimizer, "float32_sums", lambda self: contextlib.nullcontext())
     generator = torch.Generator().manual_seed(0)
     x, t = (torch.randn(1024, n, generator=generator).bfloat16() for n in (64, 32))
     model = nn.Linear(64, 32, bias=False).bfloat16()
@@ -198,35 +198,33 @@ def test_the_sums_of_several_passes_stay_where_they_are_and_one_pass_steps_as_ev
     model, optimizer = begun()
     sums = []
     for count in (3, 2, 1, 1, 2):
-        before = {name: (p.detach().clone(), optimizer.masters[name].detach().clone()) for name, p in model.named_parameters()}
-        state = {key: x.clone() for key, x in optimizer.rule.tensors().items()}
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        state = {key: x.clone() for key, x in optimizer.state_dict().items()}
         optimizer.step(losses(model, count), 1e-2)
         sums.append([m.grad for m in optimizer.masters.values()])  # held, so that no other tensor gets its place
         fresh, other = begun()  # has no sums of a step before
         with torch.no_grad():
             for name, p in fresh.named_parameters():
-                p.copy_(before[name][0]), other.masters[name].copy_(before[name][1])
-        other.rule.load(state)
+                p.copy_(before[name])
+        other.load_state_dict(state)
         other.step(losses(fresh, count), 1e-2)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True)), count
-        assert all(torch.equal(x, other.rule.tensors()[key]) for key, x in optimizer.rule.tensors().items()), count
+        assert all(torch.equal(x, other.state_dict()[key]) for key, x in optimizer.state_dict().items()), count
     assert [x.data_ptr() for x in sums[0]] == [x.data_ptr() for x in sums[1]], "the second step's are those of the first"
-    if steps_natively(torch.bfloat16, "cpu"):
+    if adamw_kernels(torch.bfloat16, "cpu"):
         assert sums[2] == sums[3] == [None] * 4, "and those of one pass stand on the weights"
-    assert optimizer.rooms, "of the last step, which had two passes"
+    assert optimizer.has_buffers, "of the last step, which had two passes"
 
 
 def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
     busy, idle = (Optimizer(dict(layer(torch.bfloat16).named_parameters()), Optim()) for _ in range(2))
-    with busy.summing_wide():
+    with busy.float32_sums():
         sum(p.float().sum() for p in busy.parameters.values()).backward()
     for optimizer in (busy, idle):
         optimizer.settle()
-        assert [x is master for x, master in zip(optimizer.whole_masters(), optimizer.masters.values(), strict=True)] == [
-            True,
-            True,
-        ]
-    assert all(x.grad is not None for x in busy.whole_masters()) and all(x.grad is None for x in idle.whole_masters())
+        pairs = zip(optimizer.unsharded(), optimizer.masters.values(), strict=True)
+        assert [x is master for x, master in pairs] == [True, True]
+    assert all(x.grad is not None for x in busy.unsharded()) and all(x.grad is None for x in idle.unsharded())
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -258,7 +256,7 @@ def test_a_rule_of_whole_matrices_is_refused_where_they_lie_in_shards(monkeypatc
         (lambda p: p.detach()[:1], Optim(optimizer="muon"), "optimizer muon needs whole matrices"),
         (lambda p: p.detach()[:1], Optim(bf16_stochastic_round=True), "bf16_stochastic_round needs whole matrices"),
     ):
-        monkeypatch.setattr(update, "held_of", held)
+        monkeypatch.setattr(loop, "held_of", held)
         with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
             Optimizer(weights, optim)
 
@@ -273,7 +271,7 @@ def test_the_norm_of_shards_is_that_of_what_all_processes_hold(monkeypatch):
             return 2 * x
 
     weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("sharded", "whole")}
-    monkeypatch.setattr(update, "held_of", lambda p: torch.nn.Parameter(p.detach()) if p is weights["sharded"] else p)
+    monkeypatch.setattr(loop, "held_of", lambda p: torch.nn.Parameter(p.detach()) if p is weights["sharded"] else p)
     optimizer = Optimizer(weights, Optim(learning_rate=1.0, max_grad_norm=0.0), world=Two())
     optimizer.clear()
     (weights["sharded"] * torch.tensor([3.0, 4.0])).sum().backward()

@@ -8,16 +8,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from psigrad.language.models.native.build import bind, library
-from psigrad.language.models.native.products import Products, TowerKernels, by_pytorch
+from psigrad.compiled import AdamWWeight
+from psigrad.kernels.build import bind, library
+from psigrad.kernels.products import Products, TowerKernels
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
-# Logits of a row whose exponentials are summed together.
-STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiift",
     "rms_norm_gradient": "tpppppiift",
@@ -113,12 +113,6 @@ def kernels() -> Kernels | str:
     """The kernels, compiled if necessary; a string says why there are none."""
     loaded = library()
     return loaded if isinstance(loaded, str) else Kernels(loaded)
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """out ← a · b + base by `Products.of`; by PyTorch on a GPU, or without kernels."""
-    native = kernels() if a.device.type == "cpu" else "a GPU has its own"
-    return by_pytorch(a, b, out, base) if isinstance(native, str) else native.products.of(a, b, out, base)
 
 
 class Kernels:
@@ -330,45 +324,6 @@ def _rotary(
     return (*tables, len(qkv), heads.queries, heads.keys, heads.dim, heads.row, heads.eps, torch.get_num_threads())
 
 
-@dataclass(frozen=True)
-class MasterWeight:
-    """One weight's tensors in a step: bfloat16 `stored` and `gradient`; float32 `master` and moments."""
-
-    master: Tensor
-    stored: Tensor
-    gradient: Tensor
-    first: Tensor
-    second: Tensor
-    step: int
-    """The number of this step, from 1."""
-    weight_decay: float
-
-
-@dataclass(frozen=True)
-class FrugalWeight:
-    """One weight's tensors in a step that takes little memory: float32 `master`, bfloat16 `stored`, or both; its `gradient` in
-    either type; moments in float32, or in codes of 8 bits with the `scales` of their blocks.
-    """
-
-    master: Tensor | None
-    stored: Tensor | None
-    gradient: Tensor
-    first: Tensor
-    second: Tensor
-    scales: tuple[Tensor, Tensor] | None
-    step: int
-    """The number of this step, from 1."""
-    seed: int
-    """Of the draws that round a weight without a master."""
-
-    @property
-    def weight(self) -> Tensor:
-        """What is stepped."""
-        held = self.stored if self.master is None else self.master
-        assert held is not None
-        return held
-
-
 class HalfPrecision:
     """The kernels of mixed-precision training. They pass over memory twice, where PyTorch does five times: gradients are read in
     bfloat16 without a float32 copy, and weight and master are written together.
@@ -386,40 +341,45 @@ class HalfPrecision:
         self._call.squared_norm(ctypes.byref(out), pointers, sizes, len(counts), torch.get_num_threads())
         return out.value
 
-    def step(self, weights: Sequence[MasterWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
+    def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
         """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with each gradient times `scale`: m ← β₁·m + (1 - β₁)·g,
-        v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). All tensors are contiguous.
+        v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). Each weight has a master. All tensors are contiguous.
         """
-        table, factors = [], []
+        table = []
         for w in weights:
-            table += [x.data_ptr() for x in (w.master, w.stored, w.gradient, w.first, w.second)] + [w.master.numel()]
-            corrections = (1 - betas[0] ** w.step, (1 - betas[1] ** w.step) ** 0.5)
-            factors += [1 - lr * w.weight_decay, lr / corrections[0], 1 / corrections[1]]
-        tables = ((ctypes.c_int64 * len(table))(*table), (ctypes.c_float * len(factors))(*factors))
+            assert w.master is not None and w.stored is not None
+            table += [x.data_ptr() for x in (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq)] + [w.master.numel()]
         rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
+        tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
         self._call.adamw_bf16(*tables, len(weights), *rates, torch.get_num_threads())
 
-    def step_frugally(
+    def adamw_low_memory(
         self,
-        weights: Sequence[FrugalWeight],
-        decays: Sequence[float],
+        weights: Sequence[AdamWWeight],
         lr: float,
         betas: tuple[float, float],
         eps: float,
         scale: float,
         codes: Sequence[Tensor],
     ) -> None:
-        """As `step`, of weights each with its decay; `codes` has of each moment's codes the levels, the middles between them, and
-        the first level of each cell (see adamw.cpp).
+        """Take the step of `adamw` where a weight has no master, or its moments are 8-bit codes. For the codes of each moment
+        `codes` has the levels, the middles between them, and the first level of each cell (see adamw.cpp).
         """
-        table, factors = [], []
-        for w, decay in zip(weights, decays, strict=True):
-            tensors = (w.master, w.stored, w.gradient, w.first, w.second, *(w.scales or (None, None)))
+        table = []
+        for w in weights:
+            tensors = (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq, *(w.scales or (None, None)))
             table += [0 if x is None else x.data_ptr() for x in tensors]
             table += [w.weight.numel(), w.gradient.dtype == torch.bfloat16, w.seed]
-            corrections = (1 - betas[0] ** w.step, (1 - betas[1] ** w.step) ** 0.5)
-            factors += [1 - lr * decay, lr / corrections[0], 1 / corrections[1]]
-        tables = ((ctypes.c_int64 * len(table))(*table), (ctypes.c_float * len(factors))(*factors))
+        tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
         known = (ctypes.c_int64 * len(codes))(*(x.data_ptr() for x in codes))
         rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
         self._call.adamw_frugal(*tables, len(weights), known, *rates, torch.get_num_threads())
+
+
+def _factors(weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float]) -> Any:
+    """Return 1 - η·λ, η / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) of each weight, as C floats."""
+    found = []
+    for w in weights:
+        corrections = (1 - betas[0] ** w.step, (1 - betas[1] ** w.step) ** 0.5)
+        found += [1 - lr * w.weight_decay, lr / corrections[0], 1 / corrections[1]]
+    return (ctypes.c_float * len(found))(*found)

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 
 from psigrad.cache_folder import cache_folder
 from psigrad.errors import NO_LOCKS
-from psigrad.language.models.native.processor import identity, levels
+from psigrad.kernels.processor import identity, levels
 
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
 HEADERS = ("common.h", "codes.h", "amx.h")
@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL | str:
 
 def prebuilt() -> Path | None:
     """The wheel's library for this processor; a checkout has none, nor has a wheel for any machine."""
-    folder = Path(str(resources.files("psigrad.language.models.native"))) / "prebuilt"
+    folder = Path(str(resources.files("psigrad.kernels"))) / "prebuilt"
     return next((path for level in levels() if (path := folder / f"{level}.so").is_file()), None)
 
 
@@ -94,7 +94,7 @@ def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:
 
 def _key(program: str) -> str:
     """A hash of sources, flags, compiler and processor: machines of different kinds may share a home folder."""
-    source = resources.files("psigrad.language.models.native")
+    source = resources.files("psigrad.kernels")
     parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     return hashlib.sha256("\0".join([*parts, *FLAGS, version, identity()]).encode()).hexdigest()[:20]
@@ -151,7 +151,7 @@ def _compile(program: str, path: Path) -> None:
     """Compile and test under a temporary name, then rename: a crash leaves either nothing or the whole library."""
     with (
         tempfile.TemporaryDirectory(dir=path.parent) as folder,
-        resources.as_file(resources.files("psigrad.language.models.native")) as source,
+        resources.as_file(resources.files("psigrad.kernels")) as source,
     ):
         made = Path(folder) / path.name
         command = [program, *FLAGS, *(str(source / name) for name in SOURCES), "-o", str(made)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from psigrad.cache_folder import cache_folder
-from psigrad.language.models.native import build
+from psigrad.kernels import build
 
 pytestmark = pytest.mark.needs("compiler")
 
@@ -31,11 +31,8 @@ def compiled(tmp_path_factory):
 
 def loads(home: Path, **environment) -> str:
     """What `library()` says in a fresh process, or how the process ended."""
-    code = (
-        "from psigrad.language.models.native.build import library; found = library();"
-        "print(found if isinstance(found, str) else 'loaded')"
-    )
-    root = str(Path(build.__file__).parents[4])
+    code = "from psigrad.kernels.build import library; found = library();print(found if isinstance(found, str) else 'loaded')"
+    root = str(Path(build.__file__).parents[2])
     given = {**os.environ, "XDG_CACHE_HOME": str(home), "PYTHONPATH": root, **environment}
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else f"ended by {done.returncode}: {done.stderr[-200:]}"
@@ -156,8 +153,8 @@ def test_leftovers_of_a_killed_compile_go_and_two_processes_compile_once(cache):
     (folder / "tmpabc").mkdir()
     found_in(cache).unlink()
     (cache / "asked").unlink(missing_ok=True)
-    code = "from psigrad.language.models.native.build import library; assert not isinstance(library(), str), library()"
-    root = str(Path(build.__file__).parents[4])
+    code = "from psigrad.kernels.build import library; assert not isinstance(library(), str), library()"
+    root = str(Path(build.__file__).parents[2])
     given = {**os.environ, "XDG_CACHE_HOME": str(cache / "cache"), "PYTHONPATH": root, "CXX": str(cache / "c++")}
     running = [subprocess.Popen([sys.executable, "-c", code], env=given) for _ in range(4)]
     assert [process.wait() for process in running] == [0] * 4
@@ -188,7 +185,7 @@ def test_a_wheels_own_kernels_are_taken_for_the_best_level_of_this_processor(tmp
 
 
 def test_a_level_is_for_processors_that_have_all_of_it(monkeypatch):
-    from psigrad.language.models.native import processor
+    from psigrad.kernels import processor
 
     avx512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
     older = "avx2 bmi1 bmi2 f16c fma movbe"

@@ -8,9 +8,10 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, made, some_groups
 
-from psigrad.language.models.native import processor
-from psigrad.language.models.native.kernels import kernels, multiply
-from psigrad.language.models.native.products import Products
+from psigrad.compiled import multiply
+from psigrad.kernels import processor
+from psigrad.kernels.kernels import kernels
+from psigrad.kernels.products import Products
 from psigrad.language.models.packing import pack
 
 pytestmark = pytest.mark.needs("compiler")
@@ -121,7 +122,7 @@ def test_pytorch_computes_the_rest_and_refuses_what_does_not_fit(products):
 
 
 def test_there_are_products_without_kernels(monkeypatch):
-    monkeypatch.setattr("psigrad.language.models.native.kernels.kernels", lambda: "none here")
+    monkeypatch.setattr("psigrad.kernels.kernels.kernels", lambda: "none here")
     a, b, out = torch.randn(9, 20), torch.randn(20, 7), torch.ones(9, 7)
     assert multiply(a, b, out, base=out) is out
     assert torch.allclose(out, a @ b + 1, atol=1e-5)

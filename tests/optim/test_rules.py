@@ -11,9 +11,8 @@ from transformers.optimization import Adafactor, get_scheduler
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
-from psigrad.language.recipes.learners import load_tensors, tensors_of
-from psigrad.language.training.update import Optimizer, check_schedule, learning_rate
-from psigrad.records.checkpoint import CheckpointError
+from psigrad.optim.optimizer import Optimizer
+from psigrad.optim.schedule import check_schedule, learning_rate
 
 SCHEDULES = {
     "cosine_with_restarts": {"num_cycles": 3},
@@ -151,7 +150,7 @@ def test_adafactor_is_transformers():
         their.step()
     for (name, a), b in zip(ours.named_parameters(), peer.parameters(), strict=True):
         assert torch.equal(a, b), name
-    kept = tensors_of(optimizer)
+    kept = optimizer.state_dict()
     assert kept["exp_avg_sq_row.hidden.weight"].shape == (5,) and "exp_avg_sq.hidden.weight" not in kept
 
 
@@ -169,7 +168,7 @@ def test_its_state_goes_on_bitwise(name, half):
         before.step([first.loss], 0.01)
     again, after = build()
     again.load_state_dict(first.state_dict())
-    load_tensors(after, {key: tensor.clone() for key, tensor in tensors_of(before).items()})
+    after.load_state_dict({key: tensor.clone() for key, tensor in before.state_dict().items()})
     for _ in range(2):
         long.step([whole.loss], 0.01)
         after.step([again.loss], 0.01)
@@ -186,5 +185,5 @@ def test_the_state_of_another_optimizer_is_refused():
     model, adamw = made("adamw")
     adamw.step([model.loss], 0.01)
     for name in ("muon", "adafactor"):
-        with pytest.raises(CheckpointError):
-            load_tensors(made(name)[1], tensors_of(adamw))
+        with pytest.raises(UserError, match="belongs to another optimizer"):
+            made(name)[1].load_state_dict(adamw.state_dict())

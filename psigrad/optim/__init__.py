@@ -1,0 +1,1 @@
+"""Optimisers: rules, their schedule, and the loop that applies them, for networks of any kind."""

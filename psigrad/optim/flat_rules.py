@@ -1,0 +1,112 @@
+"""Adam and RMSprop on one flat vector of weights.
+
+They are `torch.optim`'s, written out: on one small vector those spend ten times as long on bookkeeping as on numbers.
+`tests/optim/test_flat_rules.py` compares them with the originals. Denormal numbers are treated as 0: the moments of a weight
+behind a dead unit decay to them, and arithmetic on them takes a hundred times as long.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psigrad.compiled import FlatKernels, kernels
+from psigrad.optim.rules import Step, Update
+
+_BETA1, _BETA2, _SMOOTHING = 0.9, 0.999, 0.99
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980).
+
+    Formula: m ← β₁·m + (1 − β₁)·g,  v ← β₂·v + (1 − β₂)·g²,  θ ← θ − η·(m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
+    """
+
+    eps: float
+
+    by_rows = False
+
+    def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
+        """Return zero moments."""
+        return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    def step(self, updates: Sequence[Update], step: Step) -> None:
+        """Step by the kernel on a CPU: one pass over memory in place of seven."""
+        torch.set_flush_denormal(True)
+        try:
+            for u in updates:
+                self._step(u, step)
+        finally:
+            torch.set_flush_denormal(False)
+
+    def _step(self, u: Update, step: Step) -> None:
+        count = int(u.state["step"]) + 1
+        u.state["step"].fill_(count)  # a fifth of the time of an addition
+        rate, correction = step.lr / (1 - _BETA1**count), 1 / (1 - _BETA2**count)
+        mean, square = u.state["exp_avg"], u.state["exp_avg_sq"]
+        if (native := _kernels(u)) is not None:
+            native.adam(u.weight, u.gradient, (mean, square), (_BETA1, _BETA2), rate, correction, self.eps, _factor(step))
+            return
+        gradient = _clipped(u.gradient, step)
+        mean.lerp_(gradient, 1 - _BETA1)
+        square.mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
+        u.weight.addcdiv_(mean, _root(square, correction).add_(self.eps), value=-rate)
+
+
+@dataclass(frozen=True)
+class RMSprop:
+    """RMSprop (Tieleman & Hinton 2012), with α = 0.99 as in A3C (Mnih et al. 2016).
+
+    Formula: v ← α·v + (1 − α)·g²,  θ ← θ − η·g / (√v + ε)
+    """
+
+    eps: float
+
+    by_rows = False
+
+    def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
+        """Return a zero mean square."""
+        return {"square_avg": torch.zeros_like(p)}
+
+    def step(self, updates: Sequence[Update], step: Step) -> None:
+        """Step by torch's operations."""
+        torch.set_flush_denormal(True)
+        try:
+            for u in updates:
+                gradient, square = _clipped(u.gradient, step), u.state["square_avg"]
+                square.mul_(_SMOOTHING).addcmul_(gradient, gradient, value=1 - _SMOOTHING)
+                u.weight.addcdiv_(gradient, _root(square, 1.0).add_(self.eps), value=-step.lr)
+        finally:
+            torch.set_flush_denormal(False)
+
+
+def _kernels(u: Update) -> FlatKernels | None:
+    if u.gradient.device.type != "cpu" or not u.gradient.dtype == u.weight.dtype == torch.float32:
+        return None
+    found = kernels()
+    return None if isinstance(found, str) else found.towers
+
+
+def _factor(step: Step) -> float:
+    """Return the number that clipping multiplies gradients by."""
+    return step.max_norm / step.norm if 0 < step.max_norm < step.norm else 1.0
+
+
+def _clipped(gradient: Tensor, step: Step) -> Tensor:
+    factor = _factor(step)
+    return gradient.mul_(factor) if factor < 1 else gradient
+
+
+@functools.cache
+def _tiny(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(1e-30, dtype=dtype, device=device)
+
+
+def _root(square: Tensor, scale: float) -> Tensor:
+    """Return √(scale·v). MKL's square root of a 0 takes twenty times as long as that of other numbers, so 1e-30 is added."""
+    return torch.add(_tiny(square.dtype, square.device), square, alpha=scale).sqrt_()

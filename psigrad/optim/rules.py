@@ -1,0 +1,215 @@
+"""Update rules of named parameters: AdamW, Muon and Adafactor. A rule keeps no tensor; its state has a name and is the loop's.
+
+AdamW in less memory is in `low_memory.py`, and the rules for one flat vector are in `flat_rules.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
+from torch.optim.adamw import adamw
+
+from psigrad.compiled import AdamWWeight, OptimizerKernels, kernels
+
+
+class Step(NamedTuple):
+    """One optimiser step: its rate, the norm of the gradient, and the norm that it is clipped to (0: never)."""
+
+    lr: float
+    norm: float = 0.0
+    max_norm: float = 0.0
+
+    @property
+    def divisor(self) -> float:
+        """Clipping divides gradients by this number; 1 if the norm is not above the limit."""
+        return self.norm / self.max_norm if 0 < self.max_norm < self.norm else 1.0
+
+
+class Update(NamedTuple):
+    """One parameter in a step. The rule changes `weight` and `state` in place, and may change `gradient`."""
+
+    name: str
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    weight_decay: float
+    stored: Tensor | None = None
+    """The bfloat16 weight of a float32 master `weight`, if kernels step both along a bfloat16 gradient."""
+
+
+class Rule(Protocol):
+    """An update rule."""
+
+    @property
+    def by_rows(self) -> bool:
+        """True if rows of a weight can be stepped one block after another."""
+        ...
+
+    def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
+        """Return the initial state of a parameter, by name."""
+        ...
+
+    def step(self, updates: Sequence[Update], step: Step) -> None:
+        """Step all parameters that have a gradient."""
+        ...
+
+
+def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
+    """Return the kernels that step weights of this type on this device along half-precision gradients, or None."""
+    if dtype != torch.bfloat16 or device != "cpu":
+        return None  # without asking for kernels, which may have to be compiled
+    found = kernels()
+    return None if isinstance(found, str) else found.half_precision
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """`torch.optim.AdamW`'s fused step (Loshchilov & Hutter 2019, arXiv:1711.05101), by its functional form.
+
+    torch's class imports the compiler before its first step, which takes a second and 60 MB. It also allocates the moments in
+    that step, which fragments the heap: with a large vocabulary that cost a tenth more memory. Here they are allocated first.
+    """
+
+    betas: tuple[float, float]
+    eps: float
+
+    by_rows = True
+
+    def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
+        """Return zero moments. The fused step counts steps on the parameter's device."""
+        moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=p.device), **moments}
+
+    def step(self, updates: Sequence[Update], step: Step) -> None:
+        """Step by torch, or by the kernels along half-precision gradients. Both divide gradients while they read them: a pass
+        for the division alone takes a third of the step's time.
+        """
+        half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
+        plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]
+        for decay in dict.fromkeys(u.weight_decay for u in plain):
+            self._by_torch([u for u in plain if u.weight_decay == decay], step, decay)
+        if half:
+            self._by_kernels(half, step)
+
+    def _by_torch(self, updates: Sequence[Update], step: Step, decay: float) -> None:
+        fused: Any = adamw
+        divisor = step.divisor
+        fused(
+            [u.weight for u in updates],
+            [u.gradient for u in updates],
+            [u.state["exp_avg"] for u in updates],
+            [u.state["exp_avg_sq"] for u in updates],
+            [],
+            [u.state["step"] for u in updates],
+            fused=True,
+            grad_scale=torch.tensor(divisor, device=updates[0].weight.device) if divisor != 1.0 else None,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=step.lr,
+            weight_decay=decay,
+            eps=self.eps,
+            maximize=False,
+        )
+
+    def _by_kernels(self, updates: Sequence[Update], step: Step) -> None:
+        counts = [u.state["step"] for u in updates]
+        torch._foreach_add_(counts, 1)
+        weights = []
+        for u, count in zip(updates, torch.stack(counts).tolist(), strict=True):
+            moments = (u.state["exp_avg"], u.state["exp_avg_sq"])
+            weights.append(AdamWWeight(u.weight, u.stored, u.gradient.contiguous(), *moments, int(count), u.weight_decay))
+        native = adamw_kernels(torch.bfloat16, "cpu")
+        assert native is not None, "only kernels step weights along half-precision gradients"
+        native.adamw(weights, step.lr, self.betas, self.eps, 1 / step.divisor)
+
+
+_NOT_HIDDEN = re.compile(r"embed|wte|wpe|head|score", re.IGNORECASE)
+MOMENTUM = 0.95
+
+
+def is_hidden_matrix(name: str, p: Tensor) -> bool:
+    """Return True if Muon steps the parameter: a matrix, also of an adapter, that is neither an embedding nor a head."""
+    return p.dim() == 2 and not _NOT_HIDDEN.search(name)
+
+
+@dataclass(frozen=True)
+class Muon:
+    """`torch.optim.Muon`'s step on hidden matrices, by its functional form.
+
+    Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), with the Newton–Schulz iteration NS, which makes all
+    singular values about 1, and μ = 0.95. The factor gives the steps AdamW's size, so that its rates serve (Jordan 2024; Liu et
+    al. 2025, arXiv:2502.16982).
+    """
+
+    by_rows = False
+
+    def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
+        """Return zero momentum."""
+        return {"momentum_buffer": torch.zeros_like(p)}
+
+    def step(self, updates: Sequence[Update], step: Step) -> None:
+        """Step all matrices."""
+        for decay in dict.fromkeys(u.weight_decay for u in updates):
+            group = [u for u in updates if u.weight_decay == decay]
+            muon(
+                [u.weight for u in group],
+                [u.gradient / step.divisor for u in group],
+                [u.state["momentum_buffer"] for u in group],
+                lr=step.lr,
+                weight_decay=decay,
+                momentum=MOMENTUM,
+                nesterov=True,
+                ns_coefficients=(DEFAULT_A, DEFAULT_B, DEFAULT_C),
+                eps=EPS,
+                ns_steps=DEFAULT_NS_STEPS,
+                adjust_lr_fn="match_rms_adamw",
+                has_complex=False,
+            )
+
+
+@dataclass(frozen=True)
+class Adafactor:
+    """Adafactor with a given learning rate, to the bit as transformers' `Trainer` configures it. For a matrix it keeps only the
+    mean squares of the gradient's rows and columns (Shazeer & Stern 2018, arXiv:1804.04235).
+
+    Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise of rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
+             θ ← θ − lr·λ·θ − lr · u / max(1, rms(u))
+    """
+
+    by_rows = False
+
+    def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
+        """Return zero mean squares: of rows and columns for a matrix, otherwise of each number."""
+        if p.dim() < 2:
+            return {"step": torch.zeros(()), "exp_avg_sq": torch.zeros_like(p)}
+        rows, columns = p.new_zeros(p.shape[:-1]), p.new_zeros(p.shape[:-2] + p.shape[-1:])
+        return {"step": torch.zeros(()), "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
+
+    def step(self, updates: Sequence[Update], step: Step) -> None:
+        """Step one parameter after another."""
+        if step.divisor != 1.0:
+            torch._foreach_div_([u.gradient for u in updates], step.divisor)
+        for u in updates:
+            u.state["step"] += 1
+            decay, square = 1.0 - math.pow(int(u.state["step"]), -0.8), u.gradient**2 + 1e-30
+            if u.weight.dim() < 2:
+                mean = u.state["exp_avg_sq"].mul_(decay).add_(square, alpha=1.0 - decay)
+                update = mean.rsqrt()
+            else:
+                rows = u.state["exp_avg_sq_row"].mul_(decay).add_(square.mean(dim=-1), alpha=1.0 - decay)
+                columns = u.state["exp_avg_sq_col"].mul_(decay).add_(square.mean(dim=-2), alpha=1.0 - decay)
+                scaled = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_()
+                update = scaled.unsqueeze(-1) * columns.unsqueeze(-2).rsqrt()
+            update.mul_(u.gradient)
+            update.div_((update.norm(2) / update.numel() ** 0.5).clamp_(min=1.0)).mul_(step.lr)
+            if u.weight_decay != 0:
+                u.weight.add_(u.weight, alpha=-u.weight_decay * step.lr)
+            u.weight.add_(-update)
