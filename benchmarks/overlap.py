@@ -28,7 +28,7 @@ from psigrad.language.data.reward_view import reward_view
 from psigrad.language.data.templates import decode
 from psigrad.language.models import tiny
 from psigrad.language.rewards import Scored, Scoring
-from psigrad.language.rollout.collectors import Completions, Rollout
+from psigrad.language.rollout.collectors import Completions, ScoredRollout
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams
 from psigrad.language.training.online.lag import next_collection
 from psigrad.language.training.online.online_run import Online
@@ -162,7 +162,7 @@ def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
             optimizer=None,  # type: ignore[arg-type]
             prompts=prompts,
             params=SamplingParams(max_tokens=10_000),
-            rollout=Rollout(Completions(sampler, partial(decode, tokenizer)), LengthScorer(), reward_view(tokenizer)),
+            rollout=ScoredRollout(Completions(sampler, partial(decode, tokenizer)), LengthScorer(), reward_view(tokenizer)),
             annotators=(),
             total_steps=shape.steps,
             executor=threads if lag else None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from psigrad.compat.conversion import convert_object
-from psigrad.compat.names import load, resolve_names
+from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, Reward, RewardConfig
 from psigrad.config.methods import of_spec
 from psigrad.errors import UserError, kind_of

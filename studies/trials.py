@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SampleConfig, SFTConfig
 from psigrad.config.load import to_dict
 from psigrad.config.methods import declaration

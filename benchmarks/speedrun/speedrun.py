@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.intervals import mean_interval

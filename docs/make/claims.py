@@ -20,7 +20,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.intervals import Interval, over_seeds
 from psigrad_extras import demo
 from psigrad_extras.experiments.declarations import EXPERIMENTS

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from psigrad.compat.entrances import split_flags
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import shortcuts
 from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_of
 from psigrad.config.methods import other_methods

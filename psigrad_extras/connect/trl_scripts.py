@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.compat.conversion import Conversion
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.compat.translate import is_known
 from psigrad.compat.trl import AGGREGATES, DEFAULTS, METHODS
 from psigrad.config import algorithms

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad import redaction
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.config.fields import FREE, RECORDED, defaults_of, find_marked
 from psigrad.config.load import to_dict

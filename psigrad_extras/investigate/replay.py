@@ -26,8 +26,8 @@ from psigrad.language.recipes.changes import apply_changes
 from psigrad.language.recipes.online import open_job
 from psigrad.language.recipes.online_settings import correct, method
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.collectors import Rollout
-from psigrad.language.rollout.episodes.episodes import Played, settle
+from psigrad.language.rollout.collectors import ScoredRollout
+from psigrad.language.rollout.episodes.episodes import PlayerCollector, settle
 from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step
@@ -193,7 +193,7 @@ class _Recorded:
 
 
 @dataclass(frozen=True)
-class _RecordedRollout(Rollout):
+class _RecordedRollout(ScoredRollout):
     """A rollout whose trajectories are replaced by the recorded ones."""
 
     recorded: Callable[[list[Trajectory]], list[Trajectory]] = list
@@ -228,7 +228,9 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     with open_job(config, journal, newest.path, setup, scores=False, reference=reads_reference) as opened:
         job, state, differences = opened.run, opened.state, [*newest.ignored]
         rewards = _Recorded(rows, job.model, job.params.temperature, job.reward_weights)
-        collector = Played(RecordedSessions(rows), job.sampler, job.model, True) if config.asks else job.rollout.collector
+        collector = (
+            PlayerCollector(RecordedSessions(rows), job.sampler, job.model, True) if config.asks else job.rollout.collector
+        )
         job = replace(job, rollout=_RecordedRollout(collector, None, job.rollout.show, recorded=rewards))
         for now in range(newest.step + 1, number):
             state = _with_changes(path, state)

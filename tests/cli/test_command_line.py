@@ -25,7 +25,7 @@ import psigrad
 from psigrad import cli
 from psigrad.cli import flags
 from psigrad.cli import language_models as language
-from psigrad.compat.names import load, resolve_names
+from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import flag_of, help_of, settings_of
 from psigrad.config.load import to_dict

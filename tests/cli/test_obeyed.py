@@ -18,7 +18,7 @@ from speed import measured_once  # noqa: F401 (a fixture)
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.names import load, resolve_names
+from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, Sampling, SFTConfig
 from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settings_of, unread_by, unread_of
 from psigrad.control.settings import ControlConfig

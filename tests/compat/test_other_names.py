@@ -13,7 +13,7 @@ from transformers.trainer_utils import SchedulerType
 import psigrad
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.names import load, resolve_names
+from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.compat.table import TABLE
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.nested import names_of

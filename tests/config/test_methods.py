@@ -11,7 +11,7 @@ from cases import repeat_for
 import psigrad
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig, PreferenceConfig, algorithms
 from psigrad.config.methods import declaration, list_declarations, of_spec
 from psigrad.errors import UserError

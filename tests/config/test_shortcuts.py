@@ -9,7 +9,7 @@ from cases import repeat_for
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.names import load, resolve_names
+from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import OnlineConfig, PreferenceConfig, shortcuts
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.config.methods import list_declarations

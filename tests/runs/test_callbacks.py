@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 import psigrad
 from psigrad.cli import flags
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft

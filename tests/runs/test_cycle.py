@@ -27,14 +27,18 @@ from psigrad.records import checkpoint
 from psigrad.runs import cycle as module
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.cycle import cycle
+from psigrad.runs.cycle import Loop, cycle
 from psigrad.runs.progress import bar
+from psigrad.step import Outcome
 
 
 class Quiet:
     world = ALONE
     callbacks = Callbacks()
     folder = SimpleNamespace(checkpoints=Path("checkpoints"))
+
+    def record(self, outcome):
+        pass
 
     def stop_requested(self):
         return False
@@ -43,13 +47,18 @@ class Quiet:
         return ""
 
 
+def run(step, found, settings, total=10, *, updates=lambda: 0, journal=None, **loop):
+    """A cycle of `step`, which returns a state; the steps that are saved go to `found`."""
+    save = lambda state: found.append(state.step)  # noqa: E731
+    given = {"evaluate": lambda state: None, "save": save, "updates": updates, **loop}
+    made = Loop("x", total, lambda state: Outcome(step(state), {}), **given)
+    return cycle(made, State(evaluated=True), settings, journal or Quiet())
+
+
 def saves(settings, total=10, step=None):
     """The steps that were saved."""
     found = []
-    turn = step or (lambda state: (replace(state, step=state.step + 1), ""))
-    cycle(
-        "x", State(evaluated=True), total, turn, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet(), lambda: 0
-    )
+    run(step or (lambda state: replace(state, step=state.step + 1)), found, settings, total)
     return found
 
 
@@ -77,19 +86,17 @@ def test_what_was_good_is_saved_before_an_error_that_leaves_the_weights_alone(er
     def step(state):
         if state.step == 6:
             raise error
-        return replace(state, step=state.step + 1, nonfinite=int(state.step + 1 > 4)), ""
+        return replace(state, step=state.step + 1, nonfinite=int(state.step + 1 > 4))
 
     settings = Run(progress=False, save_minutes=0.0)
     with pytest.raises(type(error)):
-        cycle(
-            "x", State(evaluated=True), 10, step, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet(), lambda: 0
-        )
+        run(step, found, settings)
     assert found == [4], "the steps behind it had no finite gradient"
 
 
 def nonfinite_at(*steps):
     """A step whose gradient is finite but at these."""
-    return lambda state: (replace(state, step=state.step + 1, nonfinite=int(state.step + 1 in steps)), "")
+    return lambda state: replace(state, step=state.step + 1, nonfinite=int(state.step + 1 in steps))
 
 
 def test_the_last_step_is_saved_also_without_a_finite_gradient_where_there_is_something_new():
@@ -107,18 +114,8 @@ def test_the_best_evaluation_is_saved_also_behind_a_step_without_a_finite_gradie
     journal = Quiet()
     journal.callbacks = hooks = Callbacks([best], config)
     settings = Run(progress=False, save_minutes=0.0)
-    cycle(
-        "x",
-        State(evaluated=True),
-        4,
-        nonfinite_at(2),
-        lambda s: hooks.see({"step": s.step, "eval/loss": next(losses)}),
-        lambda s: found.append(s.step),
-        settings,
-        1,
-        journal,
-        lambda: 0,
-    )
+    evaluate = lambda s: hooks.see({"step": s.step, "eval/loss": next(losses)})  # noqa: E731
+    run(nonfinite_at(2), found, settings, 4, journal=journal, evaluate=evaluate, eval_steps=1)
     assert best.step == 2 and found == [1, 2, 4]
 
 
@@ -128,21 +125,10 @@ def test_an_error_after_a_weight_has_moved_saves_nothing():
     def step(state):
         if state.step == 3:
             raise ValueError
-        return replace(state, step=state.step + 1), ""
+        return replace(state, step=state.step + 1)
 
     with pytest.raises(ValueError):
-        cycle(
-            "x",
-            State(evaluated=True),
-            10,
-            step,
-            lambda s: None,
-            found.append,
-            Run(progress=False),
-            0,
-            Quiet(),
-            lambda: next(moves),
-        )
+        run(step, found, Run(progress=False), updates=lambda: next(moves))
     assert found == []
 
 
@@ -189,24 +175,12 @@ def failing(error, at, moves=None):
     def step(state):
         if state.step + 1 == at:
             raise error
-        return replace(state, step=state.step + 1), ""
+        return replace(state, step=state.step + 1)
 
     settings = Run(progress=False, save_minutes=0.0)
     count = (lambda: next(moves)) if moves else (lambda: 0)
     with pytest.raises(Exception) as raised:
-        cycle(
-            "x",
-            State(evaluated=True),
-            10,
-            step,
-            lambda s: None,
-            lambda s: found.append(s.step),
-            settings,
-            0,
-            Quiet(),
-            count,
-            LESS_MEMORY,
-        )
+        run(step, found, settings, updates=count, less_memory=LESS_MEMORY)
     return found, raised.value
 
 
@@ -224,7 +198,7 @@ def failing(error, at, moves=None):
 def test_a_run_out_of_memory_is_saved_and_told_what_takes_less(error):
     found, raised = failing(error, 7)
     assert found == [6] and isinstance(raised, UserError)
-    assert "Step 7 ran out of memory; the run is saved at step 6. Go on with a smaller micro_batch_tokens" in str(raised)
+    assert "Step 7 ran out of memory; the run is saved at step 6. Resume with a smaller micro_batch_tokens" in str(raised)
 
 
 def test_out_of_memory_after_a_weight_has_moved_names_the_last_checkpoint():

@@ -164,7 +164,7 @@ def test_every_row_of_timings_says_what_the_process_holds() -> None:
         def timings(self, row: dict[str, float]) -> None:
             rows.append(row)
 
-    Journal(Folder()).timings(1, Clock(), 5)  # type: ignore[arg-type]
+    Journal(Folder()).timings(1, Clock().read(), 5)  # type: ignore[arg-type]
     assert 10 * MB < rows[0]["memory_bytes"] <= rows[0]["peak_memory_bytes"]
 
 

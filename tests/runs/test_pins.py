@@ -14,7 +14,7 @@ import torch
 from tiny_jobs import online_config, preference_config, sft_config
 
 from psigrad import importing
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.load import to_dict
 from psigrad.control import builder

@@ -18,7 +18,7 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import resolve as reward
-from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.episodes.episodes import collector_of
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
@@ -55,7 +55,7 @@ def advance(run, state, step=online_rl.step):
 def rollout_of(sampler, model, scorer, player=None):
     """A rollout by this sampler, of single completions or of what a player makes."""
     collector = collector_of(sampler, model, player, needs_reward=scorer is None)
-    return Rollout(collector, scorer, reward_view(model.tokenizer, collector.plays))
+    return ScoredRollout(collector, scorer, reward_view(model.tokenizer, collector.plays))
 
 
 def annotate(run, batch, step=0, cache=None):

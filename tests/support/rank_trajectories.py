@@ -14,7 +14,7 @@ import torch
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import reward_view
-from psigrad.language.rollout.collectors import Completions, Rollout
+from psigrad.language.rollout.collectors import Completions, ScoredRollout
 from psigrad.language.rollout.scoring import Scored
 from psigrad.language.rollout.types import Completion, Prompt, SamplingParams
 from psigrad.language.training.online.batch import inputs_of, share_of, to_batch
@@ -71,7 +71,7 @@ def collected(
     world: World, prompts: list[Prompt], size: int, tokens: int, central: bool, clock: Clock | None = None, complete: bool = False
 ) -> list:
     collector = Completions(Written(tokens, central), partial(letters, None))
-    rollout = Rollout(collector, Lengths(), reward_view(), world, complete)
+    rollout = ScoredRollout(collector, Lengths(), reward_view(), world, complete)
     return rollout(prompts, PARAMS, size, lambda i, k: i * size + k, version=0, clock=clock)
 
 

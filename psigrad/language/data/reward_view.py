@@ -14,7 +14,7 @@ from psigrad.language.rollout.types import Trajectory
 
 
 def reward_view(tokenizer: Any = None, plays: bool = False) -> Callable[[Mapping[int, Row]], Show]:
-    """Return what a `Rollout` has as `show`. `plays` adds the turns and tokens of the policy alone.
+    """Return what a `ScoredRollout` has as `show`. `plays` adds the turns and tokens of the policy alone.
 
     Rewards of a completion get the columns of all rows of the rollout, None for those that its own row lacks.
     """

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -80,6 +80,8 @@ class LanguageModel(Pretrained):
     """
 
     value_head: nn.Linear | None = None
+    new_cache: ClassVar[type[ActivationCache]] = ActivationCache
+    """Makes the cache, of at most so many bytes, of what sampling computes for training."""
 
     @property
     def vocabulary(self) -> int:
@@ -92,10 +94,6 @@ class LanguageModel(Pretrained):
         ids = self.network.generation_config.eos_token_id if self.network.generation_config else None
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
-
-    def new_cache(self, limit: float) -> ActivationCache:
-        """Return an empty cache of at most `limit` bytes for what sampling computes of the policy."""
-        return ActivationCache(limit)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
         """`cache` where the fused decoder computes what trains: not with the adapter switched off, nor by other code."""

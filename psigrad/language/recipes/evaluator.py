@@ -15,7 +15,7 @@ from psigrad.language.data.reward_view import reward_view
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
-from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.episodes.episodes import Player, collector_of
 from psigrad.language.rollout.rows import rollout_row
 from psigrad.language.rollout.spread import bring, to_writer
@@ -47,7 +47,7 @@ class Evaluator:
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
         """`eval/…` figures and the completions behind them."""
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
-        rollout = Rollout(collector, self.scorer, reward_view(model.tokenizer, collector.plays), self.world)
+        rollout = ScoredRollout(collector, self.scorer, reward_view(model.tokenizer, collector.plays), self.world)
         seed_of = lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k)  # noqa: E731
         trajectories = rollout(self.prompts, self.params, self.num_generations, seed_of, version)
         figures = figures_of(trajectories, self.num_generations, self.metric)

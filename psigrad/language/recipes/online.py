@@ -30,17 +30,18 @@ from psigrad.language.recipes.online_settings import check, check_following, che
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
-from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.episodes.episodes import Player, collector_of
 from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
+from psigrad.language.rollout.scoring import Scorer
 from psigrad.language.rollout.types import Prompts, Sampler
-from psigrad.language.training.online.annotators.annotator import Annotator
-from psigrad.language.training.online.annotators.critic import ValueModel, Values
+from psigrad.language.training.online.annotators.critic import Values
 from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs
 from psigrad.language.training.online.annotators.reference import Reference
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
 from psigrad.language.training.state import State
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.pins import hash_code
 from psigrad.runs import session
@@ -117,29 +118,19 @@ def open_job(
         algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         row_limits.check_positions(longest or model.max_length, reference=own_reference, critic=critic and critic.model)
-        policy = Learner(model, optimizer_of(model, config, journal.world))
-        learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
-        if isinstance(own_reference, LanguageModel) and config.ref_model_sync_steps:
-            learners.append(Follower(own_reference, "reference"))
+        optimizer, world = optimizer_of(model, config, journal.world), journal.world
+        learners = _learners(config, model, optimizer, critic, own_reference)
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
-        collector = collector_of(sampler, model, player, needs_reward=scorer is None)
-        world = journal.world
         run = Online(
             config=config,
             algorithm=algorithm,
             model=model,
-            optimizer=policy.optimizer,
+            optimizer=optimizer,
             prompts=prompts,
             params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts)),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
-            rollout=Rollout(
-                collector,
-                scorer,
-                reward_view(model.tokenizer, collector.plays),
-                world=ALONE if sampler.central else world,
-                complete=config.lag > 0,  # a checkpoint holds the collections that are not trained on yet
-            ),
+            rollout=_rollout(config, model, sampler, scorer, player, world),
             annotators=annotators_of(own_reference),
             critic=critic,
             executor=stack.enter_context(executor_of(config, sampler, world)),
@@ -149,6 +140,35 @@ def open_job(
         )
         evaluate = None if evaluator is None else partial(evaluator.record, model, sampler, journal=journal)
         yield Job(run, begun.state, begun.save, evaluate)
+
+
+def _learners(
+    config: OnlineConfig,
+    model: LanguageModel,
+    optimizer: Optimizer,
+    critic: ValueModel | None,
+    reference: LanguageModel | Teacher | None,
+) -> list[Learner | Follower]:
+    """Return everything whose weights a checkpoint holds."""
+    learners: list[Learner | Follower] = [Learner(model, optimizer)]
+    if critic is not None:
+        learners.append(Learner(critic.model, critic.optimizer, "critic"))
+    if isinstance(reference, LanguageModel) and config.ref_model_sync_steps:
+        learners.append(Follower(reference, "reference"))
+    return learners
+
+
+def _rollout(
+    config: OnlineConfig, model: LanguageModel, sampler: Sampler, scorer: Scorer | None, player: Player | None, world: World
+) -> ScoredRollout:
+    collector = collector_of(sampler, model, player, needs_reward=scorer is None)
+    return ScoredRollout(
+        collector,
+        scorer,
+        reward_view(model.tokenizer, collector.plays),
+        world=ALONE if sampler.central else world,
+        complete=config.lag > 0,  # a checkpoint holds the collections that are not trained on yet
+    )
 
 
 def annotators_of(reference: LanguageModel | Teacher | None) -> list[Annotator]:

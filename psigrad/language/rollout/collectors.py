@@ -1,7 +1,6 @@
-"""From prompts to scored trajectories: a `Collector` makes them, a `Rollout` has them scored while others are being made.
+"""From prompts to scored trajectories: a `TrajectoryCollector` makes them, a `ScoredRollout` has them scored meanwhile.
 
-`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors of their own, which stand
-outside of the training core (`psigrad/language/rollout/episodes/`, `psigrad_serve/agents/`, `psigrad_extras/investigate/`).
+`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors outside of the training core (`psigrad/language/rollout/episodes/`, `psigrad_serve/agents/`, `psigrad_extras/investigate/`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Show = Callable[[Sequence[Trajectory]], Samples]
 """The view of a group of trajectories that reward functions get: text and columns in place of tokens."""
 
 
-class Collector(Protocol):
-    """Makes trajectories of prompts. It knows tokens; rewards are added by a `Rollout`."""
+class TrajectoryCollector(Protocol):
+    """Makes trajectories of prompts. It knows tokens; rewards are added by a `ScoredRollout`."""
 
     @property
     def sampler(self) -> Sampler:
@@ -75,7 +74,7 @@ class Completions:
         version: int,
         cache: ActivationCache | None = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """See `Collector`."""
+        """See `TrajectoryCollector`."""
         requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
         for completed in self.sampler.steps(requests, params, cache):
             groups = []
@@ -89,19 +88,19 @@ class Completions:
             yield groups
 
     def snapshot(self) -> Completions:
-        """See `Collector`."""
+        """See `TrajectoryCollector`."""
         return replace(self, sampler=self.sampler.snapshot())
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ScoredRollout:
     """Scored trajectories of prompts, made by all processes of a world together.
 
     A group goes to the scorer when its last completion has ended, while others are still being sampled. Without a scorer the
     rewards are those of the environment.
     """
 
-    collector: Collector
+    collector: TrajectoryCollector
     scorer: Scorer | None
     show: Callable[[Mapping[int, Any]], Show]
     """From rows by index to the view of their trajectories that rewards get."""
@@ -162,7 +161,7 @@ class Rollout:
         with clock("time/score"):
             return scoring.give_to([t for place in range(len(mine)) for t in groups[place]])
 
-    def snapshot(self) -> Rollout:
+    def snapshot(self) -> ScoredRollout:
         """Return this rollout on the weights that the policy has now."""
         return replace(self, collector=self.collector.snapshot())
 

@@ -24,7 +24,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
-from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes, collector_of
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -35,8 +35,7 @@ from psigrad.language.training.offline.preference_task import PreferenceTask, re
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl as online
-from psigrad.language.training.online.annotators.critic import ValueModel
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
@@ -135,7 +134,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         optimizer=Optimizer(model.trainable(), RATE, recompute=again),
         prompts=prompts,
         params=SamplingParams(max_tokens=work.completion_tokens),
-        rollout=Rollout(collector, Inline(), reward_view(model.tokenizer, collector.plays)),
+        rollout=ScoredRollout(collector, Inline(), reward_view(model.tokenizer, collector.plays)),
         annotators=annotators_of(reference),
         total_steps=100000,
         critic=critic,

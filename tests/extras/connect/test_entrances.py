@@ -15,7 +15,7 @@ from cases import repeat_for
 
 from psigrad.cli import flags
 from psigrad.compat.conversion import convert_object
-from psigrad.compat.names import load, resolve_names
+from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.compat.table import TABLE, Entry
 from psigrad.compat.translate import our_name
 from psigrad.compat.trl import DEFAULTS, FIXED, METHODS

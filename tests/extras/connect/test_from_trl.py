@@ -15,7 +15,7 @@ import yaml
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.names import load, resolve_names
+from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.compat.table import TABLE
 from psigrad.compat.translate import is_known
 from psigrad.compat.trl import DEFAULTS, METHODS

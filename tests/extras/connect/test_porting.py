@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psigrad.cli import flags
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig
 from psigrad.config.methods import declaration
 from psigrad.language.models import tiny

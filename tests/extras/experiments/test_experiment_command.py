@@ -13,7 +13,7 @@ from dataclasses import asdict
 import pytest
 
 from psigrad import cli
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad_extras.experiments import clip
 from psigrad_extras.experiments import declarations as experiment
 from psigrad_extras.experiments.declarations import BiasSettings, ClipSettings, PsiSettings

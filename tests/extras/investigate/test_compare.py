@@ -12,7 +12,7 @@ from tiny_jobs import online_config
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.names import load
+from psigrad.compat.foreign_names import load
 from psigrad.config import Evaluation, Model, OnlineConfig, Run
 from psigrad.config.methods import declaration, list_declarations
 from psigrad.errors import UserError

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from psigrad.cli import flags
-from psigrad.compat.names import load as settings
+from psigrad.compat.foreign_names import load as settings
 from psigrad.config import Data, OnlineConfig
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError

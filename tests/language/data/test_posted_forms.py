@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.compat.names import load as settings
+from psigrad.compat.foreign_names import load as settings
 from psigrad.config import Data, EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.load import to_dict
 from psigrad.config.methods import list_declarations

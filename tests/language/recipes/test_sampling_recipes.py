@@ -8,7 +8,7 @@ from datetime import date
 
 import pytest
 import torch
-from in_memory import advance, log_of, make
+from in_memory import advance, log_of, make, with_reference
 from tiny_jobs import online_config, reward_config
 from tiny_rewards import early_letters, fails_on_even_lengths, sees_no_answers
 
@@ -22,9 +22,9 @@ from psigrad.language.recipes.model_scorer import Mixture, ModelScorer, step_end
 from psigrad.language.recipes.online_settings import method
 from psigrad.language.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.language.rollout.types import SamplingParams
-from psigrad.language.training.offline import preference_task
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.language.training.online.collect import collect
+from psigrad.language.training.online.online_preferences import pick
 from psigrad.language.training.state import State
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.preferences.online_preference import OnlinePreference
@@ -38,7 +38,7 @@ def tokenizer():
 
 def preferring(tokenizer, loss="dpo", **settings):
     run = make(tokenizer, "grpo", **settings)
-    return replace(run, algorithm=OnlinePreference(resolve_loss(loss)), reference=run.model.frozen_copy())
+    return with_reference(replace(run, algorithm=OnlinePreference(resolve_loss(loss))), run.model.frozen_copy())
 
 
 def begins_with_a_letter(completions, **columns):
@@ -62,7 +62,7 @@ def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
     collected = collect(run, 0, 0, Clock())
     groups = [[replace(t, reward=r) for t, r in zip(g, (0.2, 0.9, 0.1, 0.9), strict=True)] for g in collected.groups[:2]]
     groups.append([replace(t, reward=0.5) for t in collected.groups[2]])
-    found = preference_task.pick(groups)
+    found = pick(groups)
     assert found.chosen == [1, 5] and found.rejected == [2, 6] and found.rows == 12 and len(found.pairs) == 2
     assert found.pairs[0].chosen.ids == list(groups[0][1].completion.ids) and all(found.pairs[0].chosen.mask)
 

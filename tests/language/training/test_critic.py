@@ -22,7 +22,7 @@ from psigrad.language.recipes import online, reward
 from psigrad.language.recipes.online import critic_rate
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators import critic as critic_module
-from psigrad.language.training.online.annotators.critic import ValueModel
+from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.state import State
 from psigrad.objective.batch import explained_variance
 from psigrad.objective.parts.surrogate import PENALTY_KEY

@@ -18,7 +18,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import Reading, decode, prompt_ids
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.collectors import Collector, Completions, SeedOf
+from psigrad.language.rollout.collectors import Completions, SeedOf, TrajectoryCollector
 from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.rollout.episodes.episode_history import EpisodeHistory, as_messages
 from psigrad.language.rollout.episodes.tools import CallForm
@@ -66,8 +66,8 @@ class Player(Protocol):
 
 
 @dataclass(frozen=True)
-class Played:
-    """The `Collector` of what a player makes: episodes, or sessions of agents. All groups of a step are complete at once."""
+class PlayerCollector:
+    """Collects what a player makes: episodes, or sessions of agents. All groups of a step are complete at once."""
 
     player: Player
     sampler: Sampler
@@ -85,7 +85,7 @@ class Played:
         version: int,
         cache: Any = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """See `Collector`."""
+        """See `TrajectoryCollector`."""
         made = self.player.play(
             self.sampler,
             [(p.index, p.ids, p.row) for p in prompts],
@@ -98,17 +98,17 @@ class Played:
         )
         yield [(i, made[i * num_generations : (i + 1) * num_generations]) for i in range(len(prompts))]
 
-    def snapshot(self) -> Played:
-        """See `Collector`."""
+    def snapshot(self) -> PlayerCollector:
+        """See `TrajectoryCollector`."""
         return replace(self, sampler=self.sampler.snapshot())
 
 
 def collector_of(
     sampler: Sampler, model: LanguageModel, player: Player | None = None, *, needs_reward: bool = False
-) -> Collector:
+) -> TrajectoryCollector:
     """Return the collector of a player's episodes, or without a player that of single completions."""
     if player is not None:
-        return Played(player, sampler, model, needs_reward)
+        return PlayerCollector(player, sampler, model, needs_reward)
     return Completions(sampler, partial(decode, model.tokenizer))
 
 

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.loss_sums import LossSums
-from psigrad.language.training.online.annotators.critic import ValueModel
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
 from psigrad.language.training.online.batch import (
     MicroBatch,
@@ -58,7 +57,7 @@ from psigrad.language.training.online.figures import (
 from psigrad.language.training.online.lag import next_collection
 from psigrad.language.training.online.ledger import ISSUED, update_ledger
 from psigrad.language.training.online.online_preferences import learn_preferences
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.optim.optimizer import step_together

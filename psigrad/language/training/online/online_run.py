@@ -1,4 +1,4 @@
-"""The parts of one online run."""
+"""The parts of one online run, and the protocol of annotators: columns of a batch, and terms of its forward passes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,65 @@ from typing import TYPE_CHECKING
 import torch
 
 from psigrad.errors import UserError
-from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.collectors import Rollout
+from psigrad.language.models.language_model import Divergence, LanguageModel
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams
-from psigrad.language.training.online.annotators.annotator import Annotator
-from psigrad.language.training.online.annotators.critic import ValueModel
-from psigrad.language.training.online.annotators.reference import Reference
+from psigrad.language.training.online.batch import MicroBatch
 from psigrad.language.training.online.figures import TokenFigures
-from psigrad.objective import PolicyGradient, Prepared
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.step import Observe
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from psigrad.config import OnlineConfig
+    from psigrad.language.models.fused.caches import ActivationCache
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A critic that is a model of its own, with its optimiser and its peak learning rate."""
+
+    model: ScalarModel
+    optimizer: Optimizer
+    learning_rate: float
+
+
+class Annotator:
+    """Adds one kind of column or term to the batches of a run. This base class adds nothing.
+
+    An annotator may keep what belongs to the current collection: `columns` starts a new one.
+    """
+
+    gives_reference = False
+    """True if it answers for the reference of a KL term."""
+    reference: LanguageModel | None = None
+    """The model that is the reference."""
+
+    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+        """Return the batch with further columns [N, T]. `step` counts the steps that the policy has behind it."""
+        return batch
+
+    def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
+        """Return the KL that the policy's forward pass is to sum over the vocabulary, if any."""
+        return None
+
+    def in_pass(
+        self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+    ) -> tuple[Prepared, PolicyOutputs]:
+        """Return the `rows` of a batch and the policy's outputs on them with further terms. `first`: no weight has moved yet."""
+        return part, outputs
+
+    def figures(self, run: Online, step: int) -> dict[str, float]:
+        """Return metrics of the collection, after its last optimiser step. Raises `UserError` where a run must not continue."""
+        return {}
+
+    def after_step(self, run: Online, number: int) -> None:
+        """Update what follows the policy, after step `number`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +85,7 @@ class Online:
     optimizer: Optimizer
     prompts: Sequence[Prompt]
     params: SamplingParams
-    rollout: Rollout
+    rollout: ScoredRollout
     """Makes scored completions of prompts."""
     annotators: Sequence[Annotator]
     """Add the columns that the algorithm reads, in this order."""
@@ -66,7 +110,7 @@ class Online:
     @property
     def reference(self) -> LanguageModel | None:
         """The model that is the reference; None if there is none, or a teacher in its place."""
-        return next((one.model for one in self.annotators if isinstance(one, Reference)), None)
+        return next((one.reference for one in self.annotators if one.reference is not None), None)
 
     @property
     def has_reference(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,24 +10,13 @@ from torch import Tensor
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.online.annotators.annotator import Annotator
 from psigrad.language.training.online.batch import fill
+from psigrad.language.training.online.online_run import Annotator, Online
 from psigrad.objective import Batch
-from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
-    from psigrad.language.training.online.online_run import Online
-
-
-@dataclass(frozen=True)
-class ValueModel:
-    """A critic that is a model of its own, with its optimiser and its peak learning rate."""
-
-    model: ScalarModel
-    optimizer: Optimizer
-    learning_rate: float
 
 
 class Values(Annotator):

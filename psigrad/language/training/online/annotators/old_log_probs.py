@@ -11,15 +11,14 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.training.online.annotators.annotator import Annotator
 from psigrad.language.training.online.batch import fill
+from psigrad.language.training.online.online_run import Annotator, Online
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
     from psigrad.language.models.packing import Groups
-    from psigrad.language.training.online.online_run import Online
 
 COMPARE_EVERY, COMPARED = 4, 20
 """If training reuses what sampling computed, one completion of so many is run forward again in every so many steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,22 +11,22 @@ from torch import Tensor
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
-from psigrad.language.training.online.annotators.annotator import Annotator
 from psigrad.language.training.online.batch import MicroBatch, fill, inputs_of, reference_inputs_of
+from psigrad.language.training.online.online_run import Annotator, Online
 from psigrad.objective import Batch, PolicyGradient
 from psigrad.processes.parallel.world import ALONE, World
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
-    from psigrad.language.training.online.online_run import Online
 
 
-@dataclass(frozen=True)
 class Reference(Annotator):
     """Log-probs under a model that does not learn, or its exact KL within the policy's passes."""
 
-    model: LanguageModel
     gives_reference = True
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.reference = self.model = model
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add `logp_ref`, unless the KL term is a sum over the vocabulary."""
