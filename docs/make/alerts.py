@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 from pathlib import Path
 
 from psigrad.records.warnings import RULES, SIGNAL_BY_NAME, Rule, texts
@@ -13,16 +12,15 @@ PAGE = Path(__file__).parents[1] / "warnings.md"
 RUNS = Path(__file__).with_name("debugging.json")
 
 
-def anchor(title: str) -> str:
-    """The name of a section in an address."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
 def faults(rule: Rule) -> list[str]:
-    """Links to the runs of docs/debugging.md that raise an alert, by their titles."""
-    found = json.loads(RUNS.read_text())
-    titles = {fault.name: fault.title for fault in runpy.run_path(str(Path(__file__).with_name("debugging.py")))["FAULTS"]}
-    return [f"[{titles[name]}](debugging.md#{anchor(titles[name])})" for name, run in found.items() if rule.name in run["alerts"]]
+    """Return links to the runs of docs/debugging.md that raise a warning."""
+    page = PAGE.with_name("debugging.md").read_text()
+    titles = {name: title for title, name in re.findall(r"^!\[(.*)\]\(.*/(\w+)\.png\)", page, re.MULTILINE)}
+    return [
+        f"[{titles[name]}](debugging.md#{titles[name].lower().replace(' ', '-')})"
+        for name, run in json.loads(RUNS.read_text()).items()
+        if rule.name in run["alerts"]
+    ]
 
 
 def example(rule: Rule) -> str:

@@ -40,9 +40,3 @@ def job(tmp_path_factory):
     from tiny_jobs import make_job
 
     return make_job(tmp_path_factory.mktemp("job"))
-
-
-def test_explain_describes_a_warning(capsys):
-    assert cli.main(["explain", "dead-groups"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("More than 80 %") and "psigrad grpo --model base" in text
