@@ -6,7 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from psigrad.records.warnings import RULES, SIGNAL_BY_NAME, Rule, texts
+from psigrad.records.signals import SIGNAL_BY_NAME
+from psigrad.records.warnings import RULES, Rule, texts
 
 PAGE = Path(__file__).parents[1] / "warnings.md"
 RUNS = Path(__file__).with_name("debugging.json")
