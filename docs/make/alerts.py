@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 from psigrad.records.signals import SIGNAL_BY_NAME
 from psigrad.records.warnings import RULES, Rule, texts
+
+sys.path.append(str(Path(__file__).parent))
+from filled import fill
 
 PAGE = Path(__file__).parents[1] / "warnings.md"
 RUNS = Path(__file__).with_name("debugging.json")
@@ -56,21 +60,8 @@ def section(rule: Rule) -> str:
 
 
 def page() -> str:
-    """The text of docs/warnings.md."""
-    sections = "\n\n".join(map(section, RULES))
-    return f"""# Alerts
-
-Rules look at every row of figures and say when a run goes wrong: on the terminal, in `report.html`, in the studio and in `events.jsonl`. Each
-is raised once and taken back when its figure is well again, so that one that trembles about a threshold is one alert. Where a run has solved
-its task (0.9 or more of 1, and less at its start), *Dead groups*, *Rewards do not differ*, *Entropy is gone* and *A leap of the gradient* are
-what that looks like: the terminal does not tell of them, and the verdict's line counts none of them as a warning.
-
-[Debugging](debugging.md) shows most of them in a run that was spoilt on purpose; how often each is right and wrong was measured, see
-[Claims](claims.md). In the examples `base` is any model, and `train.jsonl` rows of `prompt` and `answer` (of SFT: `prompt` and `completion`); a
-test runs each on a small model and sees its alert.
-
-{sections}
-"""
+    """Return docs/warnings.md with a section for each rule."""
+    return fill(PAGE.read_text(), rules="\n\n".join(map(section, RULES)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ from psigrad.objective.explain import MEANING
 from psigrad.objective.preferences import preference_catalog
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
+sys.path.append(str(Path(__file__).parent))
+from filled import fill
+
 DOCS = Path(__file__).parents[1]
+TABLE = DOCS / "methods" / "table.md"
 
 SLOT_NAMES = {*MEANING.values(), "score", "link"}
 UNMEASURED = "No curve has been measured yet."
@@ -147,7 +151,7 @@ SLOTS = ("psi", "ratio", "surrogate", "aggregate", "kl", "keep", "critic")
 
 
 def table() -> str:
-    """The text of docs/methods/table.md: every preset and every preference loss by its parts."""
+    """Return docs/methods/table.md: every preset and every preference loss by its parts."""
     rows = []
     for name in METHODS:
         parts = algorithms.resolve(name)
@@ -159,42 +163,10 @@ def table() -> str:
         cells = [_short(getattr(loss, part, None)) for part in ("score", "link")]
         losses.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} | {loss.beta:g} |")
     head = f"| method | {' | '.join(SLOTS)} |\n|---{'|---' * len(SLOTS)}|"
-    return f"""# Methods by their parts
-
-Every method is a choice of parts; a dash is an empty slot. Two methods that share a cell run the same code there. Parameters that
-are a part's defaults are left out.
-`psigrad explain NAME OTHER` prints the formulas and what differs.
-
-{head}
-{chr(10).join(rows)}
-
-What each rests on. Enumerated: the gradient over all batches of a small world, summed by the method's own code, is that of the paper's
-formula, written a second time (`tests/objective/test_enumerated_gradients.py`). Closed form: it is that of a formula for the expectation.
-
-| method | sources of its parts, on arXiv | gradient | curve |
-|---|---|---|---|
-{chr(10).join(_proof(name) for name in METHODS)}
-
-Losses on preferences:
-
-| loss | score | link | β |
-|---|---|---|---|
-{chr(10).join(losses)}
-
-## How the curves were measured
-
-In the pictures the method of the page is bold, the thin lines are the others. One seed on one task ranks nothing: a curve shows that a
-method learns.
-
-**Methods.** The demo's task: 200 steps of 16 prompts × 8 completions from the same SFT model, learning rate 3e-4, and 4 passes for methods
-with a critic. The band is the 95 % interval over 400 held-out words. In `vc_ppo` and `vapo` the critic learns alone for the first 20 steps.
-`vapo` has an α of 2.5, as completions have eight tokens; with 0.05 it ends at 0.43. `distill` learned without a reward, from the model that
-OPO's run left. DAPO replaces prompts without signal, so it sees more samples.
-
-**Preference losses.** The demo's task with a known truth: pairs sampled from the SFT model, each winner drawn by Bradley–Terry on 8 × the
-similarity to the right answer, 100 steps of 32 pairs, learning rate 1e-4. The curve is that similarity, over 200 held-out completions. No
-method ever saw it as a number.
-"""
+    proofs = ["| method | sources of its parts, on arXiv | gradient | curve |\n|---|---|---|---|", *map(_proof, METHODS)]
+    losses.insert(0, "| loss | score | link | β |\n|---|---|---|---|")
+    parts = {"methods": [head, *rows], "proofs": proofs, "losses": losses}
+    return fill(TABLE.read_text(), **{name: "\n".join(lines) for name, lines in parts.items()})
 
 
 CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average", "pass_at_k", "distill")
@@ -257,7 +229,7 @@ def write_pages() -> None:
     """Write docs/methods/*.md, and their list in docs/index.md."""
     for name in (*METHODS, *LOSSES):
         (DOCS / "methods" / f"{name}.md").write_text(page(name))
-    (DOCS / "methods" / "table.md").write_text(table())
+    TABLE.write_text(table())
     (DOCS / "index.md").write_text(index((DOCS / "index.md").read_text()))
 
 
