@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
-import sys
 from pathlib import Path
 
+import scripts
 from rich.console import Console
 
 from studies import lag
@@ -43,9 +42,7 @@ def test_the_page_shows_what_the_simulation_printed():
 
 
 def test_the_page_of_claims_is_that_of_the_stored_figures(tmp_path):
-    spec = importlib.util.spec_from_file_location("make_claims", ROOT / "docs" / "make" / "claims.py")
-    script = sys.modules["make_claims"] = importlib.util.module_from_spec(spec)  # where its dataclasses look
-    spec.loader.exec_module(script)
+    script = scripts.load("docs/make/claims.py")
     page = script.PAGE.read_text()
     assert page == script.page(), "run: python docs/make/claims.py"
     assert len(re.findall(r"^\| .* \| .*\*\*.* \| ", page, re.MULTILINE)) == len(script.ROWS)

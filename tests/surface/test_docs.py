@@ -7,12 +7,12 @@ import importlib.util
 import inspect
 import json
 import re
-import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+import scripts
 from cases import repeat_for
 from packaging.requirements import Requirement
 
@@ -34,11 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def script(name):
-    called = f"docs_make_{name}"  # its dataclasses look the module up by this name
-    spec = importlib.util.spec_from_file_location(called, (ROOT / "docs" / "make" / f"{name}.py").resolve())
-    module = sys.modules[called] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(f"docs/make/{name}.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 
 import pytest
+import scripts
 import torch
 
 from psigrad.config.algorithms import resolve
@@ -20,10 +20,7 @@ PATH = Path(__file__).parents[3] / "examples" / "grpo_in_one_file.py"
 
 @pytest.fixture(scope="module")
 def one_file():
-    spec = importlib.util.spec_from_file_location("grpo_in_one_file", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("examples/grpo_in_one_file.py")
 
 
 @pytest.mark.parametrize("off_policy", [False, True])
