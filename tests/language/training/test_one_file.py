@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import scripts
@@ -14,8 +13,6 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.objective import Batch, terminal
-
-PATH = Path(__file__).parents[3] / "examples" / "grpo_in_one_file.py"
 
 
 @pytest.fixture(scope="module")

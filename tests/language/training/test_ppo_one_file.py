@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.objective import Batch, PolicyOutputs, terminal
 
-PATH = Path(__file__).parents[3] / "examples" / "ppo_in_one_file.py"
 NOTICED = 1e-3
 
 
