@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from psigrad.compat.conversion import convert_object
 from psigrad.compat.foreign_names import load, resolve_names
@@ -30,17 +30,16 @@ if TYPE_CHECKING:
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
-@overload
-def train(method: typed.SFTMethod, **settings: Unpack[typed.SFTSettings]) -> Result: ...
-@overload
-def train(method: typed.OnlineMethod, **settings: Unpack[typed.OnlineSettings]) -> Result: ...
-@overload
-def train(method: typed.PreferenceMethod, **settings: Unpack[typed.PreferenceSettings]) -> Result: ...
-@overload
-def train(method: typed.RewardMethod, **settings: Unpack[typed.RewardSettings]) -> Result: ...
-@overload
-def train(method: PolicyGradient | Mapping[str, Any], **settings: Any) -> Result: ...
-def train(
+if TYPE_CHECKING:
+
+    @overload
+    @typed.accept(typed.Settings)
+    def train(method: str | PolicyGradient | Mapping[str, Any], /) -> Result: ...
+    @overload
+    def train(method: str | PolicyGradient | Mapping[str, Any], **settings: Any) -> Result: ...
+
+
+def train(  # type: ignore[misc]  # the settings of a dataclass may be positional, too
     method: str | PolicyGradient | Mapping[str, Any],
     *,
     model: str | os.PathLike[str] | PreTrainedModel | None = None,

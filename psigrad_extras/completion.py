@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from psigrad.cli.flags import Command, asks_for_help
-from psigrad.cli.mathematics import entries
 from psigrad.config.methods import list_declarations
 from psigrad.errors import UserError, nearest
 
@@ -74,7 +73,9 @@ def offer(name: str, command: Command) -> Completions:
 
         words = tuple(names())
     if name == "explain":
-        words = (*words, *entries(), "defaults")
+        from psigrad.records.warnings import texts
+
+        words = (*words, *texts(), "defaults")
     flags = {flag.name: flag for flag in _described(rest)}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text.getvalue()):
         flags.setdefault(flag, Flag(flag, "", ()))

@@ -281,8 +281,7 @@ def main() -> int:
     asked = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     asked.run = asked.run and asked.run.resolve()  # links lead into it
-    # the commands of docs/errors.md are mistakes: tests/cli/test_mistakes.py runs each with its files
-    asked.pages = [page.resolve() for page in asked.pages] or [page for page in pages() if page.name != "errors.md"]
+    asked.pages = [page.resolve() for page in asked.pages] or pages()
     found = [command for page in asked.pages for command in commands(page)]
     if asked.run and not (asked.run / "README").exists():
         prepare(asked.run / "README", asked.demo)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
+import sys
 from pathlib import Path
 
-from psigrad.records.warnings import RULES, SIGNAL_BY_NAME, Rule, texts
+from psigrad.records.signals import SIGNAL_BY_NAME
+from psigrad.records.warnings import RULES, Rule, texts
+
+sys.path.append(str(Path(__file__).parent))
+from filled import fill
 
 PAGE = Path(__file__).parents[1] / "warnings.md"
 RUNS = Path(__file__).with_name("debugging.json")
 
 
-def anchor(title: str) -> str:
-    """The name of a section in an address."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
 def faults(rule: Rule) -> list[str]:
-    """Links to the runs of docs/debugging.md that raise an alert, by their titles."""
-    found = json.loads(RUNS.read_text())
-    titles = {fault.name: fault.title for fault in runpy.run_path(str(Path(__file__).with_name("debugging.py")))["FAULTS"]}
-    return [f"[{titles[name]}](debugging.md#{anchor(titles[name])})" for name, run in found.items() if rule.name in run["alerts"]]
+    """Return links to the runs of docs/debugging.md that raise a warning."""
+    page = PAGE.with_name("debugging.md").read_text()
+    titles = {name: title for title, name in re.findall(r"^!\[(.*)\]\(.*/(\w+)\.png\)", page, re.MULTILINE)}
+    return [
+        f"[{titles[name]}](debugging.md#{titles[name].lower().replace(' ', '-')})"
+        for name, run in json.loads(RUNS.read_text()).items()
+        if rule.name in run["alerts"]
+    ]
 
 
 def example(rule: Rule) -> str:
@@ -57,21 +60,8 @@ def section(rule: Rule) -> str:
 
 
 def page() -> str:
-    """The text of docs/warnings.md."""
-    sections = "\n\n".join(map(section, RULES))
-    return f"""# Alerts
-
-Rules look at every row of figures and say when a run goes wrong: on the terminal, in `report.html`, in the studio and in `events.jsonl`. Each
-is raised once and taken back when its figure is well again, so that one that trembles about a threshold is one alert. Where a run has solved
-its task (0.9 or more of 1, and less at its start), *Dead groups*, *Rewards do not differ*, *Entropy is gone* and *A leap of the gradient* are
-what that looks like: the terminal does not tell of them, and the verdict's line counts none of them as a warning.
-
-[Debugging](debugging.md) shows most of them in a run that was spoilt on purpose; how often each is right and wrong was measured, see
-[Claims](claims.md). In the examples `base` is any model, and `train.jsonl` rows of `prompt` and `answer` (of SFT: `prompt` and `completion`); a
-test runs each on a small model and sees its alert.
-
-{sections}
-"""
+    """Return docs/warnings.md with a section for each rule."""
+    return fill(PAGE.read_text(), rules="\n\n".join(map(section, RULES)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable
 from datetime import date
 from importlib.util import find_spec
@@ -27,9 +28,10 @@ from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 from psigrad.language.training.offline.sft_task import SFTTask
 
+sys.path.append(str(Path(__file__).parent))
+from filled import fill
+
 PAGE = Path(__file__).parents[1] / "chat_templates.md"
-BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
-COSTS, END_OF_COSTS = "<!-- costs -->\n", "<!-- end of the costs -->\n"
 SPECIAL = re.compile(
     r"<\|[\w▁ ]+\|>|<｜[^<>]+｜>|<\|(?:tool|tool_call|tool_response|turn|channel)>"
     r"|<(?:tool|tool_call|tool_response|turn|channel)\|>"
@@ -391,11 +393,8 @@ def costs() -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew."""
-    for begin, end, made in ((COSTS, END_OF_COSTS, costs()), (BEGIN, END, table())):
-        head, _, rest = text.partition(begin)
-        text = head + begin + "\n" + made + "\n" + end + rest.partition(end)[2]
-    return text
+    """Return the page with its tables."""
+    return fill(text, costs=costs(), table=table())
 
 
 if __name__ == "__main__":

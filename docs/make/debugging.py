@@ -1,18 +1,20 @@
-"""Writes docs/debugging.md: what ten typical faults look like, each made on purpose in a run from one model.
+"""Update docs/debugging.md, which shows ten typical faults, each made on purpose in a run from one model.
 
 python docs/make/debugging.py runs DEMO RUNS    trains the runs from the demo's SFT model, and keeps their curves in debugging.json
-python docs/make/debugging.py page              draws docs/images/debugging/ and writes the page out of debugging.json
+python docs/make/debugging.py page              draws docs/images/debugging/ and updates the warnings that the page names
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1]
+PAGE = DOCS / "debugging.md"
 CURVES = Path(__file__).with_suffix(".json")
 IMAGES = DOCS / "images" / "debugging"
 STEPS = 80
@@ -33,17 +35,13 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the settings that make it, the figure that gives it away, and what to say of it."""
+    """One fault of docs/debugging.md: the settings that cause it, and the figure that gives it away."""
 
     name: str
-    title: str
     settings: dict[str, Any]
     figure: str
     """The key of metrics.jsonl that tells it apart."""
     label: str
-    seen: str
-    cause: str
-    remedy: str
 
 
 def letters(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -65,49 +63,18 @@ def misread(completions: list[str], task: list[str], **columns: Any) -> list[flo
 
 
 FAULTS = (
-    Fault("healthy", "A run that learns", {}, "entropy", "entropy, nats",
-        "The reward rises, the held-out metric with it, the entropy falls slowly. Most groups are dead in the end: they are solved.", "", ""),
-    Fault("rate_high", "The learning rate is too high", {"learning_rate": 2e-2}, "completions/mean_length", "length, tokens",
-        "The reward falls to 0 within a few steps and does not come back. Completions run to the limit, and all groups are dead.",
-        "One update moves the policy so far that what was sampled says nothing about it any more.",
-        "Divide `learning_rate` by 10 and look at the first 20 steps. Full fine-tuning of real models wants 1e-6 to 1e-5, LoRA ten times that."),
-    Fault("rate_low", "The learning rate is too low", {"learning_rate": 1e-6}, "entropy", "entropy, nats",
-        "Everything is healthy and nothing moves: the reward trembles about its first value, and so does the entropy.",
-        "The updates are smaller than what the run's length can add up to. For a model of a million weights, 1e-6 is.",
-        "Multiply `learning_rate` by 10 until the reward moves or the gradient's norm leaps; then go back one step."),
-    Fault("wrong_gold", "The reward reads the wrong column", {"reward": misread}, "frac_reward_zero_std", "share of dead groups",
-        "The reward is 0 for everybody, all groups are dead, the gradient is 0. The held-out metric stays where it was.",
-        "The reward compares with something that no completion can match: a wrong column, an answer in another form, a parser that fails.",
-        "`psigrad score --reward … --dataset …` runs a reward on rows before any training, and `--attack` on answers that should pass and fail."),
-    Fault("too_hard", "The model never succeeds", {"model": "base"}, "frac_reward_zero_std", "share of dead groups",
-        "As above, and here the reward is right: a model that was never fine-tuned on the task finds no rewarded answer by chance.",
-        "GRPO learns from differences within a group. Where all members fail there is none.",
-        "Fine-tune on demonstrations first (`psigrad sft`), begin with easier rows, or give part of the reward for part of the way."),
-    Fault("cut", "Completions are cut", {"max_completion_length": 5}, "completions/clipped_ratio", "share cut",
-        "A large share of the completions ends at the limit, and the reward has a ceiling that it does not pass.",
-        "What is cut cannot be judged right, however well it began.",
-        "Raise `max_completion_length` until less than a twentieth is cut. `psigrad check` shows how long answers of the data are."),
-    Fault("cold", "The temperature is too low", {"temperature": 0.2}, "frac_reward_zero_std", "share of dead groups",
-        "The training reward looks better than the held-out metric, and most groups are dead: their members are the same text.",
-        "Without differences there is nothing to learn from. What is learnt holds for the cold distribution.",
-        "Train at temperature 1. For evaluation there is `eval_temperature`."),
-    Fault("leash", "The KL penalty holds the policy fast", {"algorithm": "grpo", "beta": 20.0}, "kl", "KL, nats per token",
-        "The KL stays small and the reward near its first value, at a learning rate at which it should rise.",
-        "The penalty outweighs the reward as soon as the policy moves.",
-        "Lower `beta`, or leave it out: verifiable rewards need none."),
-    Fault("noise", "The reward is noise", {"reward": coin}, "reward_std", "reward spread",
-        "The reward stays where it was, the spread within groups grows, and the held-out metric falls to nothing.",
-        "The reward does not measure what is wanted: a judge that guesses, labels in the wrong order, a random tie-break.",
-        "Score the same rows twice, and rows whose answer you know: `psigrad score --attack`."),
-    Fault("hacked", "The reward is exploited", {"reward": letters}, "completions/mean_length", "length, tokens",
-        "The reward rises faster than in the healthy run, completions grow, and the held-out metric falls to nothing.",
-        "What is rewarded and what is wanted differ, and the policy found where.",
-        "Evaluate by a `metric` that is not the reward; that is how it shows here. Mend the reward; a KL penalty only slows the way there."),
-    Fault("few_prompts", "Too few prompts", {"rows": 16}, "eval/exact/mean", "held-out accuracy",
-        "The training reward reaches 1 sooner than in the healthy run, and the held-out metric stops below it.",
-        "The policy has learnt the answers of the few prompts, not the task.",
-        "More prompts; fewer epochs; look at the held-out metric, and keep the best checkpoint by it."),
-)  # fmt: skip
+    Fault("healthy", {}, "entropy", "entropy, nats"),
+    Fault("rate_high", {"learning_rate": 0.02}, "completions/mean_length", "length, tokens"),
+    Fault("rate_low", {"learning_rate": 1e-06}, "entropy", "entropy, nats"),
+    Fault("wrong_gold", {"reward": misread}, "frac_reward_zero_std", "share of dead groups"),
+    Fault("too_hard", {"model": "base"}, "frac_reward_zero_std", "share of dead groups"),
+    Fault("cut", {"max_completion_length": 5}, "completions/clipped_ratio", "share cut"),
+    Fault("cold", {"temperature": 0.2}, "frac_reward_zero_std", "share of dead groups"),
+    Fault("leash", {"algorithm": "grpo", "beta": 20.0}, "kl", "KL, nats per token"),
+    Fault("noise", {"reward": coin}, "reward_std", "reward spread"),
+    Fault("hacked", {"reward": letters}, "completions/mean_length", "length, tokens"),
+    Fault("few_prompts", {"rows": 16}, "eval/exact/mean", "held-out accuracy"),
+)
 
 
 def run_all(demo: str, runs: str) -> None:
@@ -174,58 +141,26 @@ def draw(fault: Fault, curves: dict[str, list[list[float]]], healthy: dict[str, 
     figure.savefig(IMAGES / f"{fault.name}.png", dpi=120, metadata={"Software": None})
 
 
-def section(fault: Fault, found: dict[str, Any]) -> str:
-    """One fault as Markdown."""
+def page() -> str:
+    """Return docs/debugging.md, with the warnings that each run raised."""
     from psigrad.records.warnings import BY_NAME
 
-    raised = [BY_NAME[rule].title for rule in found["alerts"]]
-    titles = [f"[{title}](warnings.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in raised]
-    shown = ", ".join(titles) if titles else "none"
-    parts = [
-        f"## {fault.title}",
-        f"![{fault.title}](images/debugging/{fault.name}.png)",
-        f"**What it looks like.** {fault.seen}",
-        f"**Alerts of the report.** {shown}.",
-    ]
-    parts += [f"**Why.** {fault.cause}", f"**What to do.** {fault.remedy}"] if fault.cause else []
-    if changed := {key: value for key, value in fault.settings.items() if not callable(value)}:
-        said = ", ".join(f"`{key}={json.dumps(value) if isinstance(value, str) else value}`" for key, value in changed.items())
-        parts.append(f"Made by {said}.")
-    return "\n\n".join(parts)
-
-
-def page() -> str:
-    """The text of docs/debugging.md."""
-    found = json.loads(CURVES.read_text())
-    sections = "\n\n".join(section(fault, found[fault.name]) for fault in FAULTS)
-    return f"""# Debugging a run that does not learn
-
-Look at three figures before anything else: the reward, the held-out metric (which need not be the reward), and the spread of rewards
-within a group. Then find the picture below that looks like yours. Each is a run of GRPO of {STEPS} steps on the demo's task, spelling a
-word backward, from the same fine-tuned model of 1.3 million weights; only what is named was changed. One seed each: they show what a
-fault looks like, not how often. In the pictures the healthy run is grey. `python docs/make/debugging.py` makes them.
-
-Before a run: `psigrad check` reads the model, the template, the first rows and calls the reward, the tools and the environment; `psigrad score --attack` tries the
-reward on answers that should fail; `psigrad plan` says what fits. In a run: `report.html` and the studio raise the alerts that are
-named here; [what each alert means](warnings.md).
-
-{sections}
-
-## None of these
-
-- Look at completions, not at figures: `rollouts.jsonl`, the report's table, or the studio's page of a run show the best and the worst of a step.
-- Make the task easier until it learns, then harder again: one prompt, then ten.
-- `psigrad explain METHOD` prints what is optimised. Compare methods from one checkpoint and equal samples: `psigrad compare`.
-- Loss is no measure of progress in RL: it is about 0 when every group's advantages sum to 0.
-"""
+    text = PAGE.read_text()
+    for name, run in json.loads(CURVES.read_text()).items():
+        titles = [BY_NAME[rule].title for rule in run["alerts"]]
+        links = [f"[{title}](warnings.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
+        before, picture, rest = text.partition(f"(images/debugging/{name}.png)")
+        rest = re.sub(r"(\*\*Alerts of the report\.\*\*) .*", rf"\1 {', '.join(links) or 'none'}.", rest, count=1)
+        text = before + picture + rest
+    return text
 
 
 def write() -> None:
-    """The page and its pictures."""
+    """Write the page and its pictures."""
     found = json.loads(CURVES.read_text())
     for fault in FAULTS:
         draw(fault, found[fault.name]["curves"], found["healthy"]["curves"] if fault.name != "healthy" else {})
-    (DOCS / "debugging.md").write_text(page())
+    PAGE.write_text(page())
 
 
 if __name__ == "__main__":

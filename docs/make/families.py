@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parent))
 
+from filled import fill
 from real import interval
 
 from psigrad.errors import reason_of
@@ -137,7 +139,7 @@ def gap(model: LanguageModel, oracle: Any) -> float:
 
 
 def page() -> str:
-    """The text of docs/families.md."""
+    """Return docs/families.md with its table."""
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     rows = []
     for name in FAMILIES:
@@ -145,45 +147,8 @@ def page() -> str:
             rows.append(row(name, tokenizer))
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             rows.append(f"| {FAMILIES[name][0]} | `{name}` | not run | | | {reason_of(error)} |")
-    table = "\n".join(rows)
-    return f"""# Families of models
-
-How psigrad computes a model on a CPU. `psigrad check` says it of yours, and the first lines of a run.
-
-- **fused**: whole layers in psigrad's own kernels. The sampler decodes through all layers in one call and gives every token the log-prob that
-  training gives it, to the last bit.
-- **packed**: transformers' modules with psigrad's attention. Nothing is padded and a prompt is computed once for its group. It takes about twice
-  the time of fused layers. On a GPU every family that is not padded is packed.
-- **padded**: transformers' own forward pass, two to five times the time and memory.
-
-The gap is the largest difference of a token's log-prob from that of transformers' eager modules, in nats, on a small random model of the family
-in float32, with windows of attention that are shorter than the texts. Where transformers' modules are loaded, the comparison that
-[performance](performance.md) describes leaves a way that is not the model's own. Fused families are read without those modules (unless by
-LoRA), so that nothing is compared there: tests do it, and `psigrad check` with your model.
-
-TRL's seconds for a token over psigrad's, with the 95 % interval, are those of GRPO steps in turn (`python benchmarks/family_ratio.py`: 4 layers,
-hidden 256, random weights, 4 prompts of about 32 tokens × 8 completions of at most 32, float32, two threads of an AMD EPYC (Zen 4)), once loss
-and gradient were equal.
-
-| family | `model_type` | computed | gap | beside TRL | why not packed |
-|---|---|---|---|---|---|
-{table}
-
-## Experts
-
-The loss that keeps the load of experts even is added in every method but reward models, as TRL adds it: by the model's own
-`router_aux_loss_coef`, unless `--router-aux-loss-coef` says otherwise (0: none). It is transformers' `load_balancing_loss_func` over the
-tokens that a forward pass computes, so that a prompt which a group shares counts once; of a step it is the mean of its passes. The log has it
-as `aux_loss`. Routers that balance themselves (DeepSeek-V3, GLM 4.5) have none.
-
-A router that finds two experts as good is decided by rounding. With `--router-replay` the sampler records which experts each token was sent to
-and training sends it to the same ones, whatever its routers would choose now (R3, [arXiv:2510.11370](https://arxiv.org/abs/2510.11370)); the
-weights of the experts are those of the weights that train. Where nothing is tied that is what training computes by itself, to the last bit. It
-keeps one byte for each token, layer and expert chosen, for the embedded sampler and single completions; episodes, other samplers, padded models,
-and routers that choose otherwise than by `topk` are refused by name.
-
-This page is made by `python docs/make/families.py`.
-"""
+    head = "| family | `model_type` | computed | gap | beside TRL | why not packed |\n|---|---|---|---|---|---|"
+    return fill(PAGE.read_text(), families="\n".join([head, *rows]))
 
 
 if __name__ == "__main__":

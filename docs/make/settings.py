@@ -1,11 +1,9 @@
-"""Writes docs/settings.md: every setting with its flag, type, default and meaning, out of psigrad/config/.
-
-python docs/make/settings.py
-"""
+"""Update the tables of docs/settings.md from psigrad/config/: python docs/make/settings.py"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -19,6 +17,9 @@ from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.control.settings import ControlConfig
 from psigrad_extras.defaults import beside
 
+sys.path.append(str(Path(__file__).parent))
+from filled import fill
+
 PAGE = Path(__file__).parents[1] / "settings.md"
 RECIPES = {
     "sft": SFTConfig,
@@ -30,30 +31,6 @@ RECIPES = {
     "control": ControlConfig,
 }
 
-HEAD = """# Settings
-
-Made by `python docs/make/settings.py` out of [psigrad/config/](../psigrad/config/). Do not edit by hand.
-
-A setting is given in four ways. Where it is given more than once, the first of these holds:
-
-1. a flag: `--learning-rate 1e-5`
-2. an override by dotted name: `optim.learning_rate=1e-5`
-3. the YAML file named by `--config`: `optim: {learning_rate: 1e-5}`
-4. the default
-
-`psigrad.train` and `psigrad.evaluate` take the same settings as keyword arguments, by the last part of the name
-(`learning_rate=1e-5`) or by the whole of it. Where a default differs between commands, the table names the commands; "online" is
-every online preset, "preference" every loss of the preference family.
-
-A setting that does not exist is refused with the nearest name that does. A value of the wrong type or out of range is refused
-with what was expected.
-
-**May change** says when a setting may have another value than the run began with: *on resume*, where it changes nothing that is
-computed; *on resume, recorded*, where it changes results by rounding at most, which the run's events record; *to grow*, where it
-says how long the run is; *by a callback*, during the run. All others are pinned: a run that goes on with another value
-is refused, unless `--allow` names the setting.
-"""
-
 # What the page says of a mark.
 CHANGES = {
     Mark.FREE: "on resume",
@@ -61,41 +38,16 @@ CHANGES = {
     Mark.LENGTH: "to grow, with --extend",
     Mark.LIVE: "by a callback",
 }
-PARTS = """## Parts of the method
-
-Every part of a method can be set by its place in `algorithm` or `loss`; `psigrad explain NAME` shows them. The usual ones have
-names and flags of their own. Where a name leads depends on the method, whose help shows its default; a method that lacks the part
-refuses it.
-"""
-OTHERS = """## Names of TRL, verl and others
-
-Flags, overrides, YAML files and `psigrad.train` take these names too. In YAML no sections are needed: `learning_rate: 1e-5` at
-the top level is `optim.learning_rate`, and verl's trees are read as they are. Flags may have underscores, and a switch may be
-followed by `true` or `false`. Two names of one setting with two values are refused. `warmup_ratio`, and a `warmup_steps`
-below 1, are shares of `max_steps`.
-
-**Batch sizes.** A batch of psigrad counts over all processes. TRL's `per_device_train_batch_size` (8 where it is left out),
-`gradient_accumulation_steps`, `steps_per_generation` and `generation_batch_size` are computed into ours:
-prompts_per_step = per device × accumulation (or steps per generation) × processes / num_generations, and num_minibatches =
-steps per generation / accumulation; for recorded data, batch_size = per device × accumulation × processes. verl's
-`data.train_batch_size` is prompts_per_step, and its `ppo_mini_batch_size` decides num_minibatches. Sizes that do not divide are
-refused with the arithmetic.
-"""
-
-DEFAULTS = """## Defaults beside those of TRL and Stable-Baselines3
-
-Settings whose defaults surprise whoever comes from there. `psigrad explain defaults` prints this table.
-"""
 
 
 def _beside() -> str:
     """Defaults beside those of others."""
     rows = [f"| `{name}` | {ours} | {theirs} (`{whose}`) |" for name, ours, theirs, whose in beside()]
-    return "\n".join([DEFAULTS, *_table("setting", "here | there", rows)])
+    return "\n".join(_table("setting", "here | there", rows))
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the page with its tables as the code has them."""
     found: dict[str, dict[str, Setting]] = {}
     for recipe, cls in RECIPES.items():
         for name, setting in settings_of(cls).items():
@@ -103,11 +55,27 @@ def page() -> str:
     sections: dict[str, list[str]] = {}
     for name, uses in found.items():
         sections.setdefault(name.rpartition(".")[0], []).append(_row(name, uses))
-    parts = [HEAD]
+    parts = []
     for section, rows in sections.items():
         title = f"`{section}.…`" if section else "Settings of one command"
         parts.append("\n".join([f"## {title}", "", *_table("setting", "flag | type | default | may change | meaning", rows)]))
-    return "\n".join([*parts, _beside(), _others()])
+    return fill(PAGE.read_text(), settings="\n".join(parts), defaults=_beside(), parts=_parts(), names=_others())
+
+
+def _parts() -> str:
+    """Names of parts, and where they lead."""
+    places = {
+        name: sorted(
+            {
+                f"`{'algorithm' if d.online else 'loss'}.{place}`"
+                for m, d in list_declarations().items()
+                for place, _ in find_places(name, m)
+            }
+        )
+        for name in SHORTCUTS
+    }
+    rows = [f"| `{n}` | {', '.join(places[n])} | {s.help} |" for n, s in SHORTCUTS.items()]
+    return "\n".join(_table("name", "stands for | meaning", rows))
 
 
 def _others() -> str:
@@ -124,23 +92,8 @@ def _others() -> str:
     ]
     computed = [f"| `{row.name}` | {row.rule} |" for row in TABLE.values() if row.rule]
     answered = [row for row in TABLE.values() if row.why and not (row.needless or row.rule)]
-    places = {
-        name: sorted(
-            {
-                f"`{'algorithm' if d.online else 'loss'}.{place}`"
-                for m, d in list_declarations().items()
-                for place, _ in find_places(name, m)
-            }
-        )
-        for name in SHORTCUTS
-    }
     return "\n".join(
         [
-            PARTS,
-            *_table(
-                "name", "stands for | meaning", [f"| `{n}` | {', '.join(places[n])} | {s.help} |" for n, s in SHORTCUTS.items()]
-            ),
-            OTHERS,
             *_table("name", "setting", [f"| `{row.name}` | `{row.means}` |" for row in TABLE.values() if row.means]),
             *_table("name and value", "setting", meant),
             *_table("name", "is computed into", computed),

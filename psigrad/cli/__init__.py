@@ -117,9 +117,7 @@ def _status_of(arguments: list[str]) -> int:
             raise
         from psigrad import redaction
 
-        stop = "" if str(error).endswith((".", "!", "?", "…", ")")) else "."
-        more = f"{stop} More: psigrad explain {name}." if (name := maths.name_of_mistake(str(error))) else ""
-        redaction.say(f"{error}{more}")
+        redaction.say(str(error))
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:
         if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import re
 import textwrap
-from importlib import resources
-from typing import Any
 
 from psigrad.cli import flags
 from psigrad.config.nested import put, read_value
@@ -14,33 +10,11 @@ from psigrad.errors import UserError
 from psigrad.extras import command
 
 
-@functools.cache
-def mistakes() -> dict[str, dict[str, Any]]:
-    """The errors that users meet most by name, as `psigrad explain NAME` and docs/errors.md show them: what each says, why it is,
-    what to do, an example, and the files that the example reads.
-    """
-    import yaml
-
-    found: dict[str, dict[str, Any]] = yaml.safe_load(resources.files("psigrad.cli").joinpath("mistakes.yaml").read_text("utf-8"))
-    return found
-
-
-def name_of_mistake(message: str) -> str:
-    """The name of the first entry that a message is one of, or an empty string."""
-    return next((n for n, e in mistakes().items() if re.search(re.escape(e["says"]).replace("…", ".*"), message, re.DOTALL)), "")
-
-
-def entries() -> dict[str, dict[str, Any]]:
-    """The errors that users meet most, and what the alerts of a run say, by name."""
+def describe_warning(name: str) -> str:
+    """Return what a warning of a run means, with dashes or underlines in its name; empty for another name."""
     from psigrad.records.warnings import texts
 
-    return mistakes() | texts()
-
-
-def tell(name: str) -> str:
-    """An entry as text, with dashes or underlines in its name; empty where there is none."""
-    known = entries()
-    if (entry := known.get(name) or known.get(name.replace("-", "_"))) is None:
+    if (entry := texts().get(name.replace("-", "_"))) is None:
         return ""
     example = f"\n\nThis gives it: psigrad {entry['example']}" if "example" in entry else ""
     for file, text in entry.get("files", {}).items():
@@ -53,14 +27,14 @@ def explain(arguments: list[str]) -> int:
     usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
-        print("NAME may also be that of an error or an alert, as its message has it: psigrad explain no-reward")
+        print("NAME may also be that of a warning, as a run prints it: psigrad explain dead_groups")
         print("psigrad explain defaults shows the defaults that differ from those of TRL and Stable-Baselines3.")
         print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
         return 0
     if arguments == ["defaults"]:
         return command("psigrad_extras", "defaults")([])
-    if len(arguments) == 1 and (said := tell(arguments[0])):
-        print(said)
+    if len(arguments) == 1 and (meaning := describe_warning(arguments[0])):
+        print(meaning)
         return 0
     methods: list[dict[str, object]] = []
     for text in arguments:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from psigrad.records.warnings import SIGNAL_BY_NAME
+from psigrad.records.signals import SIGNAL_BY_NAME
 from psigrad_studio.runs.history import History, Series
 from psigrad_studio.runs.run_cache import RunCache
 

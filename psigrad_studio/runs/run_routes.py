@@ -16,7 +16,8 @@ from starlette.concurrency import run_in_threadpool
 
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError
-from psigrad.records.warnings import BY_NAME, RULES, SIGNALS
+from psigrad.records.signals import SIGNALS
+from psigrad.records.warnings import BY_NAME, RULES
 from psigrad_studio.json_api import RequestForm, json_response
 from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import projects

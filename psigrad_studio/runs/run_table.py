@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psigrad.config.nested import flatten
-from psigrad.records.warnings import SIGNALS
+from psigrad.records.signals import SIGNALS
 from psigrad_studio.runs.run_cache import RunCache
 from psigrad_studio.runs.tokens import config_of
 

@@ -147,6 +147,19 @@ def test_the_leaf_names_of_settings_are_unique():
         assert len(leaves) == len(set(leaves))
 
 
+GRPO = [
+    "grpo",
+    "--model",
+    "{model}",
+    "--dataset",
+    "{data}",
+    "--reward",
+    "exact",
+    "--max-completion-length",
+    "4",
+    "--output-dir",
+    "{tmp}/r",
+]
 MISTAKES = {
     "TRL's command": (["env"], "There is no command 'env': `psigrad doctor` says"),
     "unknown command": (["grpoo"], "There is no command 'grpoo'.*did you mean 'grpo'"),
@@ -177,10 +190,15 @@ MISTAKES = {
     "parts that do not fit": (["grpo", "--reward", "exact", "algorithm.psi=gae"], "critic is None"),
     "group of one": (["grpo", "--reward", "exact", "--num-generations", "1"], "give at least 2"),
     "greedy": (["grpo", "--reward", "exact", "--temperature", "0"], "temperature is 0"),
-    "bad top_p": (
-        ["grpo", "--model", "{model}", "--dataset", "{data}", "--reward", "exact", "--top-p", "0", "--output-dir", "{tmp}/r"],
-        "top_p",
+    "bad top_p": ([*GRPO, "--top-p", "0"], "top_p is 0.*expected above"),
+    "no rows": ([*GRPO, "--dataset", "{tmp}/empty.jsonl"], "has no rows; at least one"),
+    "no such function": ([*GRPO, "--reward", "mine.py:nothing"], "mine.py has no 'nothing'"),
+    "a tool without a docstring": ([*GRPO, "--tools", "mine.py:add"], "The tool '.*add' cannot be offered"),
+    "minibatches without a group": (
+        [*GRPO, "--prompts-per-step", "3", "--num-minibatches", "7"],
+        "a minibatch takes whole groups",
     ),
+    "actions that do not fit": (["control", "dqn", "--env", "Pendulum-v1"], "needs discrete actions, one at a time"),
     "no run": (["report", "{tmp}"], "is not a run folder"),
     "empty explain": (["explain"], "explain got 0 names and takes one or two"),
     "three names": (["explain", "grpo", "dapo", "rloo"], "explain got 3 names"),
@@ -247,15 +265,18 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(mistake, job, tmp_path, cap
     (tmp_path / "latin.yaml").write_bytes("data: {dataset: café}\n".encode("latin-1"))
     (tmp_path / "unanswered.jsonl").write_text('{"prompt": "a", "completion": "b", "answer": null}\n' * 2)
     (tmp_path / "list.yaml").write_text("- optim\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "mine.py").write_text("def add(a, b):\n    return a + b\n")
     (tmp_path / "key.yaml").write_text("optim: {learning_rat: 1}\n")
     arguments, expected = MISTAKES[mistake]
     expected = expected.replace("{{", r"\{").replace("}}", r"\}")
     places = {"tmp": tmp_path, "model": job / "base", "data": job / "train.jsonl"}
     assert cli.main([a.format(**places) for a in arguments]) == 2
     error = capsys.readouterr().err
-    assert re.search(expected, error), error
-    assert "Traceback" not in error
-    assert error.startswith("psigrad: ") and error.count("\n") == 1
+    *begun, last = error.splitlines()
+    assert re.search(expected, last) and last.startswith("psigrad: "), error
+    assert not begun or "steps of" in begun[0], "a run that began says so first"
+    assert "Traceback" not in error and "More:" not in error
     assert error.rstrip().endswith((".", "?"))
 
 

@@ -122,4 +122,4 @@ def test_every_template_is_in_the_wheel():
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["psigrad.cli"]
     found = {path for pattern in patterns for path in (root / "psigrad" / "cli").glob(pattern)}
     kept = {path for path in (root / "psigrad" / "cli" / "templates").rglob("*") if path.is_file()}
-    assert found == {*kept, root / "psigrad" / "cli" / "mistakes.yaml"}
+    assert found == kept

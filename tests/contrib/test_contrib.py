@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import scripts
 import torch
 
 from psigrad.config.algorithms import resolve
@@ -20,9 +20,7 @@ CONTRIB = Path(__file__).parents[2] / "contrib"
 
 def parts(kind):
     """The parts of a file, by name."""
-    spec = importlib.util.spec_from_file_location(f"contrib_{kind}", CONTRIB / f"{kind}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = scripts.load(CONTRIB / f"{kind}.py")
     return {name: getattr(module, name) for name in module.__all__}
 
 

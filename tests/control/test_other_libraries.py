@@ -267,7 +267,7 @@ Acrobot-v1:
 
 
 def test_a_settings_file_of_rl_zoo3_is_read(tmp_path):
-    from psigrad.compat.names import load
+    from psigrad.compat.foreign_names import load
     from psigrad.control.settings import ControlConfig
 
     (tmp_path / "ppo.yml").write_text(ZOO)
@@ -299,7 +299,7 @@ def test_a_settings_file_of_rl_zoo3_is_read(tmp_path):
     ],
 )
 def test_normalize_of_rl_zoo3_is_read_or_refused(written, found, tmp_path):
-    from psigrad.compat.names import load
+    from psigrad.compat.foreign_names import load
     from psigrad.control.settings import ControlConfig
 
     (tmp_path / "ppo.yml").write_text(f"CartPole-v1:\n  policy: MlpPolicy\n  normalize: {written}\n")

@@ -3,14 +3,10 @@ are the weights that PPO leaves behind."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import scripts
 
-spec = importlib.util.spec_from_file_location("bench_control", Path(__file__).parents[2] / "benchmarks" / "control.py")
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+bench = scripts.load("benchmarks/control.py")
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c"])

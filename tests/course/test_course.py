@@ -6,12 +6,10 @@ Every chapter runs here in a short form; `-m long` runs it as readers do, and ho
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,11 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+import scripts
 import torch
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("make_course", ROOT / "docs" / "make" / "course.py")
-course = sys.modules["make_course"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(course)
+course = scripts.load("docs/make/course.py")
 
 CPU_SECONDS = 120
 SHORT: dict[str, dict[str, Any]] = {

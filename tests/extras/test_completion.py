@@ -41,7 +41,7 @@ def test_bash_completes_commands_flags_and_values(scripts):
     assert offered(scripts["bash"], "psigrad", "grpo", "--dtype", "") == ["float32", "bfloat16"]
     assert offered(scripts["bash"], "psigrad", "explain", "reinforce_p") == ["reinforce_pp", "reinforce_pp_baseline"]
     assert offered(scripts["bash"], "psigrad", "explain", "dead_") == ["dead_groups"]
-    assert offered(scripts["bash"], "psigrad", "explain", "no-rew") == ["no-reward"]
+    assert offered(scripts["bash"], "psigrad", "explain", "flat_") == ["flat_reward"]
     assert offered(scripts["bash"], "psigrad", "completion", "") == ["bash", "zsh", "fish"]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+import scripts
 
 from psigrad_extras.preflight.plan.predict import MARGIN
 
@@ -17,10 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    specification = importlib.util.spec_from_file_location("benchmarks_plan", BENCHMARKS / "plan.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    yield module
+    yield scripts.load(BENCHMARKS / "plan.py")
     sys.modules.pop("workloads", None)
 
 

@@ -71,47 +71,32 @@ def losses_of(folder) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_dpo(task, tmp_path):
+DPO = (preference, preference_config, "eval/rewards/accuracies", 0.9)
+REWARD = (reward, reward_config, "eval/accuracy", 0.75)  # the head starts from noise: a hundred steps are a beginning
+
+
+@pytest.mark.parametrize(("recipe", "settings", "figure", "least"), [DPO, REWARD], ids=["dpo", "reward"])
+def test_curves_agree(recipe, settings, figure, least, task, tmp_path):
     folder, rows, held = task
     ours, theirs, right = [], [], []
     for seed in SEEDS:
-        config = preference_config(folder, tmp_path / f"ours{seed}", max_steps=STEPS, save_steps=0, seed=seed)
+        config = settings(folder, tmp_path / f"ours{seed}", max_steps=STEPS, save_steps=0, seed=seed)
         config = replace(config, data=Data(dataset=rows, eval_dataset=held), optim=Optim(learning_rate=RATE), batch_size=BATCH)
-        result = preference.run(replace(config, evaluation=Evaluation(eval_prompts=200), micro_batch_tokens=4096))
+        result = recipe.run(replace(config, evaluation=Evaluation(eval_prompts=200), micro_batch_tokens=4096))
         ours.append(tail(losses_of(result.folder)))
-        right.append(result.after["eval/rewards/accuracies"])
+        right.append(result.after[figure])
         torch.manual_seed(seed)
-        trainer = DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder / "base"),
-            args=arguments(DPOConfig, tmp_path / f"theirs{seed}", seed),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(folder / "base"),
-        )
+        given = {"train_dataset": Dataset.from_list(rows), "processing_class": AutoTokenizer.from_pretrained(folder / "base")}
+        if recipe is preference:
+            model = AutoModelForCausalLM.from_pretrained(folder / "base")
+            trainer = DPOTrainer(model=model, args=arguments(DPOConfig, tmp_path / f"theirs{seed}", seed), **given)
+        else:
+            model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
+            config = arguments(RewardConfig, tmp_path / f"theirs{seed}", seed, disable_dropout=True)
+            trainer = RewardTrainer(model=model, args=config, **given)
         trainer.train()
         theirs.append(tail([row["loss"] for row in trainer.state.log_history if "loss" in row]))
-    assert statistics.fmean(right) > 0.9
-    agree(ours, theirs)
-
-
-def test_reward_modelling(task, tmp_path):
-    folder, rows, held = task
-    ours, theirs, right = [], [], []
-    for seed in SEEDS:
-        config = reward_config(folder, tmp_path / f"ours{seed}", max_steps=STEPS, save_steps=0, seed=seed)
-        config = replace(config, data=Data(dataset=rows, eval_dataset=held), optim=Optim(learning_rate=RATE), batch_size=BATCH)
-        result = reward.run(replace(config, evaluation=Evaluation(eval_prompts=200), micro_batch_tokens=4096))
-        ours.append(tail(losses_of(result.folder)))
-        right.append(result.after["eval/accuracy"])
-        torch.manual_seed(seed)
-        trainer = RewardTrainer(
-            model=AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1),
-            args=arguments(RewardConfig, tmp_path / f"theirs{seed}", seed, disable_dropout=True),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(folder / "base"),
-        )
-        trainer.train()
-        theirs.append(tail([row["loss"] for row in trainer.state.log_history if "loss" in row]))
-    assert statistics.fmean(right) > 0.75  # the head starts from noise: a hundred steps are a beginning
+    assert statistics.fmean(right) > least
     agree(ours, theirs)
 
 

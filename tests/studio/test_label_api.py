@@ -53,18 +53,6 @@ def test_from_invite_to_vote_to_undo(studio):
     assert found["mine"] == {"answered": 0, "skipped": 0} and found["left"] == 2
 
 
-def test_the_same_submission_again_is_the_same_receipt_and_stored_once(studio):
-    made = project(studio, 1)
-    ann = guest(studio, made)
-    task = ann.next(made)
-    body = {"assignment": task["assignment"], "key": key(), "choice": "right"}
-    first = told(ann.post("/api/label/vote", body))
-    assert [told(ann.post("/api/label/vote", body)) for _ in range(3)] == [first] * 3
-    assert ann.post("/api/label/vote", body | {"choice": "left"}).status == 409
-    rows = studio.ask("GET", f"/api/label/export?project={made}&form=votes").body.splitlines()
-    assert len(rows) == 1
-
-
 def test_every_kind_and_its_refusals(studio):
     rows = [{"prompt": "q", "completions": ["one", "two", "three"]}]
     kinds = {
@@ -110,16 +98,6 @@ def test_nothing_that_a_labeller_can_ask_tells_where_a_completion_comes_from(stu
         assert word not in said, word
     owner = studio.ask("GET", f"/api/label/export?project={made}").body
     assert b"SAMPLER" in owner and b"secret-run" in owner  # negative control: it is there to be told
-
-
-def test_the_side_is_drawn_by_the_server(studio):
-    made = project(studio, 40)
-    ann = guest(studio, made)
-    lefts = []
-    while (task := ann.next(made)) is not None:
-        lefts.append(task["completions"][0].startswith("good"))
-        told(ann.vote(task, choice="left"))
-    assert 6 < sum(lefts) < 34  # else once in 100,000 draws
 
 
 # ---- who may what
@@ -242,17 +220,6 @@ def test_a_guests_cookie_alone_opens_nothing_and_does_not_keep_anybody_from_logg
     left_over = alone | {"Origin": studio.base, "Content-Type": "application/json"}
     again = entered(studio, ann.name, studio.ask("POST", "/api/join/login", {"name": ann.name, "password": PASSWORD}, left_over))
     assert told(again.get("/api/label/me"))["name"] == ann.name
-
-
-def test_a_closed_project_takes_no_answers_until_it_is_opened(studio):
-    made = project(studio, 2)
-    ann = guest(studio, made)
-    task = ann.next(made)
-    told(studio.post("/api/label/change", {"project": made, "closed": True}))
-    assert ann.vote(task, choice="left").status == 409
-    assert told(ann.get("/api/label/projects"))[0]["closed"] is True
-    told(studio.post("/api/label/change", {"project": made, "closed": False, "instructions": "go on"}))
-    told(ann.vote(task, choice="left"))
 
 
 def test_who_is_shut_out_is_out_at_once(studio):

@@ -771,15 +771,6 @@ def test_axe_finds_nothing_and_nothing_is_too_wide_or_too_small(opened, studio, 
             blameless(page, "keys")
 
 
-def test_negative_control_axe_notices(opened, studio, places):
-    page = opened("/label")
-    show(page, studio, places["work"], VIEWS["work"])
-    page.evaluate("document.querySelector('.reason').removeAttribute('aria-label')")
-    page.evaluate("document.querySelector('.reason').removeAttribute('placeholder')")
-    page.evaluate("document.querySelector('.how .soft').style.color = '#cccccc'")
-    assert {v["id"] for v in Axe().run(page).response["violations"]} >= {"label", "color-contrast"}
-
-
 def test_instructions_are_rendered_like_prompts_and_the_bar_covers_nothing_on_a_phone(opened, studio):
     number = project(studio, 2, name="as a prompt is", strengths=3, instructions="Be **kind**:\n\n- first\n- second")
     page, _ = at_work(opened, studio, number, size="phone")

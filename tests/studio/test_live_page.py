@@ -14,7 +14,6 @@ from browser import (
     Visits,
     cells_outside_the_window,
     everything_is_reached_by_tab,
-    make_the_player_sticky,
     under_the_player,
 )
 from playwright.sync_api import expect
@@ -128,13 +127,6 @@ def test_the_player_covers_nothing(opened, width, height):
     page.set_viewport_size({"width": width, "height": height})
     until(lambda: not under_the_player(page))
     assert (width, height) != SMALL_WINDOWS[0] or not cells_outside_the_window(page)
-
-
-def test_negative_control_a_player_that_sticks_covers_cells(opened):
-    page = opened()
-    page.set_viewport_size({"width": 1366, "height": 650})
-    make_the_player_sticky(page)
-    assert under_the_player(page)
 
 
 def test_modules_are_put_together_only_where_every_form_is_known():

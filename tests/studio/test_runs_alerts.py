@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from run_folders import figures
 
+from psigrad.records.signals import SIGNAL_BY_NAME as SIGNALS
 from psigrad.records.warnings import BY_NAME, RULES, Watch, name_of
-from psigrad.records.warnings import SIGNAL_BY_NAME as SIGNALS
 
 ROWS = 80
 rng_seed = SimpleNamespace(value=0)
@@ -214,3 +214,4 @@ def test_no_key_belongs_to_two_signals():
     assert len(keys) == len(set(keys)) and all(
         signal.says or signal.name in ("learning_rate", "step_time") for signal in SIGNALS.values()
     )
+    assert all(len(signal.labels) == 1 + len(signal.beside) for signal in SIGNALS.values())

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -318,21 +317,3 @@ def test_what_people_planted_is_found_in_the_sources():
     """Each changes what stands in its file exactly once; all of the reviews are there."""
     found = planting.named()
     assert len(found) == 34 and all(before != after for before, after in (m.sources() for m in found.values()))
-
-
-def test_rooms_take_turns_so_that_each_is_judged_as_far_as_the_others_wherever_it_stops():
-    """Of three and of six: after a third of all, a third of each. Within a room the order stays; what people planted is first."""
-    rooms = (("a", 3), ("b", 6))
-    drawn = [planting.Mutant(f"psigrad/{room}/x.py", i, "op", "", "", (0, 0, "")) for room, size in rooms for i in range(size)]
-    first = planting.Mutant("psigrad/b/x.py", 99, "named", "", "", (0, 0, ""))
-    found = mutants.in_turn([*drawn, first])
-    assert found[0] is first
-    assert Counter(map(mutants.room_of, found[1:4])) == {"a": 1, "b": 2}
-    assert [m.line for m in found[1:] if mutants.room_of(m) == "b"] == list(range(6))
-
-
-def test_a_decorator_that_goes_with_the_empty_lines_above_it_is_planted_in_its_own_line(monkeypatch):
-    source = "LIMIT = 3\n\n\n@frozen\nclass Held:\n    pass\n"
-    monkeypatch.setattr(planting, "source_of", lambda file: source)
-    mutant = planting.mutant_of("f.py", "op", source.replace("\n\n@frozen", ""))
-    assert (mutant.line, mutant.before) == (4, "@frozen") and mutant.sources()[1] == source.replace("\n\n@frozen", "")

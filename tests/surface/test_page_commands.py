@@ -70,8 +70,7 @@ def unknown(text: str) -> list[str]:
 
 
 def test_every_command_of_every_page_exists_with_its_flags():
-    pages = [page for page in page_commands.pages() if page.name != "errors.md"]  # whose commands are mistakes
-    found = [command for page in pages for command in page_commands.commands(page)]
+    found = [command for page in page_commands.pages() for command in page_commands.commands(page)]
     assert len(found) > 170 and sum(not command.needs for command in found) >= 130  # and the reward `code`, with bubblewrap
     assert {f"{c.page}: {c.text}": wrong for c in found if (wrong := unknown(c.text))} == {}
     assert unknown("psigrad grpoo --model m") == ["grpoo"] and unknown("psigrad sft --no-such 1 --model m") == ["--no-such"]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
 from pathlib import Path
 
 import pytest
+import scripts
 
 FILE = Path(__file__).parents[2] / "tools" / "pycosat" / "pycosat.py"
 
 
 @pytest.fixture(scope="module")
 def solver():
-    spec = importlib.util.spec_from_file_location("pycosat_in_python", FILE)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return scripts.load("tools/pycosat/pycosat.py")
 
 
 def by_trying(clauses):

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import pkgutil
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import scripts
 
 import psigrad.objective
 
 ROOT = Path(__file__).parents[2]
 
 
-def load_typeset():
-    spec = importlib.util.spec_from_file_location("typeset", ROOT / "docs" / "make" / "typeset.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
-
-
-typeset = load_typeset()
+typeset = scripts.load("docs/make/typeset.py")
 
 
 def bare(formula):

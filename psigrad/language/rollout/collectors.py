@@ -1,6 +1,6 @@
 """From prompts to scored trajectories: a `TrajectoryCollector` makes them, a `ScoredRollout` has them scored meanwhile.
 
-`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors outside of the training core (`psigrad/language/rollout/episodes/`, `psigrad_serve/agents/`, `psigrad_extras/investigate/`).
+`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors outside of the core.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from psigrad.records.report.facts import describe_method, facts, format_time, ov
 from psigrad.records.report.verdict import verdict, watched
 from psigrad.records.row_lines import replace_file
 from psigrad.records.rows import number
+from psigrad.records.signals import SIGNAL_BY_NAME, name_of
 from psigrad.records.warnings import BY_NAME as RULES
-from psigrad.records.warnings import SIGNAL_BY_NAME, Alert, name_of
+from psigrad.records.warnings import Alert
 
 SAMPLES, AT_ONCE = 24, 6
 _ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
@@ -182,7 +183,7 @@ def _title(key: str) -> str:
     signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":
         return bare
-    title = signal.title.removesuffix(", held out").removeprefix("Held-out ")
+    title = signal.title.removeprefix("Held-out ")
     return f"{title[0].upper()}{title[1:]}" + (f", {signal.unit}" if signal.unit else "")
 
 

@@ -7,12 +7,13 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from psigrad.records.read import RunData, escape, kind_of, show_number
 from psigrad.records.rows import number
+from psigrad.records.signals import SIGNALS, Signal
 
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. The page swaps in lighter ones in the dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
@@ -41,81 +42,8 @@ class Plot:
         return self.labels if max(map(len, self.labels)) > _LABEL else ()
 
 
-_ONLINE = (
-    Plot("Reward", "mean over all completions of a step", ("reward",)),
-    Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",)),
-    Plot("KL to the starting model", "held-out, nats per completion", ("eval/kl",)),
-    Plot("Completion length", "tokens", ("completions/mean_length", "completions/max_length"), ("mean", "longest")),
-    Plot("Cut by the length limit", "share of completions", ("completions/clipped_ratio",)),
-    Plot("Groups without signal", "share of prompts whose rewards are all equal", ("frac_reward_zero_std",)),
-    Plot("KL in the loss", "to the reference, nats per token", ("kl",)),
-    Plot(
-        "Clipped",
-        "share of tokens without gradient",
-        ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"),
-        ("all", "low", "high"),
-    ),
-    Plot("Clipped weights", "share of tokens", ("cispo_clip_ratio",)),
-    Plot("Sampler against trainer", "largest difference in log-probability", ("sampling/sampling_logp_difference/max",)),
-)
-_OFFLINE = (
-    Plot("Loss", "nats per token", ("loss", "eval/loss"), ("train", "held-out")),
-    Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",)),
-    Plot("Token accuracy", "share", ("mean_token_accuracy", "eval/mean_token_accuracy"), ("train", "held-out")),
-)
-_REWARD = (
-    Plot("Loss", "nats per pair", ("loss", "eval/loss"), ("train", "held-out")),
-    Plot("Accuracy", "share of pairs in the right order", ("accuracy", "eval/accuracy"), ("train", "held-out")),
-    Plot("Lead of the chosen", "difference of the rewards", ("margin", "eval/margin"), ("train", "held-out")),
-    Plot("Mean reward", "where the scale stands", ("mean_reward", "eval/mean_reward"), ("train", "held-out")),
-    Plot("Calibration error", "how far confidence is from accuracy, held-out", ("eval/calibration_error",)),
-)
-_PREFERENCE = (
-    Plot("Loss", "", ("loss", "eval/loss"), ("train", "held-out")),
-    Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",)),
-    Plot(
-        "Accuracy", "share of pairs in the right order", ("rewards/accuracies", "eval/rewards/accuracies"), ("train", "held-out")
-    ),
-    Plot("Margin", "implicit reward of chosen less rejected", ("rewards/margins", "eval/rewards/margins"), ("train", "held-out")),
-    Plot("Implicit rewards", "of chosen and rejected", ("rewards/chosen", "rewards/rejected"), ("chosen", "rejected")),
-    Plot("Log-probs", "of chosen and rejected, nats per completion", ("logps/chosen", "logps/rejected"), ("chosen", "rejected")),
-    Plot("KL estimate", "KTO's reference point", ("kl",)),
-)
-_CRITIC = (
-    Plot("Explained variance", "of the returns, by the critic", ("explained_variance",)),
-    Plot("Value loss", "", ("value_loss",)),
-    Plot("Values and returns", "means over tokens", ("value/mean", "returns/mean"), ("value", "return")),
-)
-_CONTROL = (
-    Plot("Return", "mean over the last 100 training episodes", ("rollout/ep_rew_mean",), smooth=False),
-    Plot("Held-out {metric}", "evaluation episodes, with the 95 % interval", ("{metric}/mean",)),
-    Plot("Episode length", "mean over the last 100 training episodes, steps", ("rollout/ep_len_mean",), smooth=False),
-    Plot("KL to the policy that collected", "nats per step, at the last update of a rollout", ("train/approx_kl",)),
-    Plot("Clipped", "share of steps without gradient", ("train/clip_fraction",)),
-    Plot("Explained variance", "of the returns, by the critic", ("train/explained_variance",)),
-    Plot("Value loss", "", ("train/value_loss",)),
-    Plot("Loss", "Huber loss of Q", ("train/loss",)),
-    Plot("Entropy", "of the policy, nats per step", ("train/entropy",)),
-    Plot("Exploration", "share of actions drawn by chance", ("rollout/exploration_rate",), smooth=False),
-    Plot("Gradient norm", "before clipping", ("train/grad_norm",)),
-    Plot("Learning rate", "", ("train/learning_rate",), smooth=False),
-    Plot("Speed", "steps per second, updates included", ("tokens_per_second",)),
-)
-_TURNS = (Plot("Turns", "per episode", ("turns/mean",)),)
-_BY_KIND = {
-    "sft": _OFFLINE,
-    "reward": _REWARD,
-    "preference": _PREFERENCE,
-    "control": _CONTROL,
-    "online": (*_ONLINE, *_TURNS, *_CRITIC),
-}
-_BOTH = (
-    Plot("Entropy", "of the policy, nats per token; surprise where its draws are filtered", ("entropy", "surprise")),
-    Plot("Gradient norm", "before clipping", ("grad_norm",)),
-    Plot("Learning rate", "", ("learning_rate",), smooth=False),
-)
-_TIME = Plot("Time", "seconds per step, by phase", ())
-_SPREAD = Plot("Rewards", "share of completions by reward", ())
+_TIME = Plot("Time", "Seconds per step, by phase.", ())
+_SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 
 
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
@@ -132,12 +60,11 @@ def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
 
 def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
     """(plot, SVG) of everything that these runs have to show; of one run also its rewards and its time."""
-    metrics = list(dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric))
-    known = [plot for run in runs for plot in _BY_KIND[kind_of(run.config)]] + list(_BOTH)
-    plots = dict.fromkeys(one for plot in known for one in _expand(plot, metrics))
+    kinds = {kind_of(run.config) for run in runs}
+    plots = dict.fromkeys(one for signal in SIGNALS if kinds & {*signal.kinds} for one in _plots_of(signal, runs))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
         labels = tuple(escape(key.split("/")[-2]) for key in parts)
-        plots[Plot("Reward functions", "mean of each, before weighting", tuple(parts), labels)] = None
+        plots[Plot("Reward functions", "Mean of each, before weighting.", tuple(parts), labels)] = None
     pictures = [
         (plot, picture(plot.title, partial(_lines, plot=plot, runs=runs)))
         for plot in plots
@@ -151,15 +78,19 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Whether there is a curve: two points or more, and not all zero (clip ratios of on-policy runs are)."""
+    """Return True if there is a curve: two points or more, and not all zero (clip ratios of on-policy runs are)."""
     return len(values) > 1 and any(values)
 
 
-def _expand(plot: Plot, metrics: Sequence[str]) -> list[Plot]:
-    """A plot of the held-out metric, once for each metric that the runs have."""
-    if "{metric}" not in plot.title:
-        return [plot]
-    return [replace(plot, title=plot.title.format(metric=name.removeprefix("eval/")), keys=(f"{name}/mean",)) for name in metrics]
+def _plots_of(signal: Signal, runs: Sequence[RunData]) -> list[Plot]:
+    """Return the picture of a signal; of the held-out metric, one for each metric that the runs have."""
+    note = " ".join(filter(None, (signal.says, f"In {signal.unit}." if signal.unit else "")))
+    if signal.name == "held_out":
+        metrics = dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric)
+        return [Plot(f"Held-out {name.removeprefix('eval/')}", note, (f"{name}/mean",)) for name in metrics]
+    written = [key for key in signal.keys if any(_worth_drawing(run.series(key)[1]) for run in runs)]
+    keys = (*(written or signal.keys)[:1], *signal.beside)
+    return [Plot(signal.title, note, keys, signal.labels, signal.smooth)]
 
 
 def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import scripts
 import torch
 from timed_runs import timed_functions  # noqa: F401 (a fixture)
 from transformers import AutoConfig
@@ -134,9 +134,7 @@ def test_a_side_that_dies_says_why(tmp_path, monkeypatch):
 
 
 def test_the_figures_of_performance_are_those_of_its_picture():
-    specification = importlib.util.spec_from_file_location("make_performance", ROOT / "docs" / "make" / "performance.py")
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
+    script = scripts.load("docs/make/performance.py")
     found = json.loads((ROOT / "docs" / "images" / "performance.json").read_text())
     drawn = {(line["axis"], line["value"]) for line in found["lines"]}
     assert drawn == {(axis, value) for axis, (_, values, _) in script.AXES.items() for value in values}

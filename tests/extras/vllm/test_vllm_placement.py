@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scripts
 import torch
 
 from psigrad.config import OnlineConfig
@@ -98,10 +98,7 @@ def test_the_room_of_a_text_is_the_runs():
 @pytest.mark.parametrize("trials", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_an_honest_engine_in_half_precision_passes_and_one_with_a_layer_one_percent_off_does_not(trials):
     """The engine is the fused kernels, which round elsewhere than transformers' modules; see benchmarks/vllm_probe.py."""
-    spec = importlib.util.spec_from_file_location("vllm_probe", Path(__file__).parents[3] / "benchmarks" / "vllm_probe.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = module.stand_in(trials, 4 if trials == 1 else 8, 64 if trials == 1 else 128)
+    found = scripts.load("benchmarks/vllm_probe.py").stand_in(trials, 4 if trials == 1 else 8, 64 if trials == 1 else 128)
     print(found)
     assert all(share <= 1 for share in found["honest"])
     assert all(share > 1 for share in found["1 % larger"])

@@ -13,16 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, RowError, validate
-from psigrad.language.data.templates import (
-    CHATML,
-    Example,
-    completion_for_reward,
-    decode,
-    example,
-    examples,
-    prompt_ids,
-    stop_token_ids,
-)
+from psigrad.language.data.templates import CHATML, completion_for_reward, decode, example, examples, prompt_ids, stop_token_ids
+from psigrad.language.examples import Example
 
 Build = Callable[..., PreTrainedTokenizerFast]
 

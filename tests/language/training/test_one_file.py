@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
+import scripts
 import torch
 
 from psigrad.config.algorithms import resolve
@@ -15,15 +14,10 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.objective import Batch, terminal
 
-PATH = Path(__file__).parents[3] / "examples" / "grpo_in_one_file.py"
-
 
 @pytest.fixture(scope="module")
 def one_file():
-    spec = importlib.util.spec_from_file_location("grpo_in_one_file", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("examples/grpo_in_one_file.py")
 
 
 @pytest.mark.parametrize("off_policy", [False, True])

@@ -4,14 +4,12 @@ language model and on CartPole; and it learns both.
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scripts
 import torch
 
 from psigrad.config import OnlineConfig
@@ -24,18 +22,12 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.objective import Batch, PolicyOutputs, terminal
 
-PATH = Path(__file__).parents[3] / "examples" / "ppo_in_one_file.py"
 NOTICED = 1e-3
 
 
 @pytest.fixture(scope="module")
 def one_file():
-    spec = importlib.util.spec_from_file_location("ppo_in_one_file", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return scripts.load("examples/ppo_in_one_file.py")
 
 
 def noise(shape, seed, scale=0.3):

@@ -44,7 +44,7 @@ def test_long_texts_are_cut_with_a_count_and_the_page_stays_small(run, page):
 def test_the_headline_is_the_first_and_the_last_evaluation(run, page):
     table = page(report.write([run("one")]).read_text()).tables[0]
     assert table[0] == ["held-out", "step 0", "step 30", "95 % interval"]
-    assert ["exact", "0.25", "0.75", "0.65 to 0.85"] in table and ["KL, nats", "0", "3", ""] in table
+    assert ["exact", "0.25", "0.75", "0.65 to 0.85"] in table and ["KL to the starting model, nats", "0", "3", ""] in table
 
 
 def test_the_verdict_stands_on_top_with_intervals_divergence_and_warnings(run, page):
