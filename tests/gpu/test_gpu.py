@@ -18,7 +18,7 @@ from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.language.training.learners import State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 
 pytestmark = pytest.mark.gpu
 GROUPS = Groups(

@@ -12,12 +12,10 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
+from psigrad.optim import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
 from psigrad.optim import optimizer as loop
 from psigrad.optim.gradients import embedding, sums_for
-from psigrad.optim.guard import MAX_NONFINITE, NonFiniteError
-from psigrad.optim.optimizer import Optimizer, add_up
 from psigrad.optim.rules import adamw_kernels
-from psigrad.optim.schedule import learning_rate
 
 
 def test_the_schedule_at_hand_worked_points():
@@ -222,9 +220,9 @@ def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
         sum(p.float().sum() for p in busy.parameters.values()).backward()
     for optimizer in (busy, idle):
         optimizer.settle()
-        pairs = zip(optimizer.unsharded(), optimizer.masters.values(), strict=True)
+        pairs = zip(optimizer.unsharded, optimizer.masters.values(), strict=True)
         assert [x is master for x, master in pairs] == [True, True]
-    assert all(x.grad is not None for x in busy.unsharded()) and all(x.grad is None for x in idle.unsharded())
+    assert all(x.grad is not None for x in busy.unsharded) and all(x.grad is None for x in idle.unsharded)
 
 
 @pytest.mark.parametrize("size", [1, 2])

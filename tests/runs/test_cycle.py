@@ -20,7 +20,7 @@ from psigrad.language.recipes import online
 from psigrad.language.rewards import RewardError
 from psigrad.language.training.learners import LESS_MEMORY, State
 from psigrad.language.training.online import online_rl as training
-from psigrad.optim.guard import NonFiniteError
+from psigrad.optim import NonFiniteError
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint
 from psigrad.runs import cycle as module

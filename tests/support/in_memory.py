@@ -17,7 +17,7 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import PolicyGradient
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
 

@@ -33,7 +33,7 @@ from psigrad.language.training.online.figures import Tally, TokenFigures
 from psigrad.language.training.online.online_run import ValueModel, log_probs, micro_batches, rows_of, to_batch, values
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.optim.optimizer import Optimizer, add_up
+from psigrad.optim import Optimizer, add_up
 from psigrad.processes.parallel.shards import like
 from psigrad.processes.parallel.world import World, shard
 

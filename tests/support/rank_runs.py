@@ -24,7 +24,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import api
 from psigrad.language.training import learners as saved
 from psigrad.language.training.learners import Learner, State
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World

@@ -18,7 +18,7 @@ from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
 from psigrad.language.loading.model_source import check_there
 from psigrad.objective import PolicyGradient
-from psigrad.optim.schedule import check_schedule
+from psigrad.optim import check_schedule
 from psigrad.processes.parallel import launch
 from psigrad.runs import machine
 from psigrad.runs.result import Result

@@ -32,7 +32,7 @@ from psigrad.language.training.learners import Learner, State, begin
 from psigrad.language.training.memory_check import check_offline
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Generated, Task
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import session
 from psigrad.runs.best import Best

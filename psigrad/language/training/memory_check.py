@@ -17,8 +17,8 @@ from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.online.online_run import Online, divergence
 from psigrad.objective import PolicyGradient
+from psigrad.optim import Optimizer
 from psigrad.optim.gradients import in_place
-from psigrad.optim.optimizer import Optimizer
 
 
 def check_online(run: Online) -> None:

@@ -38,7 +38,7 @@ from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
 from psigrad.runs.machine import prepare_torch

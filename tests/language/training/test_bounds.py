@@ -17,7 +17,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.online import collect
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import LENGTH_PENALTY, metric_of, to_batch
-from psigrad.optim.schedule import learning_rate
+from psigrad.optim import learning_rate
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])

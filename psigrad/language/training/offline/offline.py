@@ -19,8 +19,7 @@ from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.learners import LESS_MEMORY, Keeper, State, apply_changes, with_changes
 from psigrad.objective import Loss
-from psigrad.optim.optimizer import Optimizer
-from psigrad.optim.schedule import learning_rate
+from psigrad.optim import Optimizer, learning_rate
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of, sum_figures
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal

@@ -26,7 +26,7 @@ from psigrad.language.training.online.figures import Outcome, Tally
 from psigrad.language.training.online.online_run import Online, minibatches
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
-from psigrad.optim.optimizer import step_together
+from psigrad.optim import step_together
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard, shares_of
 
 

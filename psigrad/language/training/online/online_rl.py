@@ -48,8 +48,7 @@ from psigrad.language.training.online.online_run import (
     to_batch,
 )
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.optim.optimizer import step_together
-from psigrad.optim.schedule import learning_rate
+from psigrad.optim import learning_rate, step_together
 from psigrad.runs.cycle import cycle
 
 

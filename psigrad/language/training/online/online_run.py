@@ -32,7 +32,7 @@ from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Stre
 from psigrad.language.training.online.figures import Tally, TokenFigures
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, terminal
 from psigrad.objective.preferences.online_preference import OnlinePreference
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 from psigrad.runs.journal import Journal
 
