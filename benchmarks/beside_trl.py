@@ -28,7 +28,7 @@ from psigrad.language.models.experts import balanced
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.objective import Batch, Loss, terminal
-from psigrad.optim.optimizer import Optimizer, add_up
+from psigrad.optim import Optimizer, add_up
 from psigrad_extras.preflight.bench import timed_run, timing
 from psigrad_extras.preflight.bench.inputs import build
 from psigrad_extras.preflight.bench.timing import OURS, Maker, WorkerProcess, align, costs, medians, rates

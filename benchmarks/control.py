@@ -175,7 +175,7 @@ def agree(algorithm: str) -> float:
     sb3 = {**given, "n_epochs": 1, "batch_size": 64 * 8} if algorithm == "ppo" else given
     method, rollout, model, places = _pair(algorithm, {**given, "n_epochs": 1, "batch_size": 0}, {**sb3, "learning_rate": 0.0})
     found: list[torch.Tensor] = []
-    method.optimizer.step = lambda gradient, rate: found.append(gradient.clone()) or 0.0
+    method.apply_gradient = lambda gradient, rate: found.append(gradient.clone()) or 0.0
     method._learn(rollout, False)
     model.train()
     method.network.flat.data.copy_(found[0])  # so that the gradient's parts go by the weights' names

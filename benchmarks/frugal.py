@@ -18,8 +18,7 @@ from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.packing import Groups
-from psigrad.optim import low_memory
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer, low_memory
 
 STATES, LENGTH, ROWS, STEPS, RATE, SEEDS = 24, 33, 32, 450, 2e-3, 5
 WAYS = {

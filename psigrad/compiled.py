@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -92,20 +92,8 @@ class FlatKernels(Protocol):
         ...
 
 
-class LogProbKernels(Protocol):
-    """Log-probs of chosen tokens, with the bits that sampling gives them."""
-
-    def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
-        """Sum the exponentials of each stretch of logits."""
-        ...
-
-    def of(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
-        """Return the log-probs of tokens with these logits."""
-        ...
-
-
 class CompiledKernels(Protocol):
-    """The kernels that are used outside of the fused decoder."""
+    """The kernels that are used outside of language models."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -122,53 +110,16 @@ class CompiledKernels(Protocol):
         """The networks of control."""
         ...
 
-    @property
-    def log_probs(self) -> LogProbKernels:
-        """Log-probs of chosen tokens."""
-        ...
-
-    @property
-    def products(self) -> Any:
-        """Matrix products."""
-        ...
-
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return a token for each row, by the inverse of the cumulative distribution at `u`, and its log-prob."""
         ...
 
 
-STRETCH = 1024
-"""Logits of a row whose exponentials are summed together; a constant of the kernels."""
-
-
 @functools.cache
-def _provider() -> Any:
-    """Return the module that has the kernels, or None."""
-    try:
-        return importlib.import_module("psigrad.kernels.kernels")
-    except ModuleNotFoundError:
-        return None
-
-
 def kernels() -> CompiledKernels | str:
     """Return the kernels, compiled if necessary, or the reason why there are none."""
-    found: CompiledKernels | str = "psigrad.kernels is not installed" if _provider() is None else _provider().kernels()
+    try:
+        found: CompiledKernels | str = importlib.import_module("psigrad.kernels.kernels").kernels()
+    except ModuleNotFoundError:
+        return "psigrad.kernels is not installed"
     return found
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """Return a · b + base, in `out` if it is given: by the kernels on a CPU, otherwise by PyTorch."""
-    found = kernels() if a.device.type == "cpu" else ""
-    product: Tensor = multiply_by_torch(a, b, out, base) if isinstance(found, str) else found.products.of(a, b, out, base)
-    return product
-
-
-def multiply_by_torch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """Return a · b + base by PyTorch."""
-    import torch
-
-    if base is None:
-        return torch.mm(a, b, out=out) if out is not None else torch.mm(a, b)
-    if base is out:
-        return base.addmm_(a, b)
-    return torch.addmm(base, a, b, out=out) if out is not None else torch.addmm(base, a, b)

@@ -33,8 +33,8 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, nearest
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.parts.advantage import needs_of
+from psigrad.optim import Optimizer
 from psigrad.optim.flat_rules import Adam, RMSprop
-from psigrad.optim.optimizer import Optimizer
 
 MODEL_CONFIG = "config.json"
 

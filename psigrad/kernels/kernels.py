@@ -15,9 +15,11 @@ from torch import Tensor
 
 from psigrad.compiled import AdamWWeight
 from psigrad.kernels.build import bind, library
-from psigrad.kernels.products import Products, TowerKernels
+from psigrad.kernels.products import Products, TowerKernels, by_pytorch
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
+# Logits of a row whose exponentials are summed together.
+STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiift",
     "rms_norm_gradient": "tpppppiift",
@@ -113,6 +115,12 @@ def kernels() -> Kernels | str:
     """The kernels, compiled if necessary; a string says why there are none."""
     loaded = library()
     return loaded if isinstance(loaded, str) else Kernels(loaded)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+    """out ← a · b + base by `Products.of`; by PyTorch on a GPU, or without kernels."""
+    native = kernels() if a.device.type == "cpu" else "a GPU has its own"
+    return by_pytorch(a, b, out, base) if isinstance(native, str) else native.products.of(a, b, out, base)
 
 
 class Kernels:

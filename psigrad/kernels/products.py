@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from psigrad.compiled import multiply_by_torch
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.processor import multiplies_bfloat16, slow_mkl, slow_onednn
 
@@ -58,7 +57,7 @@ class Products:
         kind = a.dtype
         mine = (self.float32 and kind == torch.float32) or (self.bfloat16 and kind == torch.bfloat16)
         if not (mine and _readable(a, kind) and _readable(b, kind) and _shapes_agree(a, b, out, base)):
-            return multiply_by_torch(a, b, out, base)
+            return by_pytorch(a, b, out, base)
         if out is None:
             out = a.new_empty(len(a), b.shape[1])
         pointers = (out.data_ptr(), a.data_ptr(), b.data_ptr(), None if base is None or base is out else base.data_ptr())
@@ -123,6 +122,15 @@ class Products:
         half = int(dtype == torch.bfloat16)
         self._call.unpack_codes(half, out.data_ptr(), matrix.table.data_ptr(), matrix.shape[1], torch.get_num_threads())
         return out
+
+
+def by_pytorch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+    """The same as `Products.of`, by PyTorch."""
+    if base is None:
+        return torch.mm(a, b, out=out) if out is not None else torch.mm(a, b)
+    if base is out:
+        return base.addmm_(a, b)
+    return torch.addmm(base, a, b, out=out) if out is not None else torch.addmm(base, a, b)
 
 
 def _readable(x: Tensor, kind: torch.dtype) -> bool:

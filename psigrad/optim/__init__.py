@@ -1,1 +1,17 @@
-"""Optimisers: rules, their schedule, and the loop that applies them, for networks of any kind."""
+"""Optimisers of networks of any kind: rules, learning rates, and the loop that applies them."""
+
+from __future__ import annotations
+
+from psigrad.optim.optimizer import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, apply_together, step_together
+from psigrad.optim.rules import check_schedule, learning_rate
+
+__all__ = [
+    "MAX_NONFINITE",
+    "NonFiniteError",
+    "Optimizer",
+    "add_up",
+    "apply_together",
+    "check_schedule",
+    "learning_rate",
+    "step_together",
+]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psigrad.compiled import FlatKernels, kernels
-from psigrad.optim.rules import Step, Update
+from psigrad.optim.rules import StepSize, Update
 
 _BETA1, _BETA2, _SMOOTHING = 0.9, 0.999, 0.99
 
@@ -35,7 +35,7 @@ class Adam:
         """Return zero moments."""
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
-    def step(self, updates: Sequence[Update], step: Step) -> None:
+    def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step by the kernel on a CPU: one pass over memory in place of seven."""
         torch.set_flush_denormal(True)
         try:
@@ -44,7 +44,7 @@ class Adam:
         finally:
             torch.set_flush_denormal(False)
 
-    def _step(self, u: Update, step: Step) -> None:
+    def _step(self, u: Update, step: StepSize) -> None:
         count = int(u.state["step"]) + 1
         u.state["step"].fill_(count)  # a fifth of the time of an addition
         rate, correction = step.lr / (1 - _BETA1**count), 1 / (1 - _BETA2**count)
@@ -73,7 +73,7 @@ class RMSprop:
         """Return a zero mean square."""
         return {"square_avg": torch.zeros_like(p)}
 
-    def step(self, updates: Sequence[Update], step: Step) -> None:
+    def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step by torch's operations."""
         torch.set_flush_denormal(True)
         try:
@@ -92,12 +92,12 @@ def _kernels(u: Update) -> FlatKernels | None:
     return None if isinstance(found, str) else found.towers
 
 
-def _factor(step: Step) -> float:
+def _factor(step: StepSize) -> float:
     """Return the number that clipping multiplies gradients by."""
     return step.max_norm / step.norm if 0 < step.max_norm < step.norm else 1.0
 
 
-def _clipped(gradient: Tensor, step: Step) -> Tensor:
+def _clipped(gradient: Tensor, step: StepSize) -> Tensor:
     factor = _factor(step)
     return gradient.mul_(factor) if factor < 1 else gradient
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from psigrad.compiled import AdamWWeight
-from psigrad.optim.rules import Step, Update, adamw_kernels
+from psigrad.optim.rules import StepSize, Update, adamw_kernels
 from psigrad.seeds import derive
 
 BLOCK = 256
@@ -102,7 +102,7 @@ class LowMemoryAdamW:
                 state[f"{key}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
         return state
 
-    def step(self, updates: Sequence[Update], step: Step) -> None:
+    def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step by the kernels where they can, otherwise by torch."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
@@ -129,7 +129,7 @@ class LowMemoryAdamW:
             derive(self.seed, "round", u.name, count) & 0xFFFFFFFF,
         )
 
-    def _step_by_torch(self, w: AdamWWeight, step: Step) -> None:
+    def _step_by_torch(self, w: AdamWWeight, step: StepSize) -> None:
         """Take the same step by torch: for other devices, and as the oracle of the kernel."""
         weight, (beta1, beta2) = w.weight, self.betas
         x, g = weight.float().flatten(), w.gradient.float().flatten() / step.divisor

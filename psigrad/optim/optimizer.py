@@ -19,14 +19,21 @@ from psigrad.compiled import OptimizerKernels
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.optim.gradients import Sums, in_place
-from psigrad.optim.guard import check_gradients
 from psigrad.optim.low_memory import LowMemoryAdamW, has_codes
-from psigrad.optim.rules import Adafactor, AdamW, Muon, Rule, Step, Update, adamw_kernels, is_hidden_matrix
+from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
 from psigrad.processes.parallel.shards import copies_of, held_of, like, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 
 STATE_FILE = "optimizer.safetensors"
 """The file of a checkpoint that holds `Optimizer.state_dict()`."""
+
+
+MAX_NONFINITE = 3
+"""Steps in a row without a finite gradient that end a run."""
+
+
+class NonFiniteError(UserError):
+    """The gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
 
 
 @dataclass(eq=False)
@@ -46,7 +53,7 @@ class Weight:
     """True if `local` is rounded stochastically and has no copy."""
     kernels: OptimizerKernels | None
     """The kernels that step `local` and the master along a bfloat16 gradient, if they can."""
-    rule: Rule
+    rule: UpdateRule
     state: dict[str, Tensor]
     buffer: Tensor | None = None
     """The float32 gradient of the last step of several passes. It is reused: allocated anew among the activations of each step
@@ -97,7 +104,7 @@ class Optimizer:
         parameters: Mapping[str, nn.Parameter],
         optim: Optim,
         *,
-        rule: Rule | None = None,
+        rule: UpdateRule | None = None,
         recompute: bool = False,
         world: World = ALONE,
         seed: int = 0,
@@ -172,6 +179,7 @@ class Optimizer:
             if w.master.grad is not None:
                 w.move_gradient()
 
+    @property
     def unsharded(self) -> list[nn.Parameter]:
         """Return what several processes sum the gradients of: the masters of weights that are not in shards."""
         return [w.master for w in self.weights.values() if w.local is w.parameter]
@@ -208,7 +216,7 @@ class Optimizer:
     def apply(self, norm: float, lr: float) -> None:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
         self.updates += 1
-        step, decay = Step(lr, norm, self.optim.max_grad_norm), self.optim.weight_decay
+        step, decay = StepSize(lr, norm, self.optim.max_grad_norm), self.optim.weight_decay
         changed: list[Tensor] = []
         for rule, weights in self._by_rule:
             updates = [w.update(g, decay) for w in weights if (g := w.gradient) is not None]
@@ -225,17 +233,13 @@ class Optimizer:
             if w.master.grad is not None and not w.stochastic:
                 w.local.copy_(w.master)
 
-    def _step_by_rows(self, w: Weight, step: Step) -> None:
+    def _step_by_rows(self, w: Weight, step: StepSize) -> None:
         """Step along a gradient that is not stored, a block of rows at a time."""
         for rows, gradient in self.sums.blocks(w.parameter):
             state = {key: x[rows] if x.dim() else x.clone() for key, x in w.state.items()}
             whole = w.update(gradient, self.optim.weight_decay)
             w.rule.step([whole._replace(weight=w.master[rows], state=state)], step)
         w.state["step"] += 1
-
-    def check(self, step: int) -> None:
-        """Raise `NonFiniteError` if too many steps in a row had no finite gradient."""
-        check_gradients(self.nonfinite, step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the rules' state and the float32 masters as "kind.<parameter>", in shards if the weights are."""
@@ -270,7 +274,30 @@ class Optimizer:
                 x.zero_()
 
 
-def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: Rule | None, seed: int) -> Weight:
+def check_gradients(nonfinite: int, step: int) -> None:
+    """Raise `NonFiniteError` if the last `nonfinite` steps, up to `step`, are too many without a finite gradient."""
+    if nonfinite >= MAX_NONFINITE:
+        raise NonFiniteError(
+            f"The gradient was not finite for {nonfinite} steps in a row, up to step {step}. No such step was applied, and the "
+            "last checkpoint is sound. Lower learning_rate, or look at the rewards and the inputs of these steps."
+        )
+
+
+def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
+    """Raise `NonFiniteError` if a weight is not finite: no run should resume from it."""
+    if bad := [name for name, x in weights.items() if x.numel() and not _is_finite(x)]:
+        raise NonFiniteError(
+            f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so no checkpoint was made of them. The last "
+            "one is sound. Lower learning_rate."
+        )
+
+
+def _is_finite(x: Tensor) -> bool:
+    least, most = x.detach().aminmax()  # one pass, and no tensor of that size
+    return math.isfinite(float(least)) and math.isfinite(float(most))
+
+
+def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule | None, seed: int) -> Weight:
     """Return the parameter with its master and its rule."""
     local = held_of(parameter)
     adamw = rule is None and optim.optimizer in ("adamw", "adamw_8bit")
@@ -286,7 +313,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: Rule | None,
     return Weight(name, parameter, local, master, stochastic, kernels, rule, rule.init(name, master))
 
 
-def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, seed: int) -> Rule:
+def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, seed: int) -> UpdateRule:
     """Return the rule of a parameter."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
@@ -326,7 +353,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
         optimizer.restore_precision()
     for optimizer in optimizers:
         optimizer.settle()
-        sum_gradients(optimizer.world, optimizer.unsharded())
+        sum_gradients(optimizer.world, optimizer.unsharded)
 
 
 def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:

@@ -1,14 +1,17 @@
-"""Update rules of named parameters: AdamW, Muon and Adafactor. A rule keeps no tensor; its state has a name and is the loop's.
+"""Update rules of named parameters (AdamW, Muon and Adafactor), and learning rates. A rule keeps no tensor: its state is the
+loop's, by name.
 
 AdamW in less memory is in `low_memory.py`, and the rules for one flat vector are in `flat_rules.py`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,9 +20,11 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from torch.optim.adamw import adamw
 
 from psigrad.compiled import AdamWWeight, OptimizerKernels, kernels
+from psigrad.config import Optim
+from psigrad.errors import UserError
 
 
-class Step(NamedTuple):
+class StepSize(NamedTuple):
     """One optimiser step: its rate, the norm of the gradient, and the norm that it is clipped to (0: never)."""
 
     lr: float
@@ -44,7 +49,7 @@ class Update(NamedTuple):
     """The bfloat16 weight of a float32 master `weight`, if kernels step both along a bfloat16 gradient."""
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """An update rule."""
 
     @property
@@ -56,7 +61,7 @@ class Rule(Protocol):
         """Return the initial state of a parameter, by name."""
         ...
 
-    def step(self, updates: Sequence[Update], step: Step) -> None:
+    def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step all parameters that have a gradient."""
         ...
 
@@ -87,7 +92,7 @@ class AdamW:
         moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=p.device), **moments}
 
-    def step(self, updates: Sequence[Update], step: Step) -> None:
+    def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step by torch, or by the kernels along half-precision gradients. Both divide gradients while they read them: a pass
         for the division alone takes a third of the step's time.
         """
@@ -98,7 +103,7 @@ class AdamW:
         if half:
             self._by_kernels(half, step)
 
-    def _by_torch(self, updates: Sequence[Update], step: Step, decay: float) -> None:
+    def _by_torch(self, updates: Sequence[Update], step: StepSize, decay: float) -> None:
         fused: Any = adamw
         divisor = step.divisor
         fused(
@@ -119,7 +124,7 @@ class AdamW:
             maximize=False,
         )
 
-    def _by_kernels(self, updates: Sequence[Update], step: Step) -> None:
+    def _by_kernels(self, updates: Sequence[Update], step: StepSize) -> None:
         counts = [u.state["step"] for u in updates]
         torch._foreach_add_(counts, 1)
         weights = []
@@ -155,7 +160,7 @@ class Muon:
         """Return zero momentum."""
         return {"momentum_buffer": torch.zeros_like(p)}
 
-    def step(self, updates: Sequence[Update], step: Step) -> None:
+    def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step all matrices."""
         for decay in dict.fromkeys(u.weight_decay for u in updates):
             group = [u for u in updates if u.weight_decay == decay]
@@ -193,7 +198,7 @@ class Adafactor:
         rows, columns = p.new_zeros(p.shape[:-1]), p.new_zeros(p.shape[:-2] + p.shape[-1:])
         return {"step": torch.zeros(()), "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
 
-    def step(self, updates: Sequence[Update], step: Step) -> None:
+    def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step one parameter after another."""
         if step.divisor != 1.0:
             torch._foreach_div_([u.gradient for u in updates], step.divisor)
@@ -213,3 +218,63 @@ class Adafactor:
             if u.weight_decay != 0:
                 u.weight.add_(u.weight, alpha=-u.weight_decay * step.lr)
             u.weight.add_(-update)
+
+
+def learning_rate(optim: Optim, step: int, total: int) -> float:
+    """Return the rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
+
+    The values are those of transformers' schedule of `total` + 1 steps with `warmup_steps` + 1 of warm-up, without its first
+    step, whose rate is 0.
+    """
+    if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
+        return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
+    progress = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
+    if optim.lr_scheduler_type in DECAYS:
+        return decayed(optim.learning_rate, optim.lr_scheduler_type, progress)
+    arguments = json.dumps(optim.lr_scheduler_kwargs or {}, sort_keys=True)
+    return optim.learning_rate * _factor(optim.lr_scheduler_type, arguments, optim.warmup_steps, total, optim.learning_rate)(step)
+
+
+DECAYS = ("linear", "cosine", "constant")
+
+
+def decayed(peak: float, kind: str, progress: float) -> float:
+    """Return the rate after a share `progress` of the steps, by one of the `DECAYS`."""
+    match kind:
+        case "linear":
+            return peak * max(0.0, 1 - progress)
+        case "cosine":
+            return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        case _:
+            return peak
+
+
+# The warm-up of these starts above 0, or lr_scheduler_kwargs give it.
+_OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
+
+
+@lru_cache(maxsize=16)
+def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
+    """Return a function from the step to its share of the `peak`, by transformers' `get_scheduler`."""
+    from transformers.optimization import get_scheduler
+
+    given = {**({"timescale": warmup or 10_000} if name == "inverse_sqrt" else {}), **json.loads(arguments)}
+    shift = int(name != "cosine_warmup_with_min_lr")  # that schedule is above 0 from its first step on
+    total_for = None if "num_stable_steps" in given else total + shift  # transformers warns if it gets both
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)
+    try:
+        made = get_scheduler(name, optimizer, warmup + shift, total_for, scheduler_specific_kwargs=given)
+        factor: Callable[[int], float] = made.lr_lambdas[0]
+        factor(shift), factor(total)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"lr_scheduler_type {name} cannot have lr_scheduler_kwargs {given}: {error}.") from None
+    return lambda step: float(factor(step + shift))
+
+
+def check_schedule(optim: Optim) -> None:
+    """Raise `UserError` if the schedule does not take these parameters."""
+    if optim.lr_scheduler_type in DECAYS and optim.lr_scheduler_kwargs:
+        raise UserError(
+            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs. cosine_with_min_lr is one that does."
+        )
+    learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)

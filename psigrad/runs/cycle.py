@@ -12,7 +12,7 @@ import torch
 
 from psigrad.config import Run
 from psigrad.errors import UserError
-from psigrad.optim.guard import check_gradients
+from psigrad.optim.optimizer import check_gradients
 from psigrad.runs.callbacks import CallbackError
 from psigrad.runs.journal import Journal, Stopped
 from psigrad.runs.progress import bar

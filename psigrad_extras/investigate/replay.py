@@ -35,7 +35,7 @@ from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.online_preference import OnlinePreference
-from psigrad.optim.schedule import learning_rate
+from psigrad.optim import learning_rate
 from psigrad.records import checkpoint
 from psigrad.records.pins import PINS, check_format
 from psigrad.records.read import kind_of

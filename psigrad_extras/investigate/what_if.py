@@ -17,7 +17,7 @@ from psigrad.language.training.online.online_run import Online
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import exp_ratio
 from psigrad.objective.parts.surrogate import clip_fractions
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 
 Gradient = dict[str, Tensor]
 

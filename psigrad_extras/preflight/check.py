@@ -44,7 +44,7 @@ from psigrad.language.training.online.batch import MicroBatch, inputs_of, micro_
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
 from psigrad.objective.parts.advantage import total_return
-from psigrad.optim.optimizer import Optimizer, add_up
+from psigrad.optim import Optimizer, add_up
 from psigrad.runs import machine
 
 # Prompts that are looked at, completions of each, and the most tokens of one.

@@ -144,7 +144,7 @@ def test_an_ensemble_of_equal_critics_learns_as_one_and_unequal_ones_each_by_the
     made = method("a2c", n_steps=8, n_critics=3, optimizer="adam", max_grad_norm=0)
     _, seen, recorded, now, prepared = prepared_of(made)
     seen_gradient = []
-    made.optimizer.step = lambda gradient, rate: seen_gradient.append(gradient.clone()) or 0.0
+    made.apply_gradient = lambda gradient, rate: seen_gradient.append(gradient.clone()) or 0.0
     part = made._parts(prepared, seen)
     made._update(made.algorithm, part, made.algorithm.totals(prepared), (recorded, now), False, None)
     returns = part.prepared.returns[:, 0]
@@ -381,7 +381,7 @@ def test_a_surrogate_of_whole_sequences_gets_them():
 
 def test_an_update_that_was_left_out_says_nothing_of_the_penalty(monkeypatch):
     made = method("ppo_penalty", n_steps=8, n_epochs=2, learning_rate=1e-7)
-    monkeypatch.setattr(made.optimizer, "step", lambda gradient, rate: float("nan"))
+    monkeypatch.setattr(made, "apply_gradient", lambda gradient, rate: float("nan"))
     made.iterate()
     assert made.state[PENALTY_KEY] == 1.0
     monkeypatch.undo()

@@ -320,7 +320,7 @@ def test_an_error_after_a_weight_has_moved_saves_nothing(tmp_path, monkeypatch):
 
     def train_interval(self):
         original(self)
-        self.optimizer.steps += 1
+        self.optimizer.updates += 1
         raise OSError("too late")
 
     monkeypatch.setattr(Trainer, "train_interval", train_interval)

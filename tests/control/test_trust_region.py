@@ -118,7 +118,7 @@ def test_a_step_is_taken_by_the_settings(damping, monkeypatch):
 
     monkeypatch.setattr(trust_region, "step", step)
     monkeypatch.setattr(trust_region, "fisher_product", products)
-    monkeypatch.setattr(made.optimizer, "step", lambda gradient, rate: updates.append(rate))
+    monkeypatch.setattr(made, "apply_gradient", lambda gradient, rate: updates.append(rate))
     made.iterate()
     ((more, named),) = asked
     torch.testing.assert_close(more, torch.full_like(more, damping), rtol=0, atol=1e-6)
@@ -134,7 +134,7 @@ def test_the_critics_error_is_the_mean_of_the_last_pass(monkeypatch):
     made.restart()
     seen, fit = [], made._fit_critic
     monkeypatch.setattr(made, "_fit_critic", lambda algorithm, whole, *rest: seen.append(whole) or fit(algorithm, whole, *rest))
-    monkeypatch.setattr(made.optimizer, "step", lambda gradient, rate: None)
+    monkeypatch.setattr(made, "apply_gradient", lambda gradient, rate: None)
     figures = made.iterate()
     (whole,) = seen
     value, returns = whole.prepared.batch.value[:, 0], whole.prepared.returns[:, 0]

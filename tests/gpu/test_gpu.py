@@ -18,7 +18,7 @@ from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
 from psigrad.language.training.state import State
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.step import Clock
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,8 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, made, some_groups
 
-from psigrad.compiled import multiply
 from psigrad.kernels import processor
-from psigrad.kernels.kernels import kernels
+from psigrad.kernels.kernels import kernels, multiply
 from psigrad.kernels.products import Products
 from psigrad.language.models.packing import pack
 

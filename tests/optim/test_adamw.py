@@ -11,8 +11,7 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
-from psigrad.optim import gradients
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer, gradients
 from psigrad.optim.rules import adamw_kernels
 from psigrad.records import checkpoint
 
@@ -110,7 +109,6 @@ def test_only_torchs_own_imports_the_compiler():
     code = """
 import sys, torch
 from psigrad.config import Optim
-from psigrad.optim.optimizer import Optimizer
 p = torch.nn.Parameter(torch.ones(2, 2))
 p.grad = p.detach()
 Optimizer({"p": p}, Optim()).apply(1.0, 0.1)

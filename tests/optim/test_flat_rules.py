@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from psigrad.config import Optim
+from psigrad.optim import NonFiniteError, Optimizer, apply_together
 from psigrad.optim.flat_rules import Adam, RMSprop
-from psigrad.optim.guard import NonFiniteError
-from psigrad.optim.optimizer import Optimizer, apply_together
 
 
 def optimizer_of(flat, kind, max_norm) -> Optimizer:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.optim import low_memory
+from psigrad.optim import Optimizer, low_memory
 from psigrad.optim.low_memory import decode, encode, levels, middles, round_stochastically
-from psigrad.optim.optimizer import Optimizer
 
 SHAPES = {"layer.weight": (80, 67), "embed_tokens.weight": (64, 65), "norm.weight": (80,)}
 

@@ -12,12 +12,11 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
+from psigrad.optim import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
 from psigrad.optim import optimizer as loop
 from psigrad.optim.gradients import embedding, sums_for
-from psigrad.optim.guard import MAX_NONFINITE, NonFiniteError
-from psigrad.optim.optimizer import Optimizer, add_up
+from psigrad.optim.optimizer import check_gradients
 from psigrad.optim.rules import adamw_kernels
-from psigrad.optim.schedule import learning_rate
 
 
 def test_the_schedule_at_hand_worked_points():
@@ -114,11 +113,11 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_stops_the_run_in_the_en
         assert all(torch.equal(p, weights[n]) for n, p in module.named_parameters())
         assert all(torch.equal(x, moments[key]) for key, x in optimizer.state_dict().items())
         if count < MAX_NONFINITE:
-            optimizer.check(7)
+            check_gradients(optimizer.nonfinite, 7)
     with pytest.raises(NonFiniteError, match="not finite for 3 steps in a row, up to step 7"):
-        optimizer.check(7)
+        check_gradients(optimizer.nonfinite, 7)
     assert optimizer.step([loss(module)], 0.1) is not None
-    optimizer.check(8)
+    check_gradients(optimizer.nonfinite, 8)
 
 
 def test_bfloat16_weights_accumulate_updates_too_small_for_them():
@@ -222,9 +221,9 @@ def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
         sum(p.float().sum() for p in busy.parameters.values()).backward()
     for optimizer in (busy, idle):
         optimizer.settle()
-        pairs = zip(optimizer.unsharded(), optimizer.masters.values(), strict=True)
+        pairs = zip(optimizer.unsharded, optimizer.masters.values(), strict=True)
         assert [x is master for x, master in pairs] == [True, True]
-    assert all(x.grad is not None for x in busy.unsharded()) and all(x.grad is None for x in idle.unsharded())
+    assert all(x.grad is not None for x in busy.unsharded) and all(x.grad is None for x in idle.unsharded)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -11,8 +11,7 @@ from transformers.optimization import Adafactor, get_scheduler
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
-from psigrad.optim.optimizer import Optimizer
-from psigrad.optim.schedule import check_schedule, learning_rate
+from psigrad.optim import Optimizer, check_schedule, learning_rate
 
 SCHEDULES = {
     "cosine_with_restarts": {"num_cycles": 3},

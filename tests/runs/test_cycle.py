@@ -21,7 +21,7 @@ from psigrad.language.recipes.loops import LESS_MEMORY
 from psigrad.language.rewards import RewardError
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.state import State
-from psigrad.optim.guard import NonFiniteError
+from psigrad.optim import NonFiniteError
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint
 from psigrad.runs import cycle as module

@@ -13,7 +13,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.rewards.reward_pool import PoolScoring
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.records import checkpoint
 from psigrad.runs.journal import Stopped
 

@@ -25,7 +25,7 @@ from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import PolicyGradient
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 
 
 class Log:

@@ -20,7 +20,7 @@ from psigrad.objective.batch import Batch, PolicyOutputs, terminal
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import clip
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 
 LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY, COLUMNS = 2, 64, 192, 4, 12, 16
 WEIGHTS, DEMONSTRATIONS, CARE, PROMPTS, COMPLETIONS = range(5)

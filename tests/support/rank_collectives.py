@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_gradients import CASES, groups_of, load
 
 from psigrad.config import Optim
-from psigrad.optim.optimizer import Optimizer, add_up
+from psigrad.optim import Optimizer, add_up
 from psigrad.processes.parallel.world import World
 
 # By which name, and at which place, torch's collectives are given the larger of their tensors.

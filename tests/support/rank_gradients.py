@@ -36,7 +36,7 @@ from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.optim.optimizer import Optimizer, add_up
+from psigrad.optim import Optimizer, add_up
 from psigrad.processes.parallel.shards import like
 from psigrad.processes.parallel.world import World, shard
 

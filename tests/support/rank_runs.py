@@ -25,7 +25,7 @@ from psigrad.language.recipes import learners as saved
 from psigrad.language.recipes import running
 from psigrad.language.recipes.learners import Learner
 from psigrad.language.training.state import State
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World

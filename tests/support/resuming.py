@@ -25,7 +25,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, preference, reward, sft
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.records import checkpoint
 from psigrad.runs.journal import Journal
 

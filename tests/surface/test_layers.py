@@ -19,10 +19,14 @@ BESIDE = ("psigrad_extras", "psigrad_serve", "psigrad_studio")
 ROOMS = (
     *("cli", "compat", "control", "language.recipes", "language.training", "language.loading"),
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
-    *("processes.parallel", "language.models", "language.data", "config", "objective", "tabular"),
+    *("language.models", "language.data", "kernels", "optim", "processes.parallel", "config", "objective", "tabular"),
 )
-LEAVES = ("cache_folder", "errors", "extras", "importing", "intervals", "redaction", "seeds")
-ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
+LEAVES = ("cache_folder", "compiled", "errors", "extras", "importing", "intervals", "redaction", "seeds")
+# Kernels are a plug-in: only models, whose fused decoder is made of them, import them. All others ask `compiled`.
+ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular", "kernels"} - {room}) for i, room in enumerate(ROOMS)}
+ALLOWED["language.models"] |= {"kernels"}
+# Control and language are two uses of what is below both.
+ALLOWED["control"] -= {room for room in ROOMS if room.startswith("language.")}
 # Whoever reads run folders reads files, and nothing else of the library.
 ALLOWED |= {
     "records.report": {"records.report", "records", "config", *LEAVES},
@@ -30,6 +34,7 @@ ALLOWED |= {
     # the life of a run, whatever it trains
     "runs": {"runs", "records.report", "records", "processes.parallel", "config", *LEAVES},
     "config": {"config", "objective", *LEAVES},
+    "kernels": {"kernels", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},
     "language.rewards": {
@@ -39,8 +44,9 @@ ALLOWED |= {
     "processes.workers": {"processes.workers", "processes.sandbox", *LEAVES},
     "processes.sandbox": {"processes.sandbox", *LEAVES},
 }
-# Where the core reaches a room of other libraries' words; the packages beside psigrad it reaches by `extras.py` alone.
-HOOKS = {"config/load.py": {"compat"}}
+# Where the core reaches a room of other libraries' words; the packages beside psigrad it reaches by `extras.py` alone. The
+# sampler's cache is laid out as the kernels read it.
+HOOKS = {"config/load.py": {"compat"}, "language/rollout/samplers/cache.py": {"kernels"}}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}, "extras": {"extras", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
 
@@ -94,6 +100,8 @@ def test_negative_control_an_import_upwards_is_noticed():
     assert rooms_imported("def f():\n    from psigrad import seeds") - ALLOWED["objective"] == {"seeds"}
     assert rooms_imported("import psigrad.language.recipes.sft as s") - ALLOWED["records.report"] == {"language.recipes"}
     assert not rooms_imported("from psigrad.language.models import tiny") - ALLOWED["language.training"]
+    assert rooms_imported("from psigrad.language.models import tiny") - ALLOWED["control"] == {"language.models"}
+    assert rooms_imported("import psigrad.kernels.kernels") - ALLOWED["optim"] == {"kernels"}
 
 
 def packages_of(source: str) -> set[str]:
@@ -105,7 +113,22 @@ def test_the_core_imports_no_package_beside_it():
     assert {str(path): found for path in MODULES if (found := packages_of(path.read_text()) - {"psigrad"})} == {}
 
 
-ROOMS_OF_THE_CORE = ("objective", "tabular", "control", "language", "runs", "records", "processes", "config", "compat", "cli")
+ROOMS_OF_THE_CORE = (
+    *(
+        "objective",
+        "optim",
+        "kernels",
+        "tabular",
+        "control",
+        "language",
+        "runs",
+        "records",
+        "processes",
+        "config",
+        "compat",
+        "cli",
+    ),
+)
 
 
 def test_tests_of_the_core_import_no_package_beside_it():

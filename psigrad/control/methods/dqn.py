@@ -18,7 +18,7 @@ from psigrad.control.networks.distributions import Array, Categorical
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import q_learning
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.records import checkpoint
 
 REPLAY = "replay.safetensors"

@@ -27,7 +27,7 @@ from psigrad.objective.parts.advantage import needs_of, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
 from psigrad.objective.parts.surrogate import clip, kl_penalty
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 
 
 @dataclass(frozen=True, eq=False)

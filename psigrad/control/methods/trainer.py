@@ -21,9 +21,9 @@ from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Array
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.optim.guard import check_weights
-from psigrad.optim.optimizer import STATE_FILE, Optimizer, apply_together
-from psigrad.optim.schedule import decayed
+from psigrad.optim import Optimizer, apply_together
+from psigrad.optim.optimizer import STATE_FILE, check_gradients, check_weights
+from psigrad.optim.rules import decayed
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
 
@@ -100,7 +100,7 @@ class Trainer(ABC):
         """
         self.network.flat.grad = gradient
         (norm,) = apply_together([(self.optimizer, rate)])
-        self.optimizer.check(self.timesteps)
+        check_gradients(self.optimizer.nonfinite, self.timesteps)
         return norm
 
     def rng(self, purpose: str) -> np.random.Generator:

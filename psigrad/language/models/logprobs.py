@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from psigrad.compiled import STRETCH, CompiledKernels, kernels, multiply
+from psigrad.kernels.kernels import STRETCH, Kernels, kernels, multiply
 from psigrad.language.models.fused.caches import CachedLogProbs
 from psigrad.optim import gradients
 
@@ -373,14 +373,14 @@ class _HeadUse:
                 _add_product(dweight[columns], given.t(), self.hidden[rows])
 
 
-def _native(hidden: Tensor, weight: Tensor) -> CompiledKernels | None:
+def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
     """The kernels, where they draw among such logits."""
     native = kernels() if hidden.device.type == "cpu" and hidden.dtype == weight.dtype else ""
     return None if isinstance(native, str) or weight.dtype not in native.dtypes else native
 
 
 def _as_drawn(
-    native: CompiledKernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
+    native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [M] of tokens with the bits that a draw among the same logits gives them, and their logits."""
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))

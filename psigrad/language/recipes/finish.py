@@ -34,7 +34,7 @@ from psigrad.language.rollout.types import ReplicaSampler, Sampler
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.state import State
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import session
 from psigrad.runs.best import Best

@@ -19,8 +19,8 @@ from psigrad.config.load import to_dict
 from psigrad.language.models import sharded
 from psigrad.language.rollout.types import Collected
 from psigrad.language.training.state import State
-from psigrad.optim.guard import check_weights
-from psigrad.optim.optimizer import STATE_FILE, Optimizer
+from psigrad.optim import Optimizer
+from psigrad.optim.optimizer import STATE_FILE, check_weights
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import World, agree
 from psigrad.records import checkpoint

@@ -18,8 +18,8 @@ from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.online.annotators.reference import exact_kl
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import PolicyGradient
+from psigrad.optim import Optimizer
 from psigrad.optim.gradients import in_place
-from psigrad.optim.optimizer import Optimizer
 
 
 def check_online(run: Online) -> None:

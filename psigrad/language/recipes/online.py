@@ -41,7 +41,7 @@ from psigrad.language.training.online.annotators.old_log_probs import OldEntropy
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
 from psigrad.language.training.state import State
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.pins import hash_code
 from psigrad.runs import session

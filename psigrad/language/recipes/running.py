@@ -11,7 +11,7 @@ from psigrad.config.methods import TrainingConfig
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.model_source import check_there
-from psigrad.optim.schedule import check_schedule
+from psigrad.optim import check_schedule
 from psigrad.processes.parallel import launch
 from psigrad.runs import machine
 from psigrad.runs.result import Result

@@ -40,7 +40,7 @@ from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.runs.machine import prepare_torch
 from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, answer, read, reward, serve
 

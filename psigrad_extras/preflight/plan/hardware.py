@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from psigrad.compiled import multiply
 from psigrad.errors import UserError
+from psigrad.kernels.kernels import multiply
 from psigrad.language.models.backbone import DTYPES
 from psigrad.runs.machine import default_threads
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.language.models import logprobs
-from psigrad.optim import gradients
+from psigrad.optim import Optimizer, gradients, step_together
 from psigrad.optim.gradients import Sums, embedding, in_place, sums_for
-from psigrad.optim.optimizer import Optimizer, step_together
 
 # Clipped to a tenth of what the first gradient is, so that a norm that lacks the head's share shows.
 OPTIM = Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)

@@ -261,7 +261,7 @@ from psigrad.language.recipes import api, online, preference, reward, sft  # wha
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 
 def step(place, recompute=False):
     model = language_model.load(str(place), gradient_checkpointing=recompute)

@@ -18,7 +18,7 @@ from psigrad.language.rollout import collectors
 from psigrad.language.rollout.types import Completion, Prompt, Trajectory
 from psigrad.language.training.online.batch import LENGTH_PENALTY, metric_of, to_batch
 from psigrad.language.training.state import State
-from psigrad.optim.schedule import learning_rate
+from psigrad.optim import learning_rate
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])

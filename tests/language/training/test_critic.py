@@ -26,7 +26,7 @@ from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.state import State
 from psigrad.objective.batch import explained_variance
 from psigrad.objective.parts.surrogate import PENALTY_KEY
-from psigrad.optim.optimizer import Optimizer, step_together
+from psigrad.optim import Optimizer, step_together
 from psigrad.processes.parallel.world import ALONE
 
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)

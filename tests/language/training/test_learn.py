@@ -29,7 +29,7 @@ from psigrad.language.training.state import State
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.surrogate import clip, off_policy_mask
-from psigrad.optim.guard import check_gradients
+from psigrad.optim.optimizer import check_gradients
 from psigrad.step import Clock
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]

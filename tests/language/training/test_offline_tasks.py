@@ -35,7 +35,7 @@ from psigrad.language.training.state import State
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
 

@@ -14,8 +14,7 @@ from psigrad.language.models.packing import batch_at
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.state import State
 from psigrad.objective import Loss
-from psigrad.optim.optimizer import Optimizer
-from psigrad.optim.schedule import learning_rate
+from psigrad.optim import Optimizer, learning_rate
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 from psigrad.step import Clock, Observe, Outcome
 

@@ -21,7 +21,7 @@ from psigrad.language.training.online.figures import Learned
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
 from psigrad.objective.preferences.preference_loss import Preference
-from psigrad.optim.optimizer import step_together
+from psigrad.optim import step_together
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
 if TYPE_CHECKING:

@@ -60,8 +60,7 @@ from psigrad.language.training.online.online_preferences import learn_preference
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.optim.optimizer import step_together
-from psigrad.optim.schedule import learning_rate
+from psigrad.optim import learning_rate, step_together
 from psigrad.step import Clock, Outcome
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from psigrad.language.training.online.batch import MicroBatch
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.preferences.online_preference import OnlinePreference
-from psigrad.optim.optimizer import Optimizer
+from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.step import Observe
 
