@@ -1,4 +1,4 @@
-"""Where weights alone are not enough: what they do not describe is left to transformers."""
+"""Models that are not known: transformers reads them, and their numbers are compared before anything runs fused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import COMMON, CONFIGS, some_groups, written
+from fused_models import COMMON, CONFIGS, is_known, some_groups, written
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
@@ -17,8 +17,7 @@ from transformers.utils import hub
 
 from psigrad.errors import UserError
 from psigrad.language.models import language_model, scalar_model
-from psigrad.language.models.fused import weights_only
-from psigrad.language.models.fused.weights_only import WeightsOnly
+from psigrad.language.models.fused import families
 
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OTHERS = {
@@ -46,9 +45,9 @@ OTHERS = {
 )
 def test_settings_that_change_the_model_are_left_to_transformers(settings):
     config = copy.deepcopy(CONFIGS["qwen3"])
-    assert weights_only.describes(config)
+    assert families.describes(config)
     vars(config).update(settings)  # past the checks of its own
-    assert not weights_only.describes(config)
+    assert not families.describes(config)
 
 
 @pytest.mark.needs("compiler")
@@ -60,13 +59,13 @@ def test_a_llama_has_no_window_whatever_its_file_says(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_transformers_reads_what_bare_weights_do_not_describe(name, tmp_path, tokenizer):
+def test_transformers_reads_what_is_not_known(name, tmp_path, tokenizer):
     hf = written(tmp_path, OTHERS[name], tokenizer)
-    assert not weights_only.describes(hf.config)
+    assert not families.describes(hf.config)
     model = language_model.load(str(tmp_path))
-    assert not isinstance(model.network, WeightsOnly)
+    assert not is_known(model)
     ids = torch.tensor([[5, 6, 7, 8]])
-    assert torch.allclose(model.as_transformers()(input_ids=ids).logits, hf.eval()(input_ids=ids).logits, atol=1e-5)
+    assert torch.allclose(model.network(input_ids=ids).logits, hf.eval()(input_ids=ids).logits, atol=1e-5)
 
 
 @pytest.mark.needs("compiler")
@@ -81,7 +80,7 @@ def test_every_layers_window_is_its_own(tmp_path, tokenizer):
     )
     written(tmp_path, config, tokenizer)
     model = language_model.load(str(tmp_path))
-    assert isinstance(model.network, WeightsOnly) and model.decoder is not None
+    assert is_known(model) and model.decoder is not None
     assert [layer.window for layer in model.decoder.layers] == [3, 0]
     ours = model.evaluate(some_groups()).logp
     assert torch.allclose(ours, model.evaluate(some_groups(), packed=False).logp, atol=2e-5, rtol=0)
@@ -105,7 +104,7 @@ def test_files_that_are_not_as_expected_are_left_to_transformers(change, tmp_pat
     written(tmp_path, CONFIGS["qwen3"], tokenizer, tie_word_embeddings=True)
     changed(tmp_path, change)
     model = language_model.load(str(tmp_path))
-    assert not isinstance(model.network, WeightsOnly)
+    assert not is_known(model)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(model.network.parameters(), theirs.parameters(), strict=True))
 
@@ -144,13 +143,13 @@ def test_an_adapter_in_the_hubs_cache_is_left_to_transformers(asked, monkeypatch
     for file, text in {"refs/main": "5e7", "snapshots/5e7/adapter_config.json": "{}"}.items():
         (kept / file).parent.mkdir(parents=True)
         (kept / file).write_text(text)
-    assert weights_only.load("some/adapter", torch.float32) is None
+    assert families.load("some/adapter", torch.float32) is None
     assert asked == ["config.json"]
 
 
 def test_lora_goes_around_transformers_modules(tmp_path, tokenizer):
     written(tmp_path, CONFIGS["qwen3"], tokenizer)
     model = language_model.load(str(tmp_path), lora=language_model.Lora(2))
-    assert not isinstance(model.network, WeightsOnly) and model.adapter is not None
+    assert not is_known(model) and model.adapter is not None
     late = language_model.prepare(language_model.load(str(tmp_path)).network, model.tokenizer, lora=language_model.Lora(2))
     assert list(late.trainable()) == list(model.trainable())
