@@ -22,15 +22,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from timed.inputs import build
+from timed.workload import Workload
 from workloads import WORKLOADS
 
 from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling, SFTConfig
 from psigrad.runs.machine import provenance
 from psigrad_extras.preflight import plan
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "cluster.json"
+REWARD = f"{Path(__file__).parent / 'timed' / 'workload.py'}:reward"
 # Figures that placements must agree on, and by how much of their size; samplers' float32 log-probs differ by rounding.
 COMPARED, BOUND = ("reward", "grad_norm", "entropy"), 1e-3
 
@@ -60,7 +61,7 @@ def command(work: Workload, folder: Path, out: Path, placed: Placed, steps: int)
     common += [f"--processes={placed.processes}", f"--strategy={placed.strategy}", "--logging-steps=0", "--save-minutes=0"]
     if work.kind == "sft":
         return ["sft", *common, f"--batch-size={work.prompts}"]
-    online = ["--reward=psigrad_extras.preflight.bench.workload:reward", f"--prompts-per-step={work.prompts}"]
+    online = [f"--reward={REWARD}", f"--prompts-per-step={work.prompts}"]
     online += [f"--num-generations={work.generations}", f"--max-completion-length={work.completion_tokens}"]
     online += [f"--lag={placed.lag}", "--max-logp-difference=10"]
     if placed.samplers:

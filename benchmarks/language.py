@@ -3,7 +3,7 @@
 Each side runs in a process of its own with the same weights, prompts, batch shape and precision. First both compute loss and
 gradient norm on one fixed batch, and the run stops unless they are equal. Then they take steps alternately, so that whatever else
 the machine does falls on both. PPO, for which TRL 1.16 has no trainer, is timed alone. One JSON line per workload is
-appended to --json, a table goes to the screen. `psigrad bench --beside trl` does the same with a model of your own.
+appended to --json, a table goes to the screen.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 import goals
 import torch
 from beside_trl import PEERS, beside, table
+from timed.timing import alone
 from workloads import WORKLOADS
 
 from psigrad.errors import UserError
-from psigrad_extras.preflight.bench.timing import alone
 
 HERE = Path(__file__).parent
 

@@ -12,14 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from timed.inputs import build
+from timed.timing import alone
+from timed.workload import Workload
 from transformers import AutoConfig, AutoTokenizer
 from workloads import WORKLOADS
 
 from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad_extras.preflight import plan
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.timing import alone
-from psigrad_extras.preflight.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "plan.json"
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 import torch
+from timed.inputs import build
 from workloads import WORKLOADS
 
 from psigrad.language.models import language_model
@@ -28,7 +29,6 @@ from psigrad.language.rollout.types import Request, Sampler, SamplingParams
 from psigrad_extras.cluster.actor_pool import ActorPool
 from psigrad_extras.cluster.ray_broadcast import Broadcasts
 from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
-from psigrad_extras.preflight.bench.inputs import build
 from psigrad_extras.vllm import vllm_weights
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 

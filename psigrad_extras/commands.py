@@ -14,7 +14,7 @@ from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError, check_output
-from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
+from psigrad_extras.preflight.settings import PlanConfig
 
 
 def check(arguments: list[str]) -> int:
@@ -56,15 +56,6 @@ def plan(arguments: list[str]) -> int:
     from psigrad_extras.preflight.plan import plan as command
 
     print(command.run(config, asked))
-    return 0
-
-
-def bench(arguments: list[str]) -> int:
-    """Print what training steps take."""
-    config = flags.parse(BenchConfig, "bench", arguments)
-    from psigrad_extras.preflight.bench import timing as command
-
-    print(command.run(config))
     return 0
 
 
@@ -298,18 +289,18 @@ def doctor(arguments: list[str]) -> int:
 
 def experiment(arguments: list[str]) -> int:
     """Run an experiment."""
-    from psigrad_extras.experiments import declarations as experiment
+    from psigrad_extras import experiments
 
-    usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
+    usage = f"psigrad experiment {'|'.join(experiments.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
     if not arguments or arguments[0].startswith("-"):
         if not flags.asks_for_help(arguments):
             raise UserError(f"experiment got no name; the usage is {usage}.")
         print(usage)
-        for title, few in experiment.groups().items():
+        for title, few in experiments.groups().items():
             print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
         return 0
-    settings = flags.parse(experiment.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
-    experiment.run(arguments[0], settings)
+    settings = flags.parse(experiments.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
+    experiments.run(arguments[0], settings)
     return 0
 
 

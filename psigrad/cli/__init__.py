@@ -54,7 +54,6 @@ GROUPS = {
         "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", _extra("lm_eval")),
         "judge-report": Command("how a judge compares with people's votes, and with itself", _studio("judge_report")),
         "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", _extra("plan")),
-        "bench": Command("training steps of a model, timed by phase; in a source checkout beside TRL", _extra("bench")),
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
         "sweep": Command("search over any settings of a method by Optuna, over seeds", _extra("sweep")),
         "replay": Command("a step of a run once more, bit for bit, and by other methods", _extra("replay")),

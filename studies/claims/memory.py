@@ -6,6 +6,7 @@ and is 2 to 3 times as fast, since PPO holds and trains a critic as large as the
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,13 +19,15 @@ from rich.text import Text
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.errors import UserError
 from psigrad.intervals import Interval
-from psigrad_extras.experiments import drawing
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.timing import alone
-from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan import Lengths, Plan, machine, predict
+from studies import drawing
 from studies.settings import MemorySettings
 from studies.trials import ClaimVerdict, findings_text
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from timed.inputs import build
+from timed.timing import alone
+from timed.workload import Workload
 
 ARMS = {"RLOO": ("rloo", 1), "GRPO": ("grpo", 1), "PPO, 1 pass": ("ppo", 1), "PPO, 4 passes": ("ppo", 4)}
 LESS, FASTER = (0.5, 0.7), (2.0, 3.0)

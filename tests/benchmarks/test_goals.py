@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
+import goals
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def goals(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import goals
-
-    yield goals
-    del sys.modules["goals"]
 
 
 def line(workload, *, ratio=3.0, dtype="float32", memory_ratio=4.0, peak=1500.0, first=4.0):
@@ -31,7 +20,7 @@ def line(workload, *, ratio=3.0, dtype="float32", memory_ratio=4.0, peak=1500.0,
     }
 
 
-def test_every_goal_holds_at_its_bound(goals):
+def test_every_goal_holds_at_its_bound():
     found = [v for name in ("W0", "W1", "W3", "W4") for v in goals.verdicts(line(name))]
     assert [v.what for v in found if not v.holds] == []
     assert [(v.workload, v.what) for v in found] == [
@@ -58,22 +47,22 @@ def test_every_goal_holds_at_its_bound(goals):
         ("W3F", {"ratio": 1.49}, "times as fast, float32"),
     ],
 )
-def test_a_goal_that_is_missed_is_called_missed(goals, workload, figure, what):
+def test_a_goal_that_is_missed_is_called_missed(workload, figure, what):
     found = goals.verdicts(line(workload, **figure))
     assert [v.what for v in found if not v.holds] == [what]
     assert goals.table(found).count("missed") == 1
 
 
-def test_a_goal_in_float32_says_nothing_of_bfloat16(goals):
+def test_a_goal_in_float32_says_nothing_of_bfloat16():
     assert goals.verdicts(line("W4", dtype="bfloat16", ratio=1.0)) == []
 
 
-def test_alone_there_is_no_comparison(goals):
+def test_alone_there_is_no_comparison():
     alone = {key: value for key, value in line("W1").items() if key != "trl"}
     assert goals.verdicts(alone) == []
 
 
-def test_the_goals_are_of_workloads_that_exist(goals):
+def test_the_goals_are_of_workloads_that_exist():
     import workloads
 
     try:

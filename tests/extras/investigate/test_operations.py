@@ -50,7 +50,7 @@ def test_every_command_of_the_page_runs(folder, capsys):
             status = cli.main(words[1:])
             assert status == 0, (words, capsys.readouterr().err)
         seen.append(words[1] if words[0] == "psigrad" else words[0])
-    assert {"sample", "sft", "bench", "grpo", "replay", "cmp", "report"} == set(seen)
+    assert {"sample", "sft", "grpo", "replay", "cmp", "report"} == set(seen)
     assert len((folder / "runs/a/metrics.jsonl").read_text().splitlines()) >= 3
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from psigrad.errors import UserError
 from psigrad.tabular import all_paths, evaluate, lambda_returns, n_step_returns, sample_paths, softmax_policy
-from psigrad_extras.experiments import bias, problems
-from psigrad_extras.experiments.bias import SolvedWorld, Target
+from studies import bias, problems
+from studies.bias import SolvedWorld, Target
 
 TARGETS = [Target(n=1), Target(n=3), Target(n=50), Target(lam=0.0), Target(lam=0.7), Target(lam=1.0)]
 

@@ -37,9 +37,9 @@ from psigrad.tabular import (
 )
 from psigrad.tabular.mdp import FloatArray, IntArray
 from psigrad.tabular.simulation import outcomes
-from psigrad_extras.experiments import drawing, problems
-from psigrad_extras.experiments.declarations import BiasSettings
-from psigrad_extras.experiments.drawing import BLUE, INK, RUST
+from studies import drawing, problems
+from studies.drawing import BLUE, INK, RUST
+from studies.settings import BiasSettings
 
 N = (1, 2, 4, 8, 16, 32, 64)
 LAMBDA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)

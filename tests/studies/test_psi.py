@@ -10,8 +10,8 @@ import pytest
 from psigrad.intervals import over_seeds
 from psigrad.objective.parts.advantage import batch_mean, leave_one_out, moving_average, reward_to_go
 from psigrad.tabular import MDP, all_paths, sample_paths
-from psigrad_extras.experiments import problems, psi
-from psigrad_extras.experiments.psi import PsiForm
+from studies import problems, psi
+from studies.psi import PsiForm
 
 FORMS = psi.forms(1.0)
 UNBIASED_IF_ROUGH = "G − V"

@@ -10,7 +10,7 @@ import torch
 
 from psigrad.objective import PolicyOutputs
 from psigrad.tabular import all_paths, evaluate, sample_paths, softmax_policy
-from psigrad_extras.experiments import problems, psi
+from studies import problems, psi
 
 
 def expected_return(mdp, theta) -> float:

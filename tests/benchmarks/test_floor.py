@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from timed import inputs as material
+from timed.timing import floor
+from timed.workload import Workload
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from psigrad_extras.preflight.bench import inputs as material
-from psigrad_extras.preflight.bench.timing import floor
-from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan import hardware
 from psigrad_extras.preflight.plan.hardware import Machine
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from psigrad.objective.parts.surrogate import clip, dual_clip, truncated_weight
-from psigrad_extras.experiments import clip as clips
-from psigrad_extras.experiments.clip import FlatRange, flat_ranges, pushes, surrogates
+from studies import clip as clips
+from studies.clip import FlatRange, flat_ranges, pushes, surrogates
 
 NAMED = {one.name: one.surrogate for one in surrogates()}
 DIFFERENTIABLE = [name for name in NAMED if name != "CISPO"]

@@ -14,9 +14,9 @@ import pytest
 
 from psigrad import cli
 from psigrad.config.load import load
-from psigrad_extras.experiments import clip
-from psigrad_extras.experiments import declarations as experiment
-from psigrad_extras.experiments.declarations import BiasSettings, ClipSettings, PsiSettings
+from psigrad_extras import experiments as experiment
+from studies import clip
+from studies.settings import BiasSettings, ClipSettings, PsiSettings
 
 SMALL = {
     "psi": ["--seeds", "2", "--episodes", "64", "--batch", "4"],

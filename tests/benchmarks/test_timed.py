@@ -1,4 +1,4 @@
-"""The benchmark of a user's model: what it reports adds up, and it refuses what it cannot time."""
+"""The timing of training steps: what it reports adds up."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from timed import inputs, timed_run, timing, workload
+from timed.inputs import prepare, rows, tokenizer
+from timed.workload import Workload, read
 from timed_runs import timed_functions  # noqa: F401 (a fixture)
 from transformers import AutoConfig
 
-from psigrad import cli
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad_extras.preflight.bench import inputs, timed_run, timing, workload
-from psigrad_extras.preflight.bench.inputs import prepare, rows, tokenizer
-from psigrad_extras.preflight.bench.workload import Workload, read
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.shape import count_shape
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SMALL = Workload("small", "", prompts=2, generations=2, prompt_tokens=6, completion_tokens=4, steps=2)
 
 
@@ -36,33 +35,29 @@ def configuration(tmp_path_factory):
     return folder
 
 
-def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration, tmp_path, capsys):
-    sizes = ["--prompts", "2", "--generations", "2", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "2"]
-    file = tmp_path / "lines.jsonl"
-    arguments = ["bench", "--model", str(configuration), *sizes, "--threads", "1", "--json", str(file)]
-    assert cli.main(arguments) == 0
-    line, *table = capsys.readouterr().out.strip().splitlines()
-    found = json.loads(line)
-    assert file.read_text() == line + "\n"
+def timed(configuration, **changed):
+    work = replace(SMALL, **changed)
+    return timing.alone(work, "float32", 1, make=lambda work, folder: prepare(work, str(configuration), folder))
+
+
+def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration):
+    found = timed(configuration)
     assert found["versions"]["torch"] == torch.__version__ and found["cores"] >= 1 and found["when"].endswith("Z")
     assert found["processor"] and found["vectors"] and "gpu" not in found
     ours = found["ours"]
     assert set(ours["phases"]) >= {"sample", "score", "forward-backward", "optimizer", "rest"}
     assert sum(ours["phases"].values()) == pytest.approx(ours["seconds"], rel=0.3, abs=0.02)  # medians of each
     assert set(ours["floor"]) == {"sample", "forward-backward"} and 0 < sum(ours["floor"].values()) < ours["seconds"]
-    assert 0 < ours["mfu"] < 1 and "MFU" in table[2]
-    assert 4 <= ours["tokens"] <= 16 and ours["tokens_per_second"] > 0
-    assert 200 < ours["peak_mb"] < 4000
+    assert 0 < ours["mfu"] < 1 and 4 <= ours["tokens"] <= 16 and 200 < ours["peak_mb"] < 4000
     assert found["to_first_step"]["ours"] > ours["seconds"]
-    assert "tokens/s" in table[0] and configuration.name[:8] in table[1]
+    table = timing.table([found]).splitlines()
+    assert "tokens/s" in table[0] and table[1].split()[0] == "small" and "MFU" in table[2]
 
 
 @pytest.mark.slow
-def test_a_critic_is_timed_and_counted(configuration, tmp_path, capsys):
+def test_a_critic_is_timed_and_counted(configuration):
     """As a model alone is by the test above."""
-    sizes = ["--prompts", "2", "--generations", "1", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "1"]
-    assert cli.main(["bench", "--model", str(configuration), "--kind", "ppo", *sizes, "--threads", "1"]) == 0
-    ours = json.loads(capsys.readouterr().out.splitlines()[0])["ours"]
+    ours = timed(configuration, kind="ppo", generations=1, steps=1)["ours"]
     assert ours["phases"]["log-probs"] > 0 and ours["floor"]["log-probs"] > 0, "its values are computed before the update"
 
 
@@ -95,33 +90,6 @@ def test_rows_have_the_lengths_that_were_asked_for(kind):
     found = rows(replace(SMALL, kind=kind), made)
     assert all(len(made(row["prompt"]).input_ids) == SMALL.prompt_tokens for row in found)
     assert {"grpo": {"prompt"}, "sft": {"prompt", "completion"}}.get(kind, {"prompt", "chosen", "rejected"}) == set(found[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "No model was given"),
-        (["--model", "{none}"], "No model configuration could be read"),
-        (["--model", "{model}", "--completion-tokens", "400"], "exceed the model's 64 positions"),
-        (["--model", "{model}", "--generations", "1"], "GRPO compares completions of one prompt; give at least 2"),
-        (["--model", "{model}", "--kind", "rloo", "--generations", "1"], "RLOO compares completions"),
-        (["--model", "{model}", "--kind", "gpro"], "kind is 'gpro'"),
-        (["--model", "{model}", "--kind", "ppo", "--beside", "trl"], "no trainer for ppo"),
-        (["--model", "{model}", "--beside", "verl"], "beside is 'verl'"),
-        (["--model", "{model}", "--steps", "0"], "steps is 0"),
-        (["--modle", "x"], "did you mean '--model'"),
-    ],
-)
-def test_mistakes_get_a_sentence(arguments, sentence, configuration, tmp_path, capsys):
-    given = [text.format(model=configuration, none=tmp_path / "none") for text in arguments]
-    assert cli.main(["bench", *given]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_without_a_checkout_nothing_is_measured_beside_trl(configuration, monkeypatch, capsys):
-    monkeypatch.setattr(timing, "checkout_folder", lambda name: None)
-    assert cli.main(["bench", "--model", str(configuration), "--beside", "trl"]) == 2
-    assert "beside TRL comes with psigrad's source checkout" in capsys.readouterr().err
 
 
 def test_a_side_that_dies_says_why(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from psigrad.intervals import Interval
-from psigrad_extras.experiments import bias, clip, problems, psi
-from psigrad_extras.experiments.declarations import BiasSettings, ClipSettings, PsiSettings
+from studies import bias, clip, problems, psi
+from studies.settings import BiasSettings, ClipSettings, PsiSettings
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "experiments.md").read_text()

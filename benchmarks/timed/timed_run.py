@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timed.workload import Parent, Phases, Workload, answer, read, reward, serve
 
 from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
 from psigrad.config.algorithms import resolve
@@ -42,7 +43,6 @@ from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
 from psigrad.runs.machine import prepare_torch
-from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, answer, read, reward, serve
 
 RATE = Optim(learning_rate=1e-6)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timed.workload import Workload
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -23,7 +24,6 @@ from psigrad.errors import UserError
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models.backbone import read_tokenizer
-from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan.shape import config_of, model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

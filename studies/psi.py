@@ -45,10 +45,10 @@ from psigrad.objective.parts.surrogate import score
 from psigrad.records.report.plots import GREY
 from psigrad.tabular import Paths, all_paths, sample_paths
 from psigrad.tabular.mdp import FloatArray
-from psigrad_extras.experiments import drawing, problems
-from psigrad_extras.experiments.declarations import PsiSettings
-from psigrad_extras.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
-from psigrad_extras.experiments.problems import EXACT, ROUGH, Problem
+from studies import drawing, problems
+from studies.drawing import BLUE, GREEN, INK, PINK, RUST
+from studies.problems import EXACT, ROUGH, Problem
+from studies.settings import PsiSettings
 
 # How tables and pictures show the forms with each critic.
 _NAMED = {"": "no critic", EXACT: "exact V and Q", ROUGH: "rough V and Q"}

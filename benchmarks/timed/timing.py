@@ -1,4 +1,4 @@
-"""`psigrad bench`: a user's own model, timed in a process of its own, and the floor of each phase.
+"""Training steps in a process of their own: seconds by phase, tokens per second, peak memory, and the floor of each phase.
 
 The floor is the fewest seconds that a phase could take on this machine: its arithmetic at the speed of matrix products, and
 weights and caches read at the bandwidth of the memory. What a phase takes beyond it could still be saved.
@@ -14,71 +14,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from timed.inputs import build
+from timed.workload import Workload
 from transformers import AutoConfig
 
 import psigrad
 from psigrad.errors import UserError
-from psigrad.importing import imported
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused.layer import compute_dtype
 from psigrad.runs.machine import provenance
-from psigrad_extras.checkout import checkout_folder
-from psigrad_extras.preflight.bench.inputs import build, prepare
-from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan.arithmetic import Lengths, StepCost, Work, cost_of
 from psigrad_extras.preflight.plan.hardware import Machine, machine
 from psigrad_extras.preflight.plan.memory import recomputed_gradients
 from psigrad_extras.preflight.plan.predict import CODED
 from psigrad_extras.preflight.plan.shape import count_shape
-from psigrad_extras.preflight.settings import BenchConfig
 
 Maker = Callable[[Workload, Path], None]
 # The arguments to Python that start psigrad's process.
-OURS = ("-m", "psigrad_extras.preflight.bench.timed_run")
+OURS = (str(Path(__file__).with_name("timed_run.py")),)
 PHASES = ("sample", "score", "log-probs", "forward-backward", "optimizer", "rest")
-
-
-def run(asked: BenchConfig) -> str:
-    """Time it. One JSON line goes to the file `asked.json` where it names one; returns the line and the table for people."""
-    if not asked.model:
-        raise UserError("No model was given; name a folder, a hub model or a configuration with --model.")
-    if asked.kind in ("grpo", "rloo") and asked.generations < 2:
-        raise UserError(
-            f"generations is {asked.generations} and {asked.kind.upper()} compares completions of one prompt; give at least 2."
-        )
-    if asked.device == "cpu" and asked.attention in ("varlen", "flex"):
-        raise UserError(f"attention={asked.attention} is for GPUs and device is cpu; leave it out or give --device cuda.")
-    name = Path(asked.model).name or asked.model
-    shared = {field.name: getattr(asked, field.name) for field in fields(Workload) if hasattr(asked, field.name)}
-    work = Workload(name, f"{asked.model}, {asked.prompts} prompts × {asked.generations}", **shared)
-
-    def make(work: Workload, folder: Path) -> None:
-        prepare(work, asked.model, folder)
-
-    measure, show = _beside_trl() if asked.beside else (alone, table)
-    found = measure(work, asked.dtype, asked.threads, make=make, device=asked.device)
-    line = json.dumps(found)
-    if asked.json:
-        with open(asked.json, "a") as stream:
-            stream.write(line + "\n")
-    return line + "\n" + show([found])
-
-
-def _beside_trl() -> tuple[Callable[..., dict[str, Any]], Callable[[list[dict[str, Any]]], str]]:
-    """(measure, table) of the comparison with TRL."""
-    folder = checkout_folder("benchmarks")
-    if folder is None:
-        raise UserError(
-            "What is measured beside TRL comes with psigrad's source checkout (benchmarks/beside_trl.py), not with the installed "
-            "package; clone the repository and call psigrad in its folder, or leave --beside out."
-        )
-    file = folder / "beside_trl.py"
-    return imported(f"{file}:beside", "benchmark"), imported(f"{file}:table", "benchmark")
 
 
 class WorkerProcess:
@@ -94,7 +53,12 @@ class WorkerProcess:
         packages: str = "",
     ) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        path = [str(Path(psigrad.__file__).parents[1]), os.environ.get("PYTHONPATH", ""), packages]
+        path = [
+            str(Path(psigrad.__file__).parents[1]),
+            str(Path(__file__).parents[1]),
+            os.environ.get("PYTHONPATH", ""),
+            packages,
+        ]
         self.process = subprocess.Popen(
             [sys.executable, *program, str(folder), dtype, str(threads), device, str(time.time())],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},

@@ -21,9 +21,9 @@ from psigrad.objective.parts import ratio
 from psigrad.objective.parts.surrogate import Surrogate, clip, clip_fractions, dual_clip, truncated_weight, unclipped
 from psigrad.records.report.plots import GREY
 from psigrad.tabular.mdp import FloatArray
-from psigrad_extras.experiments import drawing
-from psigrad_extras.experiments.declarations import ClipSettings
-from psigrad_extras.experiments.drawing import BLUE, INK, RUST
+from studies import drawing
+from studies.drawing import BLUE, INK, RUST
+from studies.settings import ClipSettings
 
 CASES = (0.5, 1.0, 2.0, 8.0)
 OLD = 1 / 16
