@@ -14,7 +14,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import goals
 import torch
 from beside_trl import PEERS, beside, table
 from timed.timing import alone
@@ -50,8 +49,6 @@ def main() -> None:
                 stream.flush()
                 print(table(results[-1:]), flush=True)
     print("\n" + table(results))
-    if given.device == "cpu" and (found := [verdict for result in results for verdict in goals.verdicts(result)]):
-        print("\n" + goals.table(found))
 
 
 if __name__ == "__main__":

@@ -379,11 +379,3 @@ def demo(arguments: list[str]) -> int:
 
     terminal.print_result(demo.run(**settings))
     return 0
-
-
-def completion(arguments: list[str]) -> int:
-    """Print what makes a shell complete commands and flags."""
-    from psigrad import cli
-    from psigrad_extras import completion
-
-    return completion.completion(arguments, cli.COMMANDS)

@@ -35,7 +35,6 @@ GROUPS = {
         "init": Command("write a project to start from: verifiable reward, preferences, tools or control", begin.init),
         "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", _extra("demo")),
         "doctor": Command("what this machine offers, and what is missing", _extra("doctor")),
-        "completion": Command("what makes your shell (bash, zsh, fish) complete commands and flags", _extra("completion")),
         "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", _extra("from_trl")),
         "check": Command("whether a model, its data and its settings will train rightly, before they do", _extra("check")),
     },
