@@ -24,8 +24,10 @@ def test_files_of_a_sweep_hold_none(tmp_path, monkeypatch):
     monkeypatch.setattr(search.session, "evaluations", lambda folder: ({}, {"eval/exact/mean": 0.5}))
     for trials in (3, 4):  # and it is known again
         space = dict([search.space_of("seed:1,2,3")])
-        search.run(words, space, tmp_path, trials=trials, metric="exact", train=lambda given: next(reasons))
-        assert found_in(tmp_path) == set()
+        search.run(words, space, tmp_path / "sweep", trials=trials, metric="exact", train=lambda given: next(reasons))
+        for name in range(5):
+            (tmp_path / "sweep" / str(name)).touch()
+        assert found_in(tmp_path / "sweep") == set()
 
 
 def test_a_job_of_a_comparison_is_told_its_secrets_and_leaves_none(tmp_path, monkeypatch):
