@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class PsiSettings:
+class Settings:
+    """What every study has."""
+
+    out: str = "runs/experiments"
+    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
+
+
+@dataclass(frozen=True)
+class PsiSettings(Settings):
     """The process, its critics, how much is sampled, and where the figures go."""
 
     seeds: int = 10
@@ -26,12 +34,10 @@ class PsiSettings:
     """Pay the last step only, as completions are paid."""
     critic_error: float = 1.0
     """Standard deviation of the noise on the rough critic's values."""
-    out: str = "runs/experiments"
-    """Folder for psi.json and psi.png."""
 
 
 @dataclass(frozen=True)
-class BiasSettings:
+class BiasSettings(Settings):
     """The process, how wrong V̂ is, how much is sampled, and where the figures go."""
 
     world: str = "walk"
@@ -42,12 +48,10 @@ class BiasSettings:
     """Independent repetitions; intervals are over them."""
     episodes: int = 2_000
     """Episodes of each seed."""
-    out: str = "runs/experiments"
-    """Folder for bias.json and bias.png."""
 
 
 @dataclass(frozen=True)
-class ClipSettings:
+class ClipSettings(Settings):
     """Bounds of the surrogates, and where the figures go."""
 
     low: float = 0.2
@@ -60,12 +64,10 @@ class ClipSettings:
     """Greatest ratio of dual clip for a negative advantage."""
     cap: float = 5.0
     """Greatest weight of CISPO."""
-    out: str = "runs/experiments"
-    """Folder for clip.json and clip.png."""
 
 
 @dataclass(frozen=True)
-class LagSettings:
+class LagSettings(Settings):
     """Lengths, devices and assumed durations, and where the figures go."""
 
     completions: int = 8192
@@ -94,12 +96,10 @@ class LagSettings:
     """Assumed: seconds until two samplers have new weights; every doubling adds a fifth."""
     seed: int = 0
     """The seed of the lengths."""
-    out: str = "runs/experiments"
-    """Folder for lag.json and lag.png."""
 
 
 @dataclass(frozen=True)
-class TrialSettings:
+class TrialSettings(Settings):
     """Runs of a small language model: how many, how long, and where the figures go."""
 
     seeds: int = 8
@@ -122,8 +122,6 @@ class TrialSettings:
     """Runs at a time, each on one core."""
     progress: bool = True
     """Show a bar."""
-    out: str = "runs/experiments"
-    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,7 @@ class LoopholeSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
-class PretrainedSettings:
+class PretrainedSettings(Settings):
     """A pretrained model on sums: how much it is trained and measured, and where the figures go."""
 
     model: str = ""
@@ -238,8 +236,6 @@ class PretrainedSettings:
     """Runs at a time, each on one core."""
     progress: bool = True
     """Show a bar."""
-    out: str = "runs/experiments"
-    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +253,7 @@ class AlarmSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
-class MemorySettings:
+class MemorySettings(Settings):
     """The shape of the work, and where the figures go."""
 
     hidden: int = 512
@@ -276,8 +272,6 @@ class MemorySettings:
     """Steps that are timed."""
     threads: int = 1
     """Threads of each process."""
-    out: str = "runs/experiments"
-    """Folder for memory.json and memory.png."""
 
 
 SETTINGS: dict[str, type[Any]] = {

@@ -63,12 +63,8 @@ def test_the_same_settings_give_the_same_figures(name, tmp_path):
 
 
 def test_settings_reach_the_experiment(tmp_path, capsys):
-    assert (
-        cli.main(
-            ["experiment", "clip", "--high", "0.5", "--higher", "0.75", "--bound", "4", "--cap", "2", "--out", str(tmp_path)]
-        )
-        == 0
-    )
+    changed = ["--high", "0.5", "--higher", "0.75", "--bound", "4", "--cap", "2"]
+    assert cli.main(["experiment", "clip", *changed, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "ρ > 1.5" in printed and "ρ > 1.75" in printed and "ρ < 0.8, ρ > 4" in printed and "ρ > 1.2" not in printed
     assert [row.pushes[3] for row in clip.run(ClipSettings(cap=2.0)).rows if row.name == "CISPO"] == [2.0, -2.0]
@@ -76,25 +72,16 @@ def test_settings_reach_the_experiment(tmp_path, capsys):
 
 MISTAKES = {
     "no name": ([], "experiment got no name; the usage is psigrad experiment psi|bias|clip"),
-    "a flag for a name": (["--seeds", "3"], "experiment got no name"),
     "unknown name": (["clipp"], "There is no experiment 'clipp'; expected psi, bias, clip, lag, .*; did you mean 'clip'"),
     "unknown flag": (["psi", "--seed", "1"], "There is no flag --seed; .* did you mean '--seeds'"),
-    "no number": (["psi", "--seeds", "many"], "seeds is 'many'"),
     "no seeds": (["psi", "--seeds", "0"], "seeds is 0; expected at least 1"),
     "one episode": (["psi", "--episodes", "16"], "episodes is 16; expected at least two batches of 16"),
     "batch of one": (["psi", "--batch", "1"], "batch is 1; expected at least 2"),
     "discount": (["psi", "--discount", "1.5"], "discount is 1.5; expected a number above 0"),
-    "discount of 0": (["psi", "--discount", "0"], "discount is 0; expected a number above 0"),
     "noise": (["psi", "--critic-error", "-1"], "critic_error is -1; expected"),
-    "noise nan": (["psi", "--critic-error", "nan"], "critic_error is nan; expected"),
     "world": (["bias", "--world", "gird"], "There is no world 'gird'; expected walk or grid; did you mean 'grid'"),
-    "error": (["bias", "--error", "-0.1"], "error is -0.1; expected a number of at least 0"),
-    "no episodes": (["bias", "--episodes", "0"], "episodes 0; expected at least 1"),
     "few episodes": (["bias", "--episodes", "30", "--seeds", "1"], "give more --episodes, 380 or so"),
     "clip": (["clip", "--low", "1.5"], "clip has low=1.5"),
-    "bound": (["clip", "--bound", "1.1"], "dual_clip has bound=1.1"),
-    "cap": (["clip", "--cap", "0"], "truncated_weight has cap=0"),
-    "stray word": (["clip", "wide"], "'wide' is neither a flag nor"),
     "a file for a folder": (["clip", "--out", "{file}"], "cannot be made: .*name another with --out"),
 }
 
