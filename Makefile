@@ -22,7 +22,7 @@ help:
 	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
-	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
+	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; resumes where it stopped)"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own, and what several processes do"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
@@ -113,16 +113,16 @@ $(CLUSTER_VENV)/.installed: $(INSTALLED)
 test-faults: $(INSTALLED) $(CLUSTER_VENV)/.installed
 	$(RUN) tools/faults.py --long
 
-# in an environment of their own: what finds the faults' places is no dependency of psigrad
+# in an environment of its own: cosmic-ray is no dependency of psigrad
 MUTANTS_VENV ?= .venv-mutants
 $(MUTANTS_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(MUTANTS_VENV)
-	$(MUTANTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0 coverage==7.17.3
+	$(MUTANTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(MUTANTS_VENV)/lib/python3*/site-packages)/psigrad.pth
 	@touch $(MUTANTS_VENV)/.installed
 
 test-mutants: $(MUTANTS_VENV)/.installed
-	$(MUTANTS_VENV)/bin/python tools/mutants.py --page docs/reliability.md
+	$(MUTANTS_VENV)/bin/python tools/mutants.py --count 1000
 
 # What takes seconds each, and whose heart a shorter test of `make test` holds: browsers, several ranks, more seeds.
 test-slow: test-machine

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from timed.inputs import build
 from workloads import WORKLOADS
 
 from psigrad.language.models import language_model
@@ -24,7 +25,6 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
 from psigrad_extras.cluster.actor_pool import ActorPool
 from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
-from psigrad_extras.preflight.bench.inputs import build
 
 TOKENS = 64
 

@@ -1,7 +1,6 @@
 """psigrad and TRL side by side: equal losses and gradients on one fixed batch first, then steps in turn, medians and ratios.
 
-Each runs in processes of its own, on the same weights, prompts, batch shape and precision. So `python benchmarks/language.py`
-measures our workloads, and `psigrad bench --beside trl` a model of yours.
+Each runs in processes of its own, on the same weights, prompts, batch shape and precision.
 """
 
 from __future__ import annotations
@@ -20,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timed import timed_run, timing
+from timed.inputs import build
+from timed.timing import OURS, Maker, WorkerProcess, align, costs, medians, rates
+from timed.workload import Parent, Workload, serve
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -29,10 +32,6 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.objective import Batch, Loss, terminal
 from psigrad.optim import Optimizer, add_up
-from psigrad_extras.preflight.bench import timed_run, timing
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.timing import OURS, Maker, WorkerProcess, align, costs, medians, rates
-from psigrad_extras.preflight.bench.workload import Parent, Workload, serve
 from psigrad_extras.preflight.plan.hardware import Machine
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
@@ -69,11 +68,9 @@ def beside(
     same batch.
     """
     if work.kind not in PEERS:
-        raise UserError(f"TRL 1.16 has no trainer for {work.kind}, so nothing can be measured beside it; leave --beside out.")
+        raise UserError(f"TRL 1.16 has no trainer for {work.kind}, so nothing can be measured beside it.")
     if find_spec("trl") is None:
-        raise UserError(
-            "TRL is not installed, so nothing can be measured beside it; pip install trl==1.16.0, or leave --beside out."
-        )
+        raise UserError("TRL is not installed, so nothing can be measured beside it; pip install trl==1.16.0.")
     with tempfile.TemporaryDirectory() as folder:
         make(work, Path(folder))
         before = rates(dtype, threads, device)

@@ -18,19 +18,21 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plan import planned
+from timed.inputs import build
+from timed.workload import Workload
 from workloads import WORKLOADS
 
-from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling, SFTConfig
+from psigrad.config import Placement
 from psigrad.runs.machine import provenance
 from psigrad_extras.preflight import plan
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "cluster.json"
+REWARD = f"{Path(__file__).parent / 'timed' / 'workload.py'}:reward"
 # Figures that placements must agree on, and by how much of their size; samplers' float32 log-probs differ by rounding.
 COMPARED, BOUND = ("reward", "grad_norm", "entropy"), 1e-3
 
@@ -60,7 +62,7 @@ def command(work: Workload, folder: Path, out: Path, placed: Placed, steps: int)
     common += [f"--processes={placed.processes}", f"--strategy={placed.strategy}", "--logging-steps=0", "--save-minutes=0"]
     if work.kind == "sft":
         return ["sft", *common, f"--batch-size={work.prompts}"]
-    online = ["--reward=psigrad_extras.preflight.bench.workload:reward", f"--prompts-per-step={work.prompts}"]
+    online = [f"--reward={REWARD}", f"--prompts-per-step={work.prompts}"]
     online += [f"--num-generations={work.generations}", f"--max-completion-length={work.completion_tokens}"]
     online += [f"--lag={placed.lag}", "--max-logp-difference=10"]
     if placed.samplers:
@@ -113,29 +115,10 @@ def farthest(figures: list[dict[str, float]], others: list[dict[str, float]]) ->
 
 
 def predict_peak(work: Workload, folder: Path, placed: Placed) -> float:
-    """The plan's peak of a process in MiB."""
-    chance = 1 - 1 / work.vocabulary
-    mean = round((1 - chance**work.completion_tokens) / (1 - chance))
-    model = Model(path=f"{folder}/model")
+    """Return the planned peak of a process in MiB."""
     placement = Placement(processes=placed.processes, strategy=placed.strategy, cluster=placed.cluster)  # type: ignore[arg-type]
-    config: Any
-    if work.kind == "sft":
-        mean = 40
-        config = SFTConfig(model=model, run=Run(device="cpu"), batch_size=work.prompts)
-    else:
-        sampling = Sampling(max_completion_length=work.completion_tokens)
-        config = OnlineConfig(
-            model=model,
-            sampling=sampling,
-            run=Run(max_steps=1, device="cpu"),
-            algorithm={"preset": work.kind},
-            prompts_per_step=work.prompts,
-            num_generations=work.generations,
-            lag=placed.lag,
-        )
-    config = replace(config, placement=placement)
-    lengths = plan.Lengths(work.prompt_tokens, mean, work.prompt_tokens, max(work.completion_tokens, mean))
-    return plan.predict(config, lengths, plan.machine("cpu", "float32", placed.threads)).memory.peak / 2**20
+    made = planned(work, folder, "float32", plan.machine("cpu", "float32", placed.threads), placement, placed.lag)
+    return made.memory.peak / 2**20
 
 
 def main() -> None:

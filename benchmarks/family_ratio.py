@@ -17,12 +17,12 @@ from typing import Any
 
 from beside_trl import beside
 from real import interval
+from timed.inputs import prepare
+from timed.workload import Workload
 
 from psigrad.errors import UserError
 from psigrad.language.models import language_model
 from psigrad.runs.machine import provenance
-from psigrad_extras.preflight.bench.inputs import prepare
-from psigrad_extras.preflight.bench.workload import Workload
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "make"))
 import families

@@ -3,7 +3,7 @@
 Each side runs in a process of its own with the same weights, prompts, batch shape and precision. First both compute loss and
 gradient norm on one fixed batch, and the run stops unless they are equal. Then they take steps alternately, so that whatever else
 the machine does falls on both. PPO, for which TRL 1.16 has no trainer, is timed alone. One JSON line per workload is
-appended to --json, a table goes to the screen. `psigrad bench --beside trl` does the same with a model of your own.
+appended to --json, a table goes to the screen.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import goals
 import torch
 from beside_trl import PEERS, beside, table
+from timed.timing import alone
 from workloads import WORKLOADS
 
 from psigrad.errors import UserError
-from psigrad_extras.preflight.bench.timing import alone
 
 HERE = Path(__file__).parent
 
@@ -50,8 +49,6 @@ def main() -> None:
                 stream.flush()
                 print(table(results[-1:]), flush=True)
     print("\n" + table(results))
-    if given.device == "cpu" and (found := [verdict for result in results for verdict in goals.verdicts(result)]):
-        print("\n" + goals.table(found))
 
 
 if __name__ == "__main__":

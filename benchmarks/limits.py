@@ -16,10 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cluster import REWARD
 from real import WORKS, Real
-
-from psigrad_extras.preflight.bench.inputs import prepare
-from psigrad_extras.preflight.bench.workload import Workload
+from timed.inputs import prepare
+from timed.workload import Workload
 
 SHARES = (0.85, 0.7)
 STEPS = 2
@@ -41,7 +41,7 @@ def command(work: Workload, folder: Path) -> list[str]:
     }
     if work.online:
         told |= {
-            "reward": "psigrad_extras.preflight.bench.workload:reward",
+            "reward": REWARD,
             "prompts-per-step": work.prompts,
             "num-generations": work.generations,
             "max-completion-length": work.completion_tokens,

@@ -14,10 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from timed.inputs import LETTERS, tokenizer
 from transformers import Qwen3Config
 
 from psigrad.runs.machine import provenance
-from psigrad_extras.preflight.bench.inputs import LETTERS, tokenizer
 from psigrad_extras.preflight.plan.shape import model_of
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"

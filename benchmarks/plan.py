@@ -12,20 +12,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from timed.inputs import build
+from timed.timing import alone
+from timed.workload import Workload
 from transformers import AutoConfig, AutoTokenizer
 from workloads import WORKLOADS
 
-from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
+from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling, SFTConfig
 from psigrad_extras.preflight import plan
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.timing import alone
-from psigrad_extras.preflight.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "plan.json"
 
 
-def planned(work: Workload, folder: Path, dtype: str, machine: plan.Machine) -> plan.Plan:
-    """The plan of the workload that was made in `folder`. Random weights sample nearly uniformly: every token that ends a
+def planned(
+    work: Workload, folder: Path, dtype: str, machine: plan.Machine, placement: Placement | None = None, lag: int = 0
+) -> plan.Plan:
+    """Return the plan of the workload that was made in `folder`. Random weights sample nearly uniformly: every token that ends a
     completion is as likely as any other.
     """
     found, tokenizer = AutoConfig.from_pretrained(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
@@ -37,7 +39,7 @@ def planned(work: Workload, folder: Path, dtype: str, machine: plan.Machine) -> 
         lora_rank=work.lora_rank,
         quantize_base=work.quantize_base,  # type: ignore[arg-type]
     )
-    common: dict[str, Any] = {"model": model, "run": Run(max_steps=1, device="cpu")}
+    common: dict[str, Any] = {"model": model, "run": Run(max_steps=1, device="cpu"), "placement": placement or Placement()}
     prompts = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
     if work.kind == "sft":
         answers = [len(tokenizer(row["completion"]).input_ids) for row in rows]
@@ -53,6 +55,7 @@ def planned(work: Workload, folder: Path, dtype: str, machine: plan.Machine) -> 
         prompts_per_step=work.prompts,
         num_generations=work.generations,
         num_iterations=work.iterations,
+        lag=lag,
         **common,
     )
     return plan.predict(config, lengths, machine)

@@ -25,12 +25,12 @@ from typing import Any
 from beside_trl import beside
 from huggingface_hub import try_to_load_from_cache
 from plan import planned
+from timed.inputs import prepare
+from timed.workload import Workload
 
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.runs.machine import provenance
-from psigrad_extras.preflight.bench.inputs import prepare
-from psigrad_extras.preflight.bench.workload import Workload
 from psigrad_extras.preflight.plan.hardware import Machine
 
 FILE = Path(__file__).parent / "results" / "real.jsonl"

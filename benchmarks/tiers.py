@@ -19,13 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from timed import inputs
+from timed.timing import WorkerProcess, costs
+from timed.workload import Workload, serve
 from workloads import WORKLOADS
 
 from psigrad.intervals import over_seeds
 from psigrad.kernels import build, processor
-from psigrad_extras.preflight.bench import inputs
-from psigrad_extras.preflight.bench.timing import WorkerProcess, costs
-from psigrad_extras.preflight.bench.workload import Workload, serve
 
 # What tells the libraries which instructions they may take.
 LIBRARIES = {
@@ -49,7 +49,7 @@ def force(tier: str) -> None:
 
 def take_steps(*given: Any) -> None:
     """The process that is timed; what it imports may look at the processor."""
-    from psigrad_extras.preflight.bench import timed_run
+    from timed import timed_run
 
     timed_run.take_steps(*given)
 

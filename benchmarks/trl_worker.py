@@ -1,6 +1,6 @@
 """TRL's process: its own trainers, stepped one optimiser step at a time by a callback that waits for the parent.
 
-python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, as `psigrad_extras.preflight.bench.workload.serve` reads them.
+python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, as `timed.workload.serve` reads them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from timed.workload import Parent, Phases, Workload, answer, read, reward, serve
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,8 +21,6 @@ from transformers import (
     BitsAndBytesConfig,
     TrainerCallback,
 )
-
-from psigrad_extras.preflight.bench.workload import Parent, Phases, Workload, answer, read, reward, serve
 
 
 class Gate(TrainerCallback):

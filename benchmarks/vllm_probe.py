@@ -91,7 +91,7 @@ def stand_in(trials: int, layers: int, hidden: int = 128, *, engine: bool = Fals
         probe = probes.written(model, probes.TEXTS, probes.LENGTH)
         exact, allowed = probes.exactly(model, probe)
         rows = Rows(probe, [[False] + [True] * (len(text) - 1) for text in probe])
-        layer = model.as_transformers().base_model.layers[trial % layers]
+        layer = model.network.base_model.layers[trial % layers]
         kept = [p.detach().clone() for p in layer.parameters()]
         generator = torch.Generator().manual_seed(trial)
         for kind, shares in found.items():

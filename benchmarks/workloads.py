@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psigrad_extras.preflight.bench.workload import Workload
+from timed.workload import Workload
 
 # The memory of the head, where both sides save memory: it is what this workload is about, and TRL's default.
 _LARGE = Workload(

@@ -18,12 +18,12 @@ from typing import Any
 
 from cluster import Placed, command
 from scipy.stats import binom
+from timed.inputs import build
 from workloads import WORKLOADS
 
 from psigrad.cli import main as psigrad
 from psigrad.language.training.online import online_rl
 from psigrad.processes.parallel import world
-from psigrad_extras.preflight.bench.inputs import build
 
 STUBS: dict[str, Callable[..., Any]] = {
     "shard": lambda world, parts: [(part, 1.0) for part in parts],

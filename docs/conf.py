@@ -22,8 +22,6 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))  # the psigrad beside these pages, whatever is installed
 
 sys.path.append(str(DOCS / "make"))
-import live_grid  # noqa: E402
-import live_grpo  # noqa: E402
 import llms  # noqa: E402
 import typeset  # noqa: E402
 
@@ -34,7 +32,7 @@ author = "the psigrad authors"
 version = release = psigrad.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
-exclude_patterns = ["images/**", "site/**", "live/**"]
+exclude_patterns = ["images/**", "site/**"]
 nb_execution_mode = "off"  # the notebooks of the course keep their outputs: make/course.py
 myst_heading_anchors = 3
 nitpicky = True
@@ -74,8 +72,6 @@ html_theme_options = {
 }
 copyright = "the psigrad authors; Apache-2.0"
 
-# Made when the site is built, so no pages that sphinx knows: their sources, and where they stand.
-LIVE = {"live/index.html": "grid", "live/grpo/index.html": "grpo"}
 RAW = "\0html "
 PAGE = (".md", ".ipynb")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
@@ -96,9 +92,6 @@ def inside(text: str, folder: Path) -> str:
 
     def plain(match: re.Match[str]) -> str:
         words, target = match.groups()
-        for live, built in LIVE.items():
-            if target.endswith(live):
-                return f'<a href="{os.path.relpath(DOCS / built, folder)}/index.html">{words}</a>'
         if "://" in target or target.startswith("#"):
             return match[0]
         path = Path(os.path.normpath(folder / target.partition("#")[0]))
@@ -212,8 +205,6 @@ def setup(app: Sphinx) -> None:
 
     def finished(app: Sphinx, error: Exception | None) -> None:
         if error is None and app.builder.format == "html":
-            live_grid.build(Path(app.outdir) / "grid")
-            live_grpo.build(Path(app.outdir) / "grpo")
             llms.write(Path(app.outdir))
 
     app.connect("source-read", source_read)

@@ -14,7 +14,7 @@ from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError, check_output
-from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
+from psigrad_extras.preflight.settings import PlanConfig
 
 
 def check(arguments: list[str]) -> int:
@@ -56,15 +56,6 @@ def plan(arguments: list[str]) -> int:
     from psigrad_extras.preflight.plan import plan as command
 
     print(command.run(config, asked))
-    return 0
-
-
-def bench(arguments: list[str]) -> int:
-    """Print what training steps take."""
-    config = flags.parse(BenchConfig, "bench", arguments)
-    from psigrad_extras.preflight.bench import timing as command
-
-    print(command.run(config))
     return 0
 
 
@@ -194,37 +185,44 @@ def sweep(arguments: list[str]) -> int:
     """Search over settings."""
     usage = (
         "psigrad sweep METHOD --search NAME:LOW..HIGH[:log] NAME:A,B,C … [--trials 20] [--seeds 0 1 2] [--metric NAME] "
-        "[--direction maximize|minimize] [--search-by tpe|random] [--output-dir FOLDER] [METHOD's settings]"
+        "[--direction maximize|minimize] [--output-dir FOLDER] [METHOD's settings]"
     )
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nTrials over any settings, chosen by Optuna, each trained over the seeds and judged by its held-out")
-        print("figure. The same command goes on where it was stopped. METHOD is one of `psigrad --help`, or: control ppo.")
+        print(f"{usage}\n\nTrials over any settings, chosen by Optuna. Each is trained once for each seed and judged by its mean")
+        print("held-out figure. The same command resumes the study. METHOD is one of `psigrad --help`, or: control ppo.")
         return 0
-    single = ("--trials", "--metric", "--direction", "--search-by", "--output-dir")
+    single = ("--trials", "--metric", "--direction", "--output-dir")
     names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
-    given = {flag: listed[flag][0] if len(listed[flag]) == 1 else "" for flag in single}
-    if wrong := next((flag for flag in single if len(listed[flag]) > 1), ""):
-        raise UserError(f"sweep got {wrong} {' '.join(listed[wrong])} and takes one value; the usage is {usage}.")
-    if not names:
-        raise UserError(f"sweep got no method; the usage is {usage}.")
-    for flag, known in (("--direction", ("maximize", "minimize")), ("--search-by", ("tpe", "random"))):
-        if given[flag] and given[flag] not in known:
-            raise UserError(f"{flag} is {given[flag]!r}; expected {' or '.join(known)}.")
-    from psigrad_extras.investigate import search as recipe
+    given = {flag: " ".join(listed[flag]) for flag in single}
+    if not names or not listed["--search"]:
+        raise UserError(f"sweep got {'no method' if not names else 'nothing to search'}; the usage is {usage}.")
+    if given["--direction"] not in ("", "maximize", "minimize"):
+        raise UserError(f"--direction is {given['--direction']!r}; expected maximize or minimize.")
+    from psigrad.records.report import terminal
+    from psigrad_extras.investigate import search
 
-    asked: Any = {"sampler": given["--search-by"] or "tpe", "direction": given["--direction"], "metric": given["--metric"]}
-    page = recipe.run(
-        recipe.Search(
-            command=(*names, *rest),
-            spaces=tuple(map(recipe.space_of, listed["--search"])),
-            folder=Path(given["--output-dir"] or "runs/sweep"),
-            trials=flags.number("--trials", given["--trials"] or "20", int),
-            seeds=tuple(flags.number("--seeds", text, int) for text in listed["--seeds"]) or (0,),
-            **asked,
-        )
+    study = search.run(
+        (*names, *rest),
+        dict(map(search.space_of, listed["--search"])),
+        Path(given["--output-dir"] or "runs/sweep"),
+        trials=flags.number("--trials", given["--trials"] or "20", int),
+        seeds=sorted({flags.number("--seeds", text, int) for text in listed["--seeds"] or ["0"]}),
+        metric=given["--metric"],
+        direction=given["--direction"],
     )
-    print(recipe.summary(page.parent))
-    print(f"sweep   {page}")
+    done = [trial for trial in study.trials if trial.value is not None]
+    columns = list(done[0].params)
+    cells = [
+        [
+            str(t.number),
+            *(f"{t.params[name]}" for name in columns),
+            f"{t.value:.4g}",
+            "[{:.4g}, {:.4g}]".format(*t.user_attrs["interval"]),
+        ]
+        for t in done
+    ]
+    terminal.print_table(["trial", *columns, "mean", "95 % over seeds"], cells)
+    print(f"best    {' '.join(f'{name}={value}' for name, value in study.best_params.items())}: {study.best_value:.4g}")
     return 0
 
 
@@ -298,18 +296,18 @@ def doctor(arguments: list[str]) -> int:
 
 def experiment(arguments: list[str]) -> int:
     """Run an experiment."""
-    from psigrad_extras.experiments import declarations as experiment
+    from psigrad_extras import experiments
 
-    usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
+    usage = f"psigrad experiment {'|'.join(experiments.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
     if not arguments or arguments[0].startswith("-"):
         if not flags.asks_for_help(arguments):
             raise UserError(f"experiment got no name; the usage is {usage}.")
         print(usage)
-        for title, few in experiment.groups().items():
+        for title, few in experiments.groups().items():
             print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
         return 0
-    settings = flags.parse(experiment.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
-    experiment.run(arguments[0], settings)
+    settings = flags.parse(experiments.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
+    experiments.run(arguments[0], settings)
     return 0
 
 
@@ -381,11 +379,3 @@ def demo(arguments: list[str]) -> int:
 
     terminal.print_result(demo.run(**settings))
     return 0
-
-
-def completion(arguments: list[str]) -> int:
-    """Print what makes a shell complete commands and flags."""
-    from psigrad import cli
-    from psigrad_extras import completion
-
-    return completion.completion(arguments, cli.COMMANDS)

@@ -18,7 +18,7 @@ from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.aggregate import fixed_length, sequence_mean
 from psigrad.tabular import MDP, all_paths, softmax_policy
 from psigrad.tabular.mdp import FloatArray
-from psigrad_extras.experiments import problems
+from studies import problems
 
 WITHOUT_KL = replace(GRPO, kl=None)
 METHODS = {

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from psigrad.errors import UserError
 from psigrad.language.training.online.lag import begun_by
-from psigrad_extras.experiments import drawing
-from psigrad_extras.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
+from studies import drawing
+from studies.drawing import BLUE, GREEN, INK, PINK, RUST
 from studies.settings import LagSettings
 
 SHARES = (0.5, 0.625, 0.75)

@@ -1,7 +1,7 @@
 """Settings of every study. Light, so that help needs no torch.
 
-A new study is a settings class here, its name in `SETTINGS`, its line in `psigrad_extras/experiments/declarations.py`, and a
-module of its name in `studies/claims/` (or `studies/`) with what `Experiment.module` says.
+A new study is a settings class here, its name in `SETTINGS`, its line in `psigrad_extras/experiments.py`, and a module of its
+name in `studies/claims/` (or `studies/`) with what `Experiment.module` describes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,63 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class LagSettings:
+class Settings:
+    """What every study has."""
+
+    out: str = "runs/experiments"
+    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
+
+
+@dataclass(frozen=True)
+class PsiSettings(Settings):
+    """The process, its critics, how much is sampled, and where the figures go."""
+
+    seeds: int = 10
+    """Independent repetitions; intervals are over them."""
+    episodes: int = 16_000
+    """Episodes of each seed."""
+    batch: int = 16
+    """Episodes of one gradient estimate."""
+    discount: float = 1.0
+    """γ, of the process and of every Ψ."""
+    at_the_end: bool = False
+    """Pay the last step only, as completions are paid."""
+    critic_error: float = 1.0
+    """Standard deviation of the noise on the rough critic's values."""
+
+
+@dataclass(frozen=True)
+class BiasSettings(Settings):
+    """The process, how wrong V̂ is, how much is sampled, and where the figures go."""
+
+    world: str = "walk"
+    """walk or grid."""
+    error: float = 0.5
+    """How wrong V̂ is: 0 not at all, 1 as wrong as V̂ = 0."""
+    seeds: int = 10
+    """Independent repetitions; intervals are over them."""
+    episodes: int = 2_000
+    """Episodes of each seed."""
+
+
+@dataclass(frozen=True)
+class ClipSettings(Settings):
+    """Bounds of the surrogates, and where the figures go."""
+
+    low: float = 0.2
+    """How far below 1 the ratio may fall."""
+    high: float = 0.2
+    """How far above 1 the ratio may rise."""
+    higher: float = 0.28
+    """The same for clip-higher."""
+    bound: float = 3.0
+    """Greatest ratio of dual clip for a negative advantage."""
+    cap: float = 5.0
+    """Greatest weight of CISPO."""
+
+
+@dataclass(frozen=True)
+class LagSettings(Settings):
     """Lengths, devices and assumed durations, and where the figures go."""
 
     completions: int = 8192
@@ -40,12 +96,10 @@ class LagSettings:
     """Assumed: seconds until two samplers have new weights; every doubling adds a fifth."""
     seed: int = 0
     """The seed of the lengths."""
-    out: str = "runs/experiments"
-    """Folder for lag.json and lag.png."""
 
 
 @dataclass(frozen=True)
-class TrialSettings:
+class TrialSettings(Settings):
     """Runs of a small language model: how many, how long, and where the figures go."""
 
     seeds: int = 8
@@ -68,8 +122,6 @@ class TrialSettings:
     """Runs at a time, each on one core."""
     progress: bool = True
     """Show a bar."""
-    out: str = "runs/experiments"
-    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +209,7 @@ class LoopholeSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
-class PretrainedSettings:
+class PretrainedSettings(Settings):
     """A pretrained model on sums: how much it is trained and measured, and where the figures go."""
 
     model: str = ""
@@ -184,8 +236,6 @@ class PretrainedSettings:
     """Runs at a time, each on one core."""
     progress: bool = True
     """Show a bar."""
-    out: str = "runs/experiments"
-    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +253,7 @@ class AlarmSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
-class MemorySettings:
+class MemorySettings(Settings):
     """The shape of the work, and where the figures go."""
 
     hidden: int = 512
@@ -222,11 +272,12 @@ class MemorySettings:
     """Steps that are timed."""
     threads: int = 1
     """Threads of each process."""
-    out: str = "runs/experiments"
-    """Folder for memory.json and memory.png."""
 
 
 SETTINGS: dict[str, type[Any]] = {
+    "psi": PsiSettings,
+    "bias": BiasSettings,
+    "clip": ClipSettings,
     "lag": LagSettings,
     "methods": MethodsSettings,
     "lambda": LambdaSettings,

@@ -36,7 +36,7 @@ from psigrad.records.warnings import SignalNames, Watch
 from psigrad.runs.progress import bar
 from psigrad_extras import demo
 from psigrad_extras.datasets import sample
-from psigrad_extras.experiments import drawing
+from studies import drawing
 from studies.settings import PretrainedSettings, TrialSettings
 
 TUNING_SEED = 1000

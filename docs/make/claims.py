@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from psigrad.compat.foreign_names import load
 from psigrad.intervals import Interval, over_seeds
 from psigrad_extras import demo
-from psigrad_extras.experiments.declarations import EXPERIMENTS
+from psigrad_extras.experiments import EXPERIMENTS
 from studies.trials import ClaimVerdict, Verdict
 
 DOCS = Path(__file__).parents[1]

@@ -18,11 +18,13 @@ import torch
 
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad_extras.preflight import plan
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.timing import alone
-from psigrad_extras.preflight.bench.workload import Workload
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+from timed.inputs import build  # noqa: E402
+from timed.timing import alone  # noqa: E402
+from timed.workload import Workload  # noqa: E402
+
 IMAGES = ROOT / "docs" / "images"
 BASE = Workload(
     "base",

@@ -30,7 +30,6 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
     ranks: Any = world
     over, tensor, model.context = make(ranks, kind)
     if world.division.team > 1:
-        model.as_transformers()
         model.decoder, model.why_unfused = None, "several processes compute it together"
     if tensor is not None:
         # it warns that a matrix in two ways of division is put together in two steps, which is so

@@ -330,7 +330,7 @@ def check_sampling_logps(subject: Subject) -> Finding:
 @torch.no_grad()
 def _filtered_logps(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*prompt, *completion]], device=subject.model.device)
-    logits = subject.model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+    logits = subject.model.network(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     allowed = filter_logits(logits / subject.params.temperature, subject.params)
     return torch.log_softmax(allowed, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 

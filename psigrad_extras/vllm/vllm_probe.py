@@ -31,7 +31,7 @@ def log_probs(model: LanguageModel, probe: Sequence[Sequence[int]]) -> Tensor:
 @torch.no_grad()
 def _log_probs_of(model: LanguageModel, text: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(text)], device=model.device)
-    logp = model.as_transformers()(ids).logits[0, :-1].float().log_softmax(-1)
+    logp = model.network(ids).logits[0, :-1].float().log_softmax(-1)
     found: Tensor = logp.gather(-1, ids[0, 1:, None])[:, 0].cpu()
     return found
 
@@ -48,7 +48,7 @@ def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tenso
     Of two right ways to compute in bfloat16 one may be a few percent farther from the truth than the other. Over two thousand
     tokens a layer that is 1 % off shows beside that; over a hundred it does not.
     """
-    hf = model.as_transformers()
+    hf = model.network
     if hf.dtype in (torch.float32, torch.float64):
         return log_probs(model, probe), 0.0
     with in_precision(hf, torch.float32):
@@ -66,7 +66,7 @@ def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tenso
 @torch.no_grad()
 def written(model: LanguageModel, texts: int, length: int) -> list[list[int]]:
     """Texts that the model writes itself: on ids that no text has, two right ways to compute in bfloat16 lie far apart."""
-    hf, draw = model.as_transformers(), torch.Generator().manual_seed(0)
+    hf, draw = model.network, torch.Generator().manual_seed(0)
     first = model.tokenizer.bos_token_id if model.tokenizer.bos_token_id is not None else model.eos_token_ids[0]
     ids = torch.full((texts, 1), first, device=model.device)
     out = hf(input_ids=ids, use_cache=True)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from psigrad.language.models import lora, sharded
 from psigrad.language.models.coded_linear import CodedLinear
-from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.processes.parallel import shards
 
@@ -67,9 +66,7 @@ def describe(model: LanguageModel, folder: Path) -> None:
     """What an engine must know before its weights come."""
     config: Any = copy.deepcopy(model.network.config)
     config.dtype = str(model.network.dtype).removeprefix("torch.")
-    kind = type(model.network).__name__.removeprefix("FSDP")
-    plain = f"{type(config).__name__.removesuffix('Config')}ForCausalLM"
-    config.architectures = config.architectures or [plain if isinstance(model.network, WeightsOnly) else kind]
+    config.architectures = config.architectures or [type(model.network).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
 
 
@@ -108,8 +105,6 @@ def _merged(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
 
 def _as_saved(network: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
     """One weight under the name, or in the pieces, of a checkpoint: transformers has the experts of a layer in one."""
-    if isinstance(network, WeightsOnly):
-        return [(name, weight)]
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(network, {name: weight})

@@ -25,8 +25,7 @@ from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.recipes import evaluate
 from psigrad.records.report.plots import COLOURS
 from psigrad_extras import demo
-from psigrad_extras.experiments import drawing
-from studies import trials
+from studies import drawing, trials
 from studies.settings import SpaceSettings
 from studies.trials import ClaimVerdict, Trial
 

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.intervals import Interval, over_seeds
-from psigrad_extras.experiments import drawing
-from studies import groups, trials
+from studies import drawing, groups, trials
 from studies.settings import DifficultySettings
 from studies.trials import Arm, ClaimVerdict, Trial
 

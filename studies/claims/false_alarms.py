@@ -17,8 +17,7 @@ from rich.text import Text
 
 from psigrad.config import Evaluation
 from psigrad.intervals import Interval, over_seeds, wilson
-from psigrad_extras.experiments import drawing
-from studies import trials
+from studies import drawing, trials
 from studies.claims.loopholes import FLAWS, HONEST, LOST, RULES
 from studies.settings import AlarmSettings
 from studies.trials import ClaimVerdict, Trial

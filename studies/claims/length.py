@@ -24,8 +24,7 @@ from psigrad.errors import UserError
 from psigrad.intervals import Interval
 from psigrad.language.recipes import sft
 from psigrad_extras import demo
-from psigrad_extras.experiments import drawing
-from studies import groups, trials
+from studies import drawing, groups, trials
 from studies.settings import LengthSettings
 from studies.trials import Arm, ClaimVerdict, Trial, Verdict
 

@@ -19,8 +19,7 @@ from rich.text import Text
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, RewardConfig, Run
 from psigrad.intervals import Interval, over_seeds, wilson
 from psigrad.language.recipes import reward
-from psigrad_extras.experiments import drawing
-from studies import trials
+from studies import drawing, trials
 from studies.claims import dpo
 from studies.settings import LoopholeSettings
 from studies.trials import ClaimVerdict, Trial

@@ -6,7 +6,7 @@ and is 2 to 3 times as fast, since PPO holds and trains a critic as large as the
 
 from __future__ import annotations
 
-import tempfile
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,16 +15,16 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.errors import UserError
 from psigrad.intervals import Interval
-from psigrad_extras.experiments import drawing
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.timing import alone
-from psigrad_extras.preflight.bench.workload import Workload
-from psigrad_extras.preflight.plan import Lengths, Plan, machine, predict
+from studies import drawing
 from studies.settings import MemorySettings
 from studies.trials import ClaimVerdict, findings_text
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from plan import make_plan
+from timed.timing import alone
+from timed.workload import Workload
 
 ARMS = {"RLOO": ("rloo", 1), "GRPO": ("grpo", 1), "PPO, 1 pass": ("ppo", 1), "PPO, 4 passes": ("ppo", 4)}
 LESS, FASTER = (0.5, 0.7), (2.0, 3.0)
@@ -117,7 +117,7 @@ def workload(s: MemorySettings, name: str, kind: str, passes: int) -> Workload:
 def measure(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
     """One method."""
     work = workload(s, name, kind, passes)
-    plan, found = make_plan(work, s.threads), alone(work, "float32", s.threads)["ours"]
+    plan, found = make_plan(work, "float32", s.threads), alone(work, "float32", s.threads)["ours"]
     return MemoryRow(
         name,
         found["peak_mb"],
@@ -125,25 +125,6 @@ def measure(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
         found["seconds"],
         plan.seconds,
     )
-
-
-def make_plan(work: Workload, threads: int) -> Plan:
-    """What `psigrad plan` says. Random weights sample nearly uniformly, so one token of the vocabulary ends."""
-    chance = 1 - 1 / work.vocabulary
-    mean = (1 - chance**work.completion_tokens) / (1 - chance)
-    lengths = Lengths(work.prompt_tokens, round(mean), work.prompt_tokens, work.completion_tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        build(work, Path(folder))
-        config = OnlineConfig(
-            model=Model(path=f"{folder}/model"),
-            sampling=Sampling(max_completion_length=work.completion_tokens),
-            run=Run(max_steps=1, device="cpu"),
-            algorithm={"preset": work.kind, "kl": {"coefficient": work.beta}},
-            prompts_per_step=work.prompts,
-            num_generations=work.generations,
-            num_iterations=work.iterations,
-        )
-        return predict(config, lengths, machine("cpu", "float32", threads))
 
 
 def tables(result: MemoryResult) -> Iterator[Table | Text]:

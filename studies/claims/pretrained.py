@@ -40,8 +40,7 @@ from psigrad.records.row_lines import replace_file
 from psigrad_extras import sums
 from psigrad_extras.connect import likelihood
 from psigrad_extras.datasets import sample
-from psigrad_extras.experiments import drawing
-from studies import trials
+from studies import drawing, trials
 from studies.settings import PretrainedSettings
 from studies.trials import ClaimVerdict, Trial
 

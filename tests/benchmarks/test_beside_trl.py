@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import beside_trl as compare
 import pytest
+from timed import timed_run
+from timed.inputs import build
+from timed.workload import Workload, answer, read
 from timed_runs import timed_functions  # noqa: F401 (a fixture)
 
-from psigrad import cli
 from psigrad.errors import UserError
-from psigrad.language.models import tiny
-from psigrad_extras.preflight.bench import timed_run
-from psigrad_extras.preflight.bench.inputs import build
-from psigrad_extras.preflight.bench.workload import Workload, answer, read
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = Workload("small", "", prompts=2, generations=2, prompt_tokens=6, completion_tokens=4, steps=2)
 
 
-@pytest.fixture
-def compare(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import beside_trl
-
-    yield beside_trl
-    for name in ("beside_trl", "trl_worker"):
-        sys.modules.pop(name, None)
-
-
-def test_without_trl_nothing_is_measured_beside_it(monkeypatch, compare):
+def test_without_trl_nothing_is_measured_beside_it(monkeypatch):
     monkeypatch.setattr(compare, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="TRL is not installed"):
         compare.beside(SMALL, "float32", 1)
 
 
-def test_a_ratio_needs_equal_losses_and_gradients(compare):
+def test_a_ratio_needs_equal_losses_and_gradients():
     same = {"loss": 0.5, "gradient": 2.0}
     compare.agree(SMALL, "float32", {"ours": same, "trl": {"loss": 0.5 + 1e-6, "gradient": 2.0}})
     for figure in same:
@@ -52,7 +37,7 @@ def steps(*pairs):
     return [{"seconds": s, "tokens": t, "phases": {"sample": s / 2}, "peak_mb": 100.0 + s} for s, t in pairs]
 
 
-def test_a_step_without_a_gradient_is_not_compared(compare, monkeypatch):
+def test_a_step_without_a_gradient_is_not_compared(monkeypatch):
     monkeypatch.setattr(compare.time, "sleep", lambda seconds: None)
 
     def taken(who, work=SMALL, **phases):
@@ -64,7 +49,7 @@ def test_a_step_without_a_gradient_is_not_compared(compare, monkeypatch):
     assert taken("trl")["phases"] == taken("ours", replace(SMALL, kind="sft"))["phases"] == {}
 
 
-def test_ratios_are_per_token_and_passes_are_added(compare):
+def test_ratios_are_per_token_and_passes_are_added():
     found = compare.ratios(SMALL, {"ours": steps((1.0, 10), (2.0, 10)), "trl": steps((4.0, 20), (6.0, 20))})
     assert found["ratio"] == pytest.approx({"median": 0.25 / 0.15, "low": 1.5, "high": 2.0, "steps": 2})
     assert found["memory_ratio"] == 106.0 / 102.0
@@ -82,7 +67,7 @@ def test_ratios_are_per_token_and_passes_are_added(compare):
 @pytest.mark.slow
 @pytest.mark.usefixtures("timed_functions")
 @pytest.mark.parametrize("change", [{"micro_batch": 2}, {"turns": 3, "spread": 0.4}, {"lora_rank": 4}])
-def test_trls_side_computes_our_loss_however_it_is_divided(change, tmp_path, compare):
+def test_trls_side_computes_our_loss_however_it_is_divided(change, tmp_path):
     """Rows in parts, episodes with words of the environment in their midst, adapters."""
     import trl_worker
 
@@ -93,14 +78,14 @@ def test_trls_side_computes_our_loss_however_it_is_divided(change, tmp_path, com
     compare.agree(work, "float32", {"ours": ours, "trl": trl_worker._check(work, trainer)})
 
 
-def test_what_the_environment_says_has_no_part_in_the_loss(compare):
+def test_what_the_environment_says_has_no_part_in_the_loss():
     given = compare.fixed_batch(replace(SMALL, turns=2))
     sizes = [len(c) for group in given["completions"] for c in group]
     assert [len(chosen) for chosen in given["chosen"]] == sizes and any(0 in chosen for chosen in given["chosen"])
     assert all(0 not in chosen for chosen in compare.fixed_batch(SMALL)["chosen"])
 
 
-def test_an_episode_is_answered_between_turns_and_ends_with_one_that_was_cut(compare):
+def test_an_episode_is_answered_between_turns_and_ends_with_one_that_was_cut():
     """By a generator that ends every turn but the second of the second episode: TRL's loop over tools, by hand."""
     import trl_worker
 
@@ -130,7 +115,7 @@ def test_an_episode_is_answered_between_turns_and_ends_with_one_that_was_cut(com
     ("apart", "block", "expected", "firsts"),
     [(False, 4, [[3, 4], [5, 6]], (2, 3)), (True, 4, [[3, 7], [4, 8]], (2, 6)), (True, 1, [[3, 6], [9, 12]], (2, 5))],
 )
-def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, block, expected, firsts, compare, monkeypatch):
+def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, block, expected, firsts, monkeypatch):
     monkeypatch.setattr(compare.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(compare, "BLOCK", block)
     alive, taken = set(), []
@@ -156,11 +141,7 @@ def test_sides_that_do_not_fit_together_take_their_steps_apart(apart, block, exp
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
-def test_the_command_runs_both_sides(kind, tmp_path, capsys):
-    tiny.model("llama", 80, hidden=32, layers=1, max_length=64).config.save_pretrained(tmp_path)
-    sizes = ["--prompts", "2", "--generations", "2", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "1"]
-    assert cli.main(["bench", "--model", str(tmp_path), "--kind", kind, "--beside", "trl", *sizes, "--threads", "1"]) == 0
-    line, *table = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
+def test_both_sides_run(kind):
+    found = compare.beside(replace(SMALL, kind=kind, steps=1), "float32", 1)
     assert found["check"]["ours"]["loss"] == pytest.approx(found["check"]["trl"]["loss"], rel=1e-4)
-    assert found["ratio"]["median"] > 0 and found["trl"]["seconds"] > 0 and any("TRL s" in row for row in table)
+    assert found["ratio"]["median"] > 0 and found["trl"]["seconds"] > 0 and "TRL s" in compare.table([found])

@@ -7,27 +7,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import family_ratio as ratios
 import pytest
+from timed import timed_run
+from timed.workload import read
 from timed_runs import timed_functions  # noqa: F401 (a fixture)
 
 from psigrad.errors import UserError
-from psigrad_extras.preflight.bench import timed_run
-from psigrad_extras.preflight.bench.workload import read
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def ratios(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
-    import family_ratio
-
-    yield family_ratio
-    for name in ("family_ratio", "families", "real", "beside_trl", "trl_worker", "plan"):
-        sys.modules.pop(name, None)
-
-
-def test_a_family_is_measured_once_and_another_processors_is_no_measurement(ratios, tmp_path, monkeypatch, capsys):
+def test_a_family_is_measured_once_and_another_processors_is_no_measurement(tmp_path, monkeypatch, capsys):
     asked, file = [], tmp_path / "found.jsonl"
 
     def measure(name, dtype, threads, pairs):
@@ -49,7 +40,7 @@ def test_a_family_is_measured_once_and_another_processors_is_no_measurement(rati
     assert said[1] == "nemotron (padded): not compared: no" and said[:2] * 3 == said
 
 
-def test_losses_that_differ_are_no_ratio(ratios, monkeypatch):
+def test_losses_that_differ_are_no_ratio(monkeypatch):
     def beside(*given, **named):
         raise UserError("the loss differs")
 
@@ -57,7 +48,7 @@ def test_losses_that_differ_are_no_ratio(ratios, monkeypatch):
     assert ratios.measure("gemma2", "float32", 1, 2) == {"way": "packed", "why": "the loss differs"}
 
 
-def test_the_model_is_of_the_family_and_of_the_sizes(ratios, tmp_path):
+def test_the_model_is_of_the_family_and_of_the_sizes(tmp_path):
     ratios.make("gpt_oss", ratios.WORK, tmp_path)
     found = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (found["model_type"], found["hidden_size"], found["num_local_experts"]) == ("gpt_oss", 256, 4)
@@ -68,7 +59,7 @@ def test_the_model_is_of_the_family_and_of_the_sizes(ratios, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("timed_functions")
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
-def test_the_load_of_experts_is_in_both_losses(ratios, tmp_path, monkeypatch, kind):
+def test_the_load_of_experts_is_in_both_losses(tmp_path, monkeypatch, kind):
     """TRL adds it by the model's own coefficient, and so does what is timed here."""
     import beside_trl
     import trl_worker
@@ -85,7 +76,7 @@ def test_the_load_of_experts_is_in_both_losses(ratios, tmp_path, monkeypatch, ki
         beside_trl.agree(work, "float32", {"ours": beside_trl.check(run), "trl": theirs})
 
 
-def test_the_table_has_the_ratio_of_what_was_compared(ratios, tmp_path, monkeypatch):
+def test_the_table_has_the_ratio_of_what_was_compared(tmp_path, monkeypatch):
     lines = [
         {"family": "llama", "way": "fused", "pairs": [[1.0, 4.0], [2.0, 8.0]]},
         {"family": "phi", "way": "packed", "why": "no"},

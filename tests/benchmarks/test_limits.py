@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
+import limits
 import pytest
 
 
-@pytest.fixture
-def limits(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import limits
-
-    yield limits
-    for name in ("limits", "real"):
-        del sys.modules[name]
-
-
 @pytest.mark.parametrize(("most", "status"), [(93.0, 0), (94.0, 1), (float("nan"), 0)])
-def test_a_peak_above_a_tenth_more_than_its_limit_ends_with_1(limits, monkeypatch, capsys, most, status):
+def test_a_peak_above_a_tenth_more_than_its_limit_ends_with_1(monkeypatch, capsys, most, status):
     monkeypatch.setattr(limits, "SHARES", (0.85,))
     monkeypatch.setattr(limits, "peak", lambda real, limit: (1e9 * (most if limit else 100), "told"))
     monkeypatch.setattr(sys, "argv", ["limits.py", "R7"])
@@ -31,7 +21,7 @@ def test_a_peak_above_a_tenth_more_than_its_limit_ends_with_1(limits, monkeypatc
 @pytest.mark.slow
 @pytest.mark.needs("linux")
 @pytest.mark.parametrize("name", ["R2L", "R7"])
-def test_a_workload_is_trained_by_the_command_line(limits, name):
+def test_a_workload_is_trained_by_the_command_line(name):
     one = limits.WORKS[name]
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "eos_token_id": 2}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1}

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
+import memory as benchmark
 import pytest
 
 
 @pytest.fixture
 def memory(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import memory
-
-    monkeypatch.setattr(memory, "RESULTS", tmp_path / "memory.json")
-    yield memory
-    del sys.modules["memory"]
+    monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "memory.json")
+    return benchmark
 
 
 @pytest.mark.parametrize(("last", "status"), [(105, 0), (106, 1)])

@@ -5,21 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def real(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import real
-
-    yield real
-    for name in ("real", "beside_trl", "plan", "workloads"):
-        del sys.modules[name]
+import real
 
 
 def taken(ours, trl, mb=(1.0, 2.0), first=7.0, **times):
@@ -35,7 +23,7 @@ def pair(*given, setting=(16, False), **more):
     return {"trl_setting": list(setting), **taken(*given, **more)}
 
 
-def test_the_interval_is_that_of_the_logarithms_by_hand(real):
+def test_the_interval_is_that_of_the_logarithms_by_hand():
     """Of 1 and e² the mean of the logarithms is 1, their deviation √2: the half width is 12.71 · √2 / √2."""
     middle, low, high = real.interval([1.0, math.exp(2)])
     assert middle == pytest.approx(math.e) and math.log(high) == pytest.approx(1 + 12.71, abs=0.01)
@@ -43,7 +31,7 @@ def test_the_interval_is_that_of_the_logarithms_by_hand(real):
     assert real.interval([3.0]) == (pytest.approx(3.0), 0.0, math.inf)
 
 
-def test_trl_has_its_best_setting_and_what_is_there_is_not_taken_again(real):
+def test_trl_has_its_best_setting_and_what_is_there_is_not_taken_again():
     work, kept, asked = real.WORKS["R7"], [], []
 
     def take(work, pairs, keep):
@@ -59,7 +47,7 @@ def test_trl_has_its_best_setting_and_what_is_there_is_not_taken_again(real):
     assert len(kept) == 5
 
 
-def test_a_setting_that_more_pairs_show_to_be_best_has_all_its_pairs(real):
+def test_a_setting_that_more_pairs_show_to_be_best_has_all_its_pairs():
     ratios = {(16, False): [6.0, 6.1, 6.2], (32, False): [9.0], (16, True): [5.0, 7.0, 8.0]}  # of the last the median is 7
     found = []
 
@@ -72,13 +60,13 @@ def test_a_setting_that_more_pairs_show_to_be_best_has_all_its_pairs(real):
 
 
 @pytest.mark.parametrize(("times", "share", "missed"), [(5.0, 0.5, False), (4.9, 0.5, True), (9.0, 0.51, True)])
-def test_a_goal_is_missed_where_the_interval_ends_below_it(real, times, share, missed):
+def test_a_goal_is_missed_where_the_interval_ends_below_it(times, share, missed):
     pairs = [pair(1.0, times * factor, mb=(share, 1.0)) for factor in (0.995, 1.0, 1.005) * 3]
     lines, bad = real.judge(real.WORKS["R7"], pairs)
     assert bad is missed and ("missed" in " ".join(lines)) is missed
 
 
-def test_few_pairs_miss_nothing(real):
+def test_few_pairs_miss_nothing():
     assert not real.judge(real.WORKS["R7"], [pair(1.0, 0.1, forward_backward=9.0)])[1]
 
 
@@ -93,7 +81,7 @@ def test_few_pairs_miss_nothing(real):
         ("R1", {"rest": 5.0}, False),
     ],
 )
-def test_the_first_step_and_the_phases_have_goals_of_their_own(real, name, change, missed):
+def test_the_first_step_and_the_phases_have_goals_of_their_own(name, change, missed):
     """Sampling may take 1.8 times its floor, training 1.4 times; a phase without a goal is told alone."""
     pairs = [pair(1.0, 30.0 + 0.01 * n, mb=(0.5, 1.0), **{"sample": 1.7, "forward_backward": 1.3, **change}) for n in range(7)]
     lines, bad = real.judge(real.WORKS[name], pairs)
@@ -105,21 +93,21 @@ def test_the_first_step_and_the_phases_have_goals_of_their_own(real, name, chang
 
 
 @pytest.mark.parametrize(("mb", "seconds", "missed"), [(1.09, 1.24, 0), (0.91, 0.76, 0), (1.12, 1.0, 1), (0.88, 0.7, 2)])
-def test_the_plan_is_within_a_tenth_in_memory_and_a_quarter_in_time(real, mb, seconds, missed):
+def test_the_plan_is_within_a_tenth_in_memory_and_a_quarter_in_time(mb, seconds, missed):
     pairs = [{**pair(1.0, 9.0 + 0.01 * n, mb=(400.0, 1000.0)), "plan": {"mb": 400 * mb, "seconds": seconds}} for n in range(7)]
     lines, bad = real.judge(real.WORKS["R6"], pairs)
     assert sum("missed" in line for line in lines) == missed and bad is bool(missed)
     assert any(f"the plan says {400 * mb:.4g} MiB" in line for line in lines)
 
 
-def test_a_phase_without_a_floor_is_told_and_judges_nothing(real):
+def test_a_phase_without_a_floor_is_told_and_judges_nothing():
     """As of episodes, some of whose tokens are the environment's."""
     pairs = [{**pair(1.0, 30.0, sample=50.0), "floor": {}} for _ in range(7)]
     lines, bad = real.judge(real.WORKS["R5"], pairs)
     assert not bad and any("sample: 50.00 s" in line and "floor" not in line for line in lines)
 
 
-def test_the_command_goes_on_with_its_file_and_tells_by_its_status(real, tmp_path, monkeypatch, capsys):
+def test_the_command_goes_on_with_its_file_and_tells_by_its_status(tmp_path, monkeypatch, capsys):
     def measured(one, dtype, threads, work, pairs, keep):
         for _ in range(pairs):
             keep(taken(1.0, 2.0, mb=(1.0, 4.0)))
@@ -136,7 +124,7 @@ def test_the_command_goes_on_with_its_file_and_tells_by_its_status(real, tmp_pat
         real.main()
 
 
-def test_without_bitsandbytes_a_coded_base_is_left_out_and_said(real, tmp_path, monkeypatch, capsys):
+def test_without_bitsandbytes_a_coded_base_is_left_out_and_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(real, "measure", lambda *given: pytest.fail("measured"))
     monkeypatch.setattr(real, "find_spec", lambda name: None)
     monkeypatch.setattr(real, "PACKAGES", tmp_path)

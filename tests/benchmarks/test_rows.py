@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
+import rows
 from transformers import AutoTokenizer
 
 from psigrad.language.data.templates import CHATML
@@ -13,9 +13,6 @@ from psigrad.language.data.templates import CHATML
 
 @pytest.mark.slow
 def test_both_starts_have_the_same_rows_and_are_timed(job, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import rows
-
     tokenizer = AutoTokenizer.from_pretrained(job / "base")
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path)

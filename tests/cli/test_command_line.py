@@ -135,9 +135,9 @@ def test_every_setting_has_a_help_text(cls):
 
 def test_help_lists_the_words_that_a_setting_may_be(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", "--help"])
+        cli.main(["grpo", "--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
-    for text in ("(grpo, rloo, ppo, dpo, reward, sft; default grpo)", "Completions per prompt. (default 8)", "checkout. --json"):
+    for text in ("(float32, bfloat16; default float32)", "Completions per prompt (the group size G). (default 8)"):
         assert text in shown
 
 

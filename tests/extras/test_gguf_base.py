@@ -28,7 +28,7 @@ def tokenizer():
 @pytest.mark.parametrize("quantization", ["q4_0", "q8_0"])
 def test_a_gguf_file_is_trained_on_as_it_is(quantization, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hf = made(CONFIG, tokenizer).as_transformers()
+    hf = made(CONFIG, tokenizer).network
     file = tmp_path / "tiny.gguf"
     write_gguf(hf, tokenizer, file, quantization)
     settings = Model(path=str(file), lora_rank=4, quantize_base="gguf")

@@ -8,9 +8,9 @@ from speed import measured_once  # noqa: F401 (a fixture)
 
 from psigrad import cli
 from psigrad.config.fields import settings_of
-from psigrad_extras.experiments.declarations import BiasSettings
 from psigrad_extras.grid import GridSettings
-from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
+from psigrad_extras.preflight.settings import PlanConfig
+from studies.settings import BiasSettings
 
 BESIDES = tuple(part for part in NOT_OBEYED if "preflight" not in part)
 
@@ -35,9 +35,6 @@ def test_every_setting_of_a_grid_is_read():
 
 
 @pytest.mark.long
-def test_every_setting_of_bench_and_of_an_experiment_is_read(job, tmp_path, monkeypatch):
+def test_every_setting_of_an_experiment_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = ["--prompts", "2", "--generations", "2", "--prompt-tokens", "4", "--completion-tokens", "4", "--steps", "1",
-             "--json", "times.jsonl"]  # fmt: skip
-    assert unread(BenchConfig, ["bench", "--model", str(job / "base"), *small]) == set()
     assert unread(BiasSettings, ["experiment", "bias", "--seeds", "2", "--episodes", "400"]) == set()

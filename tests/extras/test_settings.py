@@ -5,11 +5,11 @@ from __future__ import annotations
 import fields_said
 import pytest
 
-from psigrad_extras.experiments.declarations import EXPERIMENTS
+from psigrad_extras.experiments import EXPERIMENTS
 from psigrad_extras.grid import GridSettings
-from psigrad_extras.preflight.settings import BenchConfig, PlanConfig
+from psigrad_extras.preflight.settings import PlanConfig
 
-CLASSES = (PlanConfig, BenchConfig, GridSettings, *(one.settings for one in EXPERIMENTS.values()))
+CLASSES = (PlanConfig, GridSettings, *(one.settings for one in EXPERIMENTS.values()))
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

@@ -31,7 +31,7 @@ def model_on(device: str):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     made = prepare(tiny.model("qwen3", len(tokenizer)).to(device), tokenizer)
     with torch.no_grad():
-        for p in made.as_transformers().parameters():
+        for p in made.network.parameters():
             p.mul_(2)
     return made
 

@@ -35,7 +35,6 @@ from psigrad.objective.preferences.reward_model import (
     plackett_luce,
     process_loss,
     process_squared_loss,
-    ranking_loss,
 )
 from psigrad.objective.slopes import slopes
 from psigrad.objective.trust_region import step
@@ -296,8 +295,6 @@ def test_shares_divide_by_the_total_or_by_1(total):
         found = loss(logits, labels, total)
         assert float(found.value) == pytest.approx(expected / divisor)
         assert float(found.terms["accuracy"]) == pytest.approx(1 / divisor)
-    ranking = torch.tensor([[1.0, 0.0]])
-    assert float(ranking_loss(ranking, None, total).value) == pytest.approx(math.log1p(math.exp(-1.0)) / divisor)
     means = BradleyTerry().loss(torch.tensor([2.0]), torch.tensor([1.0]), None, total).terms
     assert float(means["mean_reward"]) == pytest.approx(1.5 / divisor) and float(means["margin"]) == pytest.approx(1 / divisor)
 

@@ -57,7 +57,7 @@ def test_a_model_is_saved_and_loaded_without_bars_that_are_shown_again_behind_it
         for shown in (True, False):
             (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
             model = load_model(Model(path=str(job / "base")), Run(), None)
-            write(model.as_transformers(), model.tokenizer, tmp_path / str(shown))
+            write(model.network, model.tokenizer, tmp_path / str(shown))
             assert logging.is_progress_bar_enabled() is shown and capsys.readouterr().err == ""
     finally:
         (logging.enable_progress_bar if was else logging.disable_progress_bar)()

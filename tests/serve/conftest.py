@@ -55,7 +55,7 @@ def small_model() -> LanguageModel:
     tokenizer.chat_template = CHATML
     model = prepare(tiny.model("qwen3", len(tokenizer), max_length=1024), tokenizer)
     with torch.no_grad():
-        for p in model.as_transformers().parameters():
+        for p in model.network.parameters():
             p.mul_(2)
     return model
 

@@ -33,7 +33,7 @@ def models():
     made = {name: prepare(tiny.model(name, len(tokenizer)), tokenizer) for name in ("qwen3", "gpt2")}
     with torch.no_grad():  # twice the initial weights: distributions that differ between prompts and tokens
         for model in made.values():
-            for p in model.as_transformers().parameters():
+            for p in model.network.parameters():
                 p.mul_(2)
     return made
 

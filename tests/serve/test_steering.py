@@ -66,7 +66,7 @@ def test_a_biased_draw_is_the_samplers_from_the_biased_logits_and_its_log_prob_t
     (usual,) = plain.token_ids
     other = client.completions.create(**ask, logit_bias={str(usual): -100}).choices[0]
     with torch.no_grad():
-        logits = served.model.as_transformers()(torch.tensor([[5, 6, 7]])).logits[0, -1]
+        logits = served.model.network(torch.tensor([[5, 6, 7]])).logits[0, -1]
     weights = logits.double().clone()
     weights[usual] -= 100
     u = float(seeds.uniform(np.array([3], dtype=np.uint64), np.array([0]))[0])

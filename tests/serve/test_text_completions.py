@@ -52,7 +52,7 @@ def test_an_echo_with_log_probs_tells_those_of_the_prompt(client, served):
     named = client.completions.create(**ask, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
     assert [int(name.removeprefix("token_id:")) for name in named.tokens[: len(ids)]] == ids and len(named.tokens) == len(ids) + 1
     assert named.token_logprobs[0] is None and named.top_logprobs[0] is None  # nothing stands before it
-    logits = served.model.as_transformers()(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    logits = served.model.network(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
     for place in range(1, len(ids)):
         assert named.token_logprobs[place] == pytest.approx(float(logits[place - 1, ids[place]]), abs=1e-4)
         best = {int(name.removeprefix("token_id:")): value for name, value in named.top_logprobs[place].items()}

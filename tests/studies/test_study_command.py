@@ -11,18 +11,16 @@ from pathlib import Path
 import pytest
 
 from psigrad import cli
-from psigrad_extras import checkout
-from psigrad_extras.experiments import declarations
-from psigrad_extras.experiments.declarations import EXPERIMENTS
+from psigrad_extras import experiments
+from psigrad_extras.experiments import EXPERIMENTS
 from studies.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_study_has_its_settings_and_a_module_that_does_what_is_asked_of_it():
-    studies = [one for one in EXPERIMENTS.values() if one.file.startswith("studies.")]
-    assert [one.name for one in studies] == list(SETTINGS)
-    for one in studies:
+    assert list(EXPERIMENTS) == list(SETTINGS)
+    for one in EXPERIMENTS.values():
         assert all(callable(getattr(one.module, part)) for part in ("check", "run", "tables", "picture")), one.name
 
 
@@ -42,7 +40,7 @@ def test_the_help_of_a_study_names_its_settings_without_torch():
 
 @pytest.mark.parametrize("arguments", [["lag"], ["loopholes", "--seeds", "2"], ["dpo", "--help"]])
 def test_without_a_checkout_a_study_is_refused_in_a_sentence(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(declarations, "checkout_folder", lambda name: None)
+    monkeypatch.setattr(experiments, "find_checkout", lambda: None)
     assert cli.main(["experiment", *arguments]) == 2
     said = capsys.readouterr().err
     assert (
@@ -53,7 +51,7 @@ def test_without_a_checkout_a_study_is_refused_in_a_sentence(arguments, monkeypa
 
 
 def test_without_a_checkout_help_still_lists_every_experiment(monkeypatch, capsys):
-    monkeypatch.setattr(declarations, "checkout_folder", lambda name: None)
+    monkeypatch.setattr(experiments, "find_checkout", lambda: None)
     assert cli.main(["experiment", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(one.name in out and one.purpose in out for one in EXPERIMENTS.values())
@@ -61,13 +59,12 @@ def test_without_a_checkout_help_still_lists_every_experiment(monkeypatch, capsy
 
 def test_the_checkout_is_beside_the_package_or_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert checkout.checkout_folder("studies") == ROOT / "studies" and checkout.checkout_folder("studios") is None
-    installed = tmp_path / "site-packages" / "psigrad_extras"
-    monkeypatch.setattr(checkout, "__file__", str(installed / "checkout.py"))
+    assert experiments.find_checkout() == ROOT
+    monkeypatch.setattr(experiments, "__file__", str(tmp_path / "site-packages" / "psigrad_extras" / "experiments.py"))
     (tmp_path / "studies").mkdir()
-    assert checkout.checkout_folder("studies") is None, "a folder of that name alone is somebody else's"
+    assert experiments.find_checkout() is None, "a folder of that name alone is somebody else's"
     monkeypatch.chdir(ROOT)
-    assert checkout.checkout_folder("studies") == ROOT / "studies"
+    assert experiments.find_checkout() == ROOT
 
 
 @pytest.mark.slow

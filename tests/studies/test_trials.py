@@ -19,7 +19,7 @@ from psigrad import cli
 from psigrad.config import Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.intervals import Interval
-from psigrad_extras.experiments import declarations as experiment
+from psigrad_extras import experiments as experiment
 from studies import rewards, trials
 from studies.claims import action_space, dynamic_sampling, false_alarms, loopholes, methods
 from studies.settings import LoopholeSettings, MethodsSettings, NoiseSettings, SpaceSettings, TrialSettings

@@ -54,7 +54,7 @@ def _adapter(runs: Path) -> None:
     run = runs / "chat" / "adapter"
     model = load(str(runs / "base"), lora=Lora(rank=2, alpha=16.0))
     with torch.no_grad():
-        for name, parameter in model.as_transformers().named_parameters():
+        for name, parameter in model.network.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(0))
     model.save(run / "checkpoints" / "step-00000002")

@@ -43,7 +43,7 @@ def made_anew(config, tokenizer, dtype=torch.float32):
 
 def adapted(config, tokenizer, dtype=torch.float32, **lora):
     """The model under LoRA, its adapter at work."""
-    model = prepare(made(config, tokenizer, dtype).as_transformers(), tokenizer, lora=Lora(3, **lora))
+    model = prepare(made(config, tokenizer, dtype).network, tokenizer, lora=Lora(3, **lora))
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():  # fresh adapters add nothing: their B is 0
         for p in model.trainable().values():
@@ -71,6 +71,11 @@ def written(folder: Path, config, tokenizer, auto=AutoModelForCausalLM, **settin
     hf.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return hf
+
+
+def is_known(model) -> bool:
+    """Return True if the model was loaded without a comparison of ways to compute it: no texts were drawn for one."""
+    return model.texts is None and model.decoder is not None
 
 
 def both(model, run):

@@ -244,8 +244,6 @@ NEEDS = {
     "compiler": Need("the kernels for a CPU", _compiler, ("g++",)),
     "tiles": Need("the kernels for AMX", _tiles),
     "git": Need("the wheel", _git, ("git",)),
-    "zsh": Need("completion in zsh", lambda: _program("zsh"), ("zsh",)),
-    "fish": Need("completion in fish", lambda: _program("fish"), ("fish",)),
     "curl": Need("programs that ask by curl", lambda: _program("curl"), ("curl",)),
     "node": Need("agents in JavaScript", _node),
     "cookbook": Need("tinker-cookbook", lambda: _named("PSIGRAD_COOKBOOK", "Python that has it (make test-cookbook)")),

@@ -86,7 +86,6 @@ def overlooked(world: World) -> None:
     """Norms of single heads see the gradient of their own heads alone: a plan that leaves them out trains something else."""
     model = family("qwen3")
     model.network.tp_plan = {name: style for name, style in model.network.tp_plan.items() if "norm" not in name}
-    model.as_transformers()
     try:
         mesh.divide_layers(model, mesh.make(world, "cpu")[1])
     except UserError as error:

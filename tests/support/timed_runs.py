@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from psigrad_extras.preflight.bench.workload import Phases
+from timed.workload import Phases
 
 
 @pytest.fixture

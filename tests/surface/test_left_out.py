@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 CASES = """
 import pytest
 
-@pytest.mark.needs("fish")
+@pytest.mark.needs("curl")
 @pytest.mark.parametrize("n", range(3))
-def test_of_fish(n): raise AssertionError("it runs")
+def test_of_curl(n): raise AssertionError("it runs")
 
 @pytest.fixture
 def browser(): raise AssertionError("it starts")
@@ -45,7 +45,7 @@ def run(folder, source, *, processes=0, **environment):
     return done.returncode, done.stdout
 
 
-FISH = "3 tests of completion in fish were left out: no fish on this machine; apt-get install fish"
+CURL = "3 tests of programs that ask by curl were left out: no curl on this machine; apt-get install curl"
 # Playwright's own Node wants a library that comes with a compiler.
 BROWSER = (
     r"1 test of pages in a browser was left out: (no Chromium on this machine; apt-get install chromium, or playwright install "
@@ -56,8 +56,8 @@ BROWSER = (
 def test_the_last_lines_say_what_was_left_out_and_what_would_bring_it(tmp_path):
     status, said = run(tmp_path, CASES, processes=1)
     *_, title, one, two, counts = said.splitlines()
-    page, fish = sorted([one, two])
-    assert status == 0 and "missing on this machine" in title and fish == FISH and re.fullmatch(BROWSER, page)
+    page, curl = sorted([one, two])
+    assert status == 0 and "missing on this machine" in title and curl == CURL and re.fullmatch(BROWSER, page)
     assert "1 passed, 4 skipped" in counts
     assert "another_page" not in said
 
@@ -67,7 +67,7 @@ def test_the_last_lines_say_what_was_left_out_and_what_would_bring_it(tmp_path):
 def test_where_everything_is_tested_what_is_missing_fails(tmp_path, asked):
     status, said = run(tmp_path, CASES, **asked)
     assert status == 1 and "1 passed, 1 deselected, 4 errors" in said.splitlines()[-1]
-    assert "3 tests of completion in fish failed: no fish on this machine; apt-get install fish" in said
+    assert "3 tests of programs that ask by curl failed: no curl on this machine; apt-get install curl" in said
 
 
 OTHER_DOORS = """
@@ -99,7 +99,8 @@ def bare(tmp_path, monkeypatch):
     )
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine, "NEEDS", {name: machine.NEEDS[name] for name in ("zsh", "fish", "root")})
+    needs = {name: machine.Need(name, lambda name=name: machine._program(name), (name,)) for name in ("zsh", "fish")}
+    monkeypatch.setattr(machine, "NEEDS", {**needs, "root": machine.NEEDS["root"]})
     for name in ("CI", "PSIGRAD_TEST_EVERYTHING"):
         monkeypatch.delenv(name, raising=False)
     machine.lack.cache_clear()

@@ -23,7 +23,6 @@ from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
@@ -56,8 +55,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
-    - `network` holds the weights: transformers' modules, or `WeightsOnly` where the fused decoder computes (`as_transformers`
-      turns those into transformers' model). With LoRA it contains the adapters' layers.
+    - `network` is transformers' model, which holds the weights. With LoRA it contains the adapters' layers.
     - `adapter` is the peft wrapper that saves and merges the adapters. With `continued` it was trained before: without it the
       model is not the one that training starts from.
     - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
@@ -69,7 +67,7 @@ class Pretrained(ABC):
     - `context`: the processes that divide the tokens of a row, where there are several (`psigrad_extras/mesh/ulysses.py`).
     """
 
-    network: PreTrainedModel | WeightsOnly
+    network: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     adapter: nn.Module | None = None
     continued: bool = False
@@ -117,23 +115,6 @@ class Pretrained(ABC):
         config = self.network.config.get_text_config()
         return min(int(getattr(config, "max_position_embeddings", 1 << 31)), *_unscaled_lengths(config))
 
-    def as_transformers(self) -> PreTrainedModel:
-        """transformers' model around the same parameters. The first call replaces `network` by it; `decoder` stays in use."""
-        if isinstance(self.network, WeightsOnly):
-            with torch.inference_mode(False):  # the first call may come from a sampler
-                hf = self.network.as_transformers()
-            mode = hf.training
-            switch_dropout_off(hf)
-            self.network, fused, self.decoder = hf, self.decoder, None
-            try:
-                self.why_padded = choose_attention(hf, self._texts, self._probe)
-                if fused is not None and fused.recompute:
-                    recompute_activations(hf)
-            finally:
-                self.decoder = fused
-            hf.train(mode)
-        return self.network
-
     def switch(self, training: bool) -> None:
         """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
         if self.network.training != training:
@@ -176,7 +157,7 @@ class Pretrained(ABC):
 
             layout = unpad(layout, self.attends)
         with contextlib.nullcontext() if self.routing is None else self.routing.follow(experts):
-            made = self.as_transformers().base_model(
+            made = self.network.base_model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 attention_mask=attention.no_mask(self.device),
@@ -200,7 +181,7 @@ class Pretrained(ABC):
         if inputs.layout is not None:
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
-        hidden: Tensor = self._padded(self.as_transformers().base_model, inputs).last_hidden_state
+        hidden: Tensor = self._padded(self.network.base_model, inputs).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, wanted)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
@@ -225,24 +206,27 @@ class Pretrained(ABC):
         reshard(self)
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
-    def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool) -> Self:
-        """Choose the ways to compute, and add the adapter where one is wanted; `WeightsOnly` takes none.
+    def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool, known: bool) -> Self:
+        """Choose the ways to compute, and add the adapter if there is one.
 
+        A `known` model (`fused.families.load`) runs packed and fused at once; any other is compared with its own modules first.
         The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
         """
-        if isinstance(self.network, WeightsOnly) and lora is None:
-            self.decoder = Decoder(self.network, gradient_checkpointing)
-        else:
-            hf = self.as_transformers()
-            switch_dropout_off(hf)
-            if not self.why_padded:
-                self.why_padded = choose_attention(hf, self._texts, self._probe)
-            if lora is not None:
-                self.adapter = with_lora(hf, lora, adapter, task)
-            if gradient_checkpointing:
-                recompute_activations(hf)
-            if not self.why_padded:
-                self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
+        hf, known = self.network, known and lora is None
+        switch_dropout_off(hf)
+        if known:
+            from psigrad.language.models.hf_attention import IMPLEMENTATION
+
+            hf.set_attn_implementation(IMPLEMENTATION)
+            self.decoder = Decoder(hf, gradient_checkpointing)
+        elif not self.why_padded:
+            self.why_padded = choose_attention(hf, self._texts, self._probe)
+        if lora is not None:
+            self.adapter = with_lora(hf, lora, adapter, task)
+        if gradient_checkpointing:
+            recompute_activations(hf)
+        if not known and not self.why_padded:
+            self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
         drops = lora is not None and lora.dropout > 0
         self.train_mode = gradient_checkpointing or drops
         if gradient_checkpointing and self.decoder is None and not drops:

@@ -202,7 +202,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 @torch.no_grad()
 def replay_routers(model: Any) -> Routing:
     """Record and follow the routers of `model` from now on. Raises `UserError` for one whose choice cannot be set."""
-    hf = model.as_transformers()
+    hf = model.network
     name = type(hf).__name__
     if model.why_padded:
         raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); leave it out.")

@@ -25,9 +25,8 @@ from psigrad.language.models.backbone import (
     with_whole_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
-from psigrad.language.models.fused import weights_only
+from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
-from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
 from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
@@ -119,7 +118,7 @@ class LanguageModel(Pretrained):
         """Two texts that the model writes itself."""
         begin = self.tokenizer.bos_token_id
         known = [token for token in (begin, *self.eos_token_ids) if token is not None and token < self.vocabulary]
-        return draw_texts(self.as_transformers(), int(known[0]) if known else 0, self.vocabulary, length)
+        return draw_texts(self.network, int(known[0]) if known else 0, self.vocabulary, length)
 
     def add_value_head(self, folder: Path | None = None) -> None:
         """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""
@@ -278,7 +277,7 @@ class LanguageModel(Pretrained):
         """
         if inputs.layout is not None:
             return self.target_hidden(inputs), self.output_head()
-        out = self._padded(self.as_transformers(), inputs)
+        out = self._padded(self.network, inputs)
         return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows), nn.Identity()
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
@@ -322,7 +321,7 @@ def load(
     kind = base or None if lora is not None else None
     plain = (lora is None or kind is not None) and device == "cpu"
     try:
-        found = weights_only.load(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
+        found = families.load(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
         network: Any = found[0] if found is not None else None
         if network is None and kind == "gguf":
             raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
@@ -342,18 +341,21 @@ def load(
             f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
         ) from error
     network = network.to("cpu" if for_shards else device)
-    return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    return prepare(
+        network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing, known=found is not None
+    )
 
 
 def prepare(
-    network: PreTrainedModel | WeightsOnly,
+    network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
     lora: Lora | None = None,
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
+    known: bool = False,
 ) -> LanguageModel:
-    """A `LanguageModel` around a transformers model that is already in memory, or around `WeightsOnly`."""
+    """A `LanguageModel` around a transformers model that is already in memory; one of `fused.families.load` is `known`."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
-    return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing)
+    return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known)

@@ -19,7 +19,6 @@ from psigrad.language.models.coded_linear import uncode_linears
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from psigrad.language.models.fused.weights_only import WeightsOnly
 
 CONFIG = "adapter_config.json"
 # What an adapter of peft may have that psigrad's settings say: everything else must be as peft has it by default.
@@ -187,7 +186,7 @@ def without_peft_warning() -> Iterator[None]:
         yield
 
 
-def merge_adapter(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:
+def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
     """The whole model, with a copy of its adapter merged in."""
     wrapped: Any = copy.deepcopy(adapter)
     if wrapped is None:

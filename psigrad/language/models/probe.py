@@ -65,7 +65,7 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
     """The fused decoder where it reproduces the model's own modules, else None and why."""
-    hf = model.as_transformers()
+    hf = model.network
     try:
         decoder = Decoder(hf, recompute)
     except Unsupported as error:

@@ -25,8 +25,7 @@ from psigrad.language.models.backbone import (
     with_whole_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
-from psigrad.language.models.fused import weights_only
-from psigrad.language.models.fused.weights_only import WeightsOnly
+from psigrad.language.models.fused import families
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 
@@ -99,7 +98,7 @@ class ScalarModel(Pretrained):
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
-        logits: Tensor = with_whole_weights(self, lambda: self.as_transformers()(input_ids=ids, attention_mask=mask).logits)
+        logits: Tensor = with_whole_weights(self, lambda: self.network(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
 
 
@@ -136,7 +135,7 @@ def load(
     try:
         kind = base or None if lora is not None else None
         plain = (lora is None or kind is not None) and device == "cpu"
-        found = weights_only.load(path, DTYPES[dtype], scalar=True, mapped=for_shards, kind=kind) if plain else None
+        found = families.load(path, DTYPES[dtype], scalar=True, mapped=for_shards, kind=kind) if plain else None
         network: Any
         network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
         if found is None and kind is not None:
@@ -155,7 +154,9 @@ def load(
     if missing and fresh_head == "zero":
         nn.init.zeros_(network.score.weight)
     network = network.to("cpu" if for_shards else device)
-    return prepare(network, words, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    return prepare(
+        network, words, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing, known=found is not None
+    )
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
@@ -170,19 +171,20 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTra
 
 
 def prepare(
-    network: PreTrainedModel | WeightsOnly,
+    network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
     lora: Lora | None = None,
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
+    known: bool = False,
 ) -> ScalarModel:
-    """A `ScalarModel` around a transformers model that is already in memory, or around `WeightsOnly`."""
+    """A `ScalarModel` around a transformers model that is already in memory; one of `fused.families.load` is `known`."""
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:
         model.why_padded = f"{type(network).__name__} has no score at every token"
-    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing)
+    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing, known)
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from psigrad import extras
 from psigrad.language.models.backbone import Pretrained, reshard, write
-from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import Division, World
@@ -58,7 +57,7 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     kind = torch.device(device).type
     alone = world.division == Division()
     mesh: Any = init_device_mesh(kind, (world.size,)) if alone else extras.load("mesh").divide(model, world, kind)
-    if model.decoder is not None and not isinstance(model.network, WeightsOnly):
+    if model.decoder is not None and model.adapter is not None:
         model.decoder, model.why_unfused = None, "it is in shards and has adapters"
     wide = torch.float32 if model.network.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(reduce_dtype=wide)
@@ -76,12 +75,16 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     model.root = root
     if model.decoder is not None:
         model.decoder.in_shards = True
+        for block in layers_of(network):  # the decoder computes, and the block's hooks gather its weights meanwhile
+            block.forward, block.gradient_checkpointing = _run_inside, False  # type: ignore[assignment, method-assign]
+
+
+def _run_inside(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    return run(x)
 
 
 def layers_of(network: Any) -> list[nn.Module]:
     """The blocks that are gathered one at a time."""
-    if isinstance(network, WeightsOnly):
-        return list(network.model.layers)
     names = set(getattr(network, "_no_split_modules", None) or ())
     found = [module for module in network.modules() if type(module).__name__ in names]
     return found or [m for child in network.modules() if isinstance(child, nn.ModuleList) for m in child]
@@ -138,15 +141,7 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
             model.tokenizer.save_pretrained(own)
         if kept == "adapter":
             return
-        with torch.device("meta"):
-            twin = whole_twin(model)
-        if isinstance(twin, WeightsOnly):
-            twin.load_state_dict(state, strict=False, assign=True)
-            if not twin.scalar and twin.config.tie_word_embeddings:
-                twin.lm_head.weight = twin.model.embed_tokens.weight
-            write(twin, model.tokenizer, folder)
-        else:
-            write(_Saved(twin, merge(model, state)), model.tokenizer, folder)
+        write(_Saved(model.network, merge(model, state)), model.tokenizer, folder)
 
 
 def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
@@ -156,13 +151,6 @@ def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> 
     prefix = next(name.removesuffix(first) for name, _ in wrapper.named_parameters() if name.endswith(first))
     whole = {f"{prefix}{name}": weight for name, weight in state.items()}
     wrapper.save_pretrained(folder, state_dict=whole, safe_serialization=True)
-
-
-def whole_twin(model: Pretrained) -> Any:
-    """The model's modules without its weights."""
-    if isinstance(model.network, WeightsOnly):
-        return WeightsOnly(model.network.config, model.network.generation_config, scalar=model.network.scalar)
-    return model.network
 
 
 class _Saved:

@@ -256,7 +256,7 @@ def begin(
         first = replace(first, ended=False)
     model: Any = learners[0].model
     if journal.callbacks and world.rank == 0 and not world.lockstep:
-        journal.callbacks.know(model.adapter or model.as_transformers(), model.tokenizer)
+        journal.callbacks.know(model.adapter or model.network, model.tokenizer)
     slower = getattr(model, "slower", "")
     how = {"slower": slower, "instructions": getattr(model, "instructions", "")}
     session.note_start(config.run, journal, found, first.step, **how, rows=rows[0], eval_rows=rows[1])

@@ -89,12 +89,6 @@ def plackett_luce(rewards: Tensor, present: Tensor | None = None) -> Tensor:
     return zero_outside(present, known.flip(1).logcumsumexp(1).flip(1) - known).sum(1)
 
 
-def ranking_loss(rewards: Tensor, present: Tensor | None, total_rankings: int) -> Loss:
-    """The share of these rankings, as `plackett_luce` takes them, in the loss of an optimiser step with `total_rankings`."""
-    value = plackett_luce(rewards, present).sum() / max(total_rankings, 1)
-    return Loss(value, {"loss": value.detach()})
-
-
 def process_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
     """The share of these steps, logits and labels in [0, 1] of one shape, in the loss of an optimiser step with `total_steps`.
 

@@ -121,7 +121,7 @@ def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
     """(bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
     groups, members, length = 2, 4, 33
     inputs = Groups([[3] * prompt] * groups, [[[4] * length] * members] * groups)
-    own = {t.untyped_storage().data_ptr() for t in (*model.as_transformers().parameters(), *model.as_transformers().buffers())}
+    own = {t.untyped_storage().data_ptr() for t in (*model.network.parameters(), *model.network.buffers())}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,9 +134,8 @@ def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
     return total, groups * (prompt + members * (length - 1)), groups * members * prompt
 
 
-# Bytes of a process without models and tensors: Python, torch, and of transformers its configurations and tokenizers
-# (`models/fused/weights_only.py`) or also its modules (on a GPU: the CUDA context and its libraries).
-BASELINE = {"bare": 310 << 20, "cpu": 430 << 20, "cuda": 600 << 20}
+# Bytes of a process without models and tensors: Python, torch and transformers (on a GPU also the CUDA context).
+BASELINE = {"cpu": 430 << 20, "cuda": 600 << 20}
 # Bytes that a process of several takes besides: gloo's buffers, and for shards torch's compiler, which DTensor imports.
 # Measured on W1 and SFT with 2 and 4 processes.
 AMONG_OTHERS = {"ddp": 50 << 20, "fsdp": 190 << 20}

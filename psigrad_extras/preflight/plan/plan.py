@@ -152,8 +152,7 @@ def table(plan: Plan, source: str = "") -> str:
     rows = [
         (item.name, show_size(item.bytes), " ".join(filter(None, (_PHASES[item.phase], item.note)))) for item in plan.memory.items
     ]
-    libraries = "torch and transformers" if plan.memory.process != "bare" else "torch, and transformers without its models' code"
-    rows.append(("process", show_size(plan.memory.baseline), f"Python, {libraries}"))
+    rows.append(("process", show_size(plan.memory.baseline), "Python, torch and transformers"))
     rows.append(("allocator", show_size(plan.memory.slack), "holes between blocks of unlike sizes"))
     wide = max(len(name) for name, _, _ in rows)
     held = f"within {MARGIN:.0%} where it was measured" if plan.machine.kind == "cpu" else "not held against a GPU"

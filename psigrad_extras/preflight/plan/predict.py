@@ -21,7 +21,7 @@ from psigrad.language.examples import Example, Judged, Pair
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.fused import weights_only
+from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import HEAD_LIMIT
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.optim.rules import adamw_kernels
@@ -33,7 +33,6 @@ from psigrad_extras.preflight.plan.arithmetic import (
     StepCost,
     Work,
     cost_of,
-    samples_itself,
     share_of,
     work_of,
 )
@@ -156,14 +155,14 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items = _with_codes(items, policy, width, coded) if coded else items
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
     cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width), coded if cpu else 0)
-    light, gives_back = cpu and _loads_weights_only(config, quick), recompute and cpu
+    gives_back = recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
         config,
         policy,
         whole,
         work,
-        PeakMemory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
+        PeakMemory(tuple(items), "returned" if gives_back else machine.kind, machine.kind, beside_head),
         cost.with_head_again(work, policy) if again[0] else cost,
         sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
@@ -177,7 +176,7 @@ def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: flo
     where the fused decoder is not asked.
     """
     kept = any(item.name == KEPT and item.phase == "held" for item in items)
-    if estimated and weights_only.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
+    if estimated and families.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
         kept = estimated <= work.keeps
     return work if kept else replace(work, keeps=0.0)
 
@@ -205,15 +204,6 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
         items = [item for part in parts for item in part.items()]
     others = AMONG_OTHERS[placement.strategy]
     return [*items, MemoryItem("other processes", others, "weights", "torch.distributed's code and buffers")]
-
-
-def _loads_weights_only(config: Config, local: bool) -> bool:
-    """Whether every model of a run on a CPU is read without transformers' modules."""
-    if config.model.lora_rank or (isinstance(config, OnlineConfig) and not samples_itself(config)):
-        return False
-    named = [getattr(config, name, "") for name in ("reference", "critic")] + list(getattr(config, "reward_model", ()))
-    paths = [config.model.path, *(path for path in named if path)]
-    return all(weights_only.suits(config_of(path, local=local), DTYPES[config.model.dtype]) for path in paths)
 
 
 def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:

@@ -13,8 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.loading.model_source import meant
-from psigrad.language.models.fused import weights_only
-from psigrad.language.models.fused.weights_only import WeightsOnly
 
 # Names of the same size in different architectures.
 _NAMES = {
@@ -104,7 +102,7 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
 def count_shape(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
     with torch.device("meta"):
-        model: Any = WeightsOnly(config, None) if weights_only.describes(config) else _built(config)
+        model: Any = _built(config)
     text = config.get_text_config()
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or table is None:

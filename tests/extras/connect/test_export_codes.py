@@ -35,7 +35,7 @@ def cache(tmp_path, monkeypatch) -> None:
 
 def base_in(folder: Path) -> Path:
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    made(CONFIG, tokenizer).as_transformers().save_pretrained(folder)
+    made(CONFIG, tokenizer).network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -93,7 +93,7 @@ def test_one_over_a_gguf_file_is_merged_into_its_numbers_and_written_again(tmp_p
     folder = base_in(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     file = tmp_path / "tiny.gguf"
-    write_gguf(made(CONFIG, tokenizer).as_transformers(), tokenizer, file, "q4_0")
+    write_gguf(made(CONFIG, tokenizer).network, tokenizer, file, "q4_0")
     run = trained("sft", file, tmp_path / "run", [{"prompt": "hello", "completion": " world"}] * 8, quantize_base="gguf")
     policy = load_model(Model(path=str(run / "model"), quantize_base="gguf"), Run(), None)
     right = policy.evaluate(some_groups()).logp

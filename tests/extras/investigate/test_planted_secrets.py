@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import io
-import os
-import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from planted_secrets import CHANNELS, PLANTED, found_in
 
-from psigrad import cli
 from psigrad.config import Data, OnlineConfig
 from psigrad.errors import UserError
 from psigrad_extras.connect import trackers
-from psigrad_extras.investigate import comparison, search
+from psigrad_extras.investigate import comparison
 
 
 def test_files_of_a_sweep_hold_none(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
+    from psigrad_extras.investigate import search
+
     monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
     words = ("sft", "--hub-token", PLANTED["flag"], f"dataset=https://me:{PLANTED['url']}@data.example/a.jsonl")
-    reasons = iter(["", f"HTTP 401 for {words[-1]}: {PLANTED['variable']}", ""] * 2)
-    monkeypatch.setattr(search, "_figure", lambda folder, metric: ("exact", 0.5))
-    sweep = search.Search(words, (search.Space("seed", ("1", "2", "3")),), tmp_path / "sweep", trials=3)
+    reasons = iter(["", f"HTTP 401 for {words[-1]}: {PLANTED['variable']}", "", ""])
+    monkeypatch.setattr(search.session, "evaluations", lambda folder: ({}, {"eval/exact/mean": 0.5}))
     for trials in (3, 4):  # and it is known again
-        search.run(replace(sweep, trials=trials), lambda given, folder: next(reasons))
-        for name in ("a", "b"):
-            (tmp_path / "sweep" / name).touch()
+        space = dict([search.space_of("seed:1,2,3")])
+        search.run(words, space, tmp_path / "sweep", trials=trials, metric="exact", train=lambda given: next(reasons))
+        for name in range(5):
+            (tmp_path / "sweep" / str(name)).touch()
         assert found_in(tmp_path / "sweep") == set()
 
 
@@ -70,22 +68,3 @@ def test_completions_that_a_tracker_is_shown_hold_none(monkeypatch):
     ((_, (row,)),) = shown
     assert row["completion"] == "?token=***" and row["reward"] == 1.0
     assert row["prompt"] == [{"role": "tool", "content": "JUDGE_SECRET is ***, and ***"}]
-
-
-def test_a_sweep_whose_reader_leaves_tries_all_that_it_was_asked_for(tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
-
-    def train(words, folder):
-        done.append(folder.parent.name)
-        return "diverged" if len(done) > 1 else ""
-
-    done = []
-    monkeypatch.setattr(search, "_train", train)
-    monkeypatch.setattr(search, "_figure", lambda folder, metric: ("exact", 0.5))
-    given = ["sweep", "sft", "--search", "learning_rate:1e-6..1e-4", "--trials", "3", "--output-dir", str(tmp_path / "sweep")]
-    shut, pipe = os.pipe()
-    os.close(shut)
-    with open(pipe, "w") as stream, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", stream)
-        assert cli.main(given) == 0
-    assert len(done) == 3 and (tmp_path / "sweep" / "sweep.json").exists()

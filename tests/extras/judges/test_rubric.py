@@ -187,7 +187,7 @@ def judge(tmp_path_factory):
     tokenizer = tiny.tokenizer(["Score: 0 1 2 3 4 5"], 300)
     model = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=2048), tokenizer)
     with torch.no_grad():
-        for p in model.as_transformers().parameters():
+        for p in model.network.parameters():
             if p.dim() == 2:
                 p.mul_(4)
     return model
@@ -206,7 +206,7 @@ def test_a_local_judge_gives_the_mean_of_the_scores_weighted_by_their_probabilit
     chances = []
     for k in range(4):
         reply = judge.tokenizer(str(k) if chat else f" {k}", add_special_tokens=False).input_ids
-        logits = judge.as_transformers()(input_ids=torch.tensor([[*before, *reply]])).logits[0, len(before) - 1 : -1]
+        logits = judge.network(input_ids=torch.tensor([[*before, *reply]])).logits[0, len(before) - 1 : -1]
         chances.append(float(torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(reply)[:, None]).sum().exp()))
     if isinstance(found, Unscored):
         assert "replies otherwise" in found.reason

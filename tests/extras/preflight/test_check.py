@@ -227,7 +227,7 @@ def test_completions_that_are_all_alike_have_a_gradient_to_compare(held, models)
 
 def test_a_control_that_shows_nothing_leaves_a_check_unproven(models, tmp_path):
     """A model that says the same whatever it reads."""
-    model = language_model.load(str(models["gpt2"])).as_transformers()
+    model = language_model.load(str(models["gpt2"])).network
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "c_proj.weight" in name or "wte" in name or "wpe" in name:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import tiny_gguf
 import torch
+from timed.inputs import prepare
+from timed.workload import Workload
 from transformers import AutoModelForCausalLM
 
 import psigrad
@@ -14,8 +16,6 @@ from psigrad import cli
 from psigrad.language.loading.load_model import load_model
 from psigrad_extras import sums
 from psigrad_extras.connect import likelihood
-from psigrad_extras.preflight.bench.inputs import prepare
-from psigrad_extras.preflight.bench.workload import Workload
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,7 @@ def test_a_plan_that_recomputes_has_no_gradient_of_a_large_head_and_gives_memory
 def test_the_cache_is_as_large_as_the_samplers(architecture, monkeypatch):
     hf = tiny.model(architecture, 100, max_length=512)
     model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=99))
-    model.as_transformers().get_output_embeddings().weight.data[99] = 0.0
+    model.network.get_output_embeddings().weight.data[99] = 0.0
     largest = [0]
     remove = embedded._Batch.decode
 
@@ -414,7 +414,6 @@ def test_a_model_whose_own_code_fails_is_no_reason_to_stop_a_run_and_a_bug_of_th
     shape.shape_of.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(shape, "model_of", fails)
-        patched.setattr(shape.weights_only, "describes", lambda config: False)
         assert command.warning(settings(folder)) == ""
     monkeypatch.setattr(command, "predict", fails)
     with pytest.raises(TypeError):

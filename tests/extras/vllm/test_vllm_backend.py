@@ -98,7 +98,7 @@ def some_requests(count: int = 5, longest: int = 20) -> list[Request]:
 def logits_of(model: LanguageModel, request: Request, completion: Completion) -> torch.Tensor:
     """[T, V] by transformers itself, unpadded and unpacked."""
     ids = torch.tensor([[*request.prompt_ids, *completion.ids]])
-    return model.as_transformers()(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+    return model.network(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
 
 
 def pairs(requests: list[Request], out: list[list[Completion]]) -> list[tuple[Request, Completion]]:
@@ -211,7 +211,7 @@ def test_an_update_reaches_every_weight_and_the_next_sample_is_the_new_policys(s
 def test_the_head_alone_is_updated_too(sampler):
     """Untied: a step of the head alone. Tied: of the embedding, which is the head."""
     with torch.no_grad():
-        sampler.model.as_transformers().get_output_embeddings().weight.mul_(1.5)
+        sampler.model.network.get_output_embeddings().weight.mul_(1.5)
     assert worst(sampler, SamplingParams(max_tokens=8)) < EQUAL
 
 
@@ -403,7 +403,7 @@ def test_the_fingerprint_sees_one_bit_and_a_write_of_the_same_values():
     model = a_model()
     before = fingerprint(model)
     assert fingerprint(model) == before
-    weight = model.as_transformers().get_input_embeddings().weight
+    weight = model.network.get_input_embeddings().weight
     weight.data.view(torch.int32)[3, 5] ^= 1  # behind autograd's back
     assert fingerprint(model) != before
     again = fingerprint(model)

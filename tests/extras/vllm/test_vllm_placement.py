@@ -117,7 +117,7 @@ def test_half_precision_is_allowed_what_it_does_to_the_trainers_own_numbers(monk
     assert exactly(exact, probe)[1] == 0
     right, own = exactly(half, probe)
     assert 1e-4 < own < 0.1 and half.network.dtype == torch.bfloat16
-    assert vllm_probe.distance(log_probs(half, probe), right) <= own and half.as_transformers().config._attn_implementation
+    assert vllm_probe.distance(log_probs(half, probe), right) <= own and half.network.config._attn_implementation
     monkeypatch.setattr(vllm_probe, "TEXTS", 3)
     monkeypatch.setattr(vllm_probe, "LENGTH", 24)
     sampler = VLLMSampler.__new__(VLLMSampler)

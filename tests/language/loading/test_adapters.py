@@ -54,7 +54,7 @@ def adapted(base: Path, folder: Path, **settings: object) -> torch.Tensor:
 
 @torch.no_grad()
 def logits_of(model) -> torch.Tensor:
-    return model.as_transformers()(PROMPT).logits
+    return model.network(PROMPT).logits
 
 
 KINDS = [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}]

@@ -93,7 +93,7 @@ def test_training_starts_from_it_and_pins_it(base, tmp_path):
     wanted = adapted(base, tmp_path / "adapter")
     model = load_model(Model(path=str(tmp_path / "adapter"), lora_rank=2), Run(), None)
     with torch.no_grad():
-        torch.testing.assert_close(model.as_transformers()(PROMPT).logits, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.network(PROMPT).logits, wanted, rtol=1e-4, atol=1e-5)
     assert pins.identify_model(str(tmp_path / "adapter")) is not None
 
 

@@ -41,7 +41,7 @@ def model(request, tokenizer):
     assert made.decoder is not None, made.why_unfused
     made.kept = None
     with torch.no_grad():  # sharp distributions, ends at unlike lengths
-        for p in made.as_transformers().parameters():
+        for p in made.network.parameters():
             p.mul_(2)
     return made
 
@@ -198,7 +198,7 @@ def test_a_changed_weight_makes_them_stale(model):
 
 
 def test_under_lora_they_serve_the_adapter_that_trains_and_nothing_else(model):
-    lora = prepare(model.as_transformers(), model.tokenizer, lora=Lora(2))
+    lora = prepare(model.network, model.tokenizer, lora=Lora(2))
     with torch.no_grad():
         for p in lora.trainable().values():
             p.normal_(std=0.05, generator=torch.Generator().manual_seed(1))

@@ -109,7 +109,7 @@ def with_codes(name, tokenizer, kind, dtype=torch.float32):
     """A LoRA model on codes, and one on the same numbers as plain matrices, with the same adapter."""
     models = []
     for plain in (False, True):
-        hf = made(CONFIGS[name], tokenizer, dtype).as_transformers()
+        hf = made(CONFIGS[name], tokenizer, dtype).network
         code_linears(hf, kind)
         if plain:
             uncode_linears(hf, dtype)
@@ -169,7 +169,7 @@ def test_sampler_and_trainer_agree_to_the_last_bit(dtype, members, tokenizer, mo
 
 
 def test_loaded_from_a_folder_layer_by_layer_it_is_the_same(tokenizer, tmp_path):
-    hf = made(CONFIGS["qwen2"], tokenizer).as_transformers()
+    hf = made(CONFIGS["qwen2"], tokenizer).network
     hf.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code_linears(hf, "nf4")
@@ -187,7 +187,7 @@ def test_loaded_from_a_folder_layer_by_layer_it_is_the_same(tokenizer, tmp_path)
 
 
 def test_a_run_trains_an_adapter_over_codes_and_leaves_it(tokenizer, tmp_path):
-    hf = made(CONFIGS["qwen3"], tokenizer).as_transformers()
+    hf = made(CONFIGS["qwen3"], tokenizer).network
     hf.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "completion": " world"}\n' * 8)

@@ -92,7 +92,7 @@ def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monk
     model = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     before = model.evaluate(some_groups()).logp.detach()
     with torch.no_grad():
-        for p in model.as_transformers().model.layers.parameters():
+        for p in model.network.model.layers.parameters():
             p.mul_(1.5)
     ours, theirs = both(model, lambda: model.evaluate(some_groups()).logp.detach())
     assert float((ours - before).abs().max()) > 0.1
@@ -128,12 +128,12 @@ def saved_by(node) -> list[torch.Tensor]:
 
 def test_frozen_weights_receive_no_gradient(tokenizer):
     model = made(CONFIGS["llama"], tokenizer)
-    kept = [p for name, p in model.as_transformers().named_parameters() if "layers.1.mlp" in name]
-    for p in model.as_transformers().parameters():
+    kept = [p for name, p in model.network.named_parameters() if "layers.1.mlp" in name]
+    for p in model.network.parameters():
         p.requires_grad_(any(p is k for k in kept))
     model.evaluate(some_groups()).logp.sum().backward()
     assert all(p.grad is not None for p in kept)
-    assert all(p.grad is None for p in model.as_transformers().parameters() if not p.requires_grad)
+    assert all(p.grad is None for p in model.network.parameters() if not p.requires_grad)
     ours = [p.grad.clone() for p in kept]
     for p in kept:
         p.grad = None
@@ -145,7 +145,7 @@ def test_frozen_weights_receive_no_gradient(tokenizer):
 def test_what_is_not_finite_stays_so(tokenizer):
     model = made(CONFIGS["qwen3"], tokenizer)
     with torch.no_grad():
-        model.as_transformers().model.layers[0].mlp.gate_proj.weight[3, 4] = torch.nan
+        model.network.model.layers[0].mlp.gate_proj.weight[3, 4] = torch.nan
     assert bool(model.evaluate(some_groups()).logp.isnan().any())
 
 

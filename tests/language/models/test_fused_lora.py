@@ -60,14 +60,14 @@ def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
     with torch.no_grad():
         next(iter(model.trainable().values())).mul_(2)
         before = weights.now().copy()
-        model.as_transformers().model.layers[0].self_attn.k_proj.base_layer.weight.mul_(2)
+        model.network.model.layers[0].self_attn.k_proj.base_layer.weight.mul_(2)
     changed = [a is not b for a, b in zip(before, weights.now(), strict=True)]
     assert changed.index(True) == 1 and sum(changed) == 1
 
 
 def test_the_probe_sees_what_fresh_adapters_would_do(tokenizer, monkeypatch):
     monkeypatch.setattr("psigrad.language.models.fused.layer.LoraDelta.add", lambda self, y, x: None)
-    model = prepare(made(CONFIGS["qwen3"], tokenizer).as_transformers(), tokenizer, lora=Lora(3))
+    model = prepare(made(CONFIGS["qwen3"], tokenizer).network, tokenizer, lora=Lora(3))
     assert model.decoder is None and "numbers differ by" in model.why_unfused
     assert all(not bool(p.any()) for name, p in model.trainable().items() if "lora_B" in name), "as fresh as before"
 
@@ -100,13 +100,13 @@ def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkey
 
 
 def test_dropout_is_left_to_peft(tokenizer):
-    dropped = prepare(made(CONFIGS["qwen3"], tokenizer).as_transformers(), tokenizer, lora=Lora(2, dropout=0.1))
+    dropped = prepare(made(CONFIGS["qwen3"], tokenizer).network, tokenizer, lora=Lora(2, dropout=0.1))
     assert dropped.decoder is None and "dropout" in dropped.why_unfused
 
 
 @pytest.mark.parametrize(("settings", "reason"), [({"use_dora": True}, "variant"), ({"lora_bias": True}, "variant")])
 def test_variants_of_lora_are_left_to_peft(settings, reason, tokenizer):
     model = made(CONFIGS["llama"], tokenizer)
-    peft.get_peft_model(model.as_transformers(), peft.LoraConfig(target_modules=["q_proj"], **settings))
+    peft.get_peft_model(model.network, peft.LoraConfig(target_modules=["q_proj"], **settings))
     with pytest.raises(Unsupported, match=reason):
-        Decoder(model.as_transformers())
+        Decoder(model.network)

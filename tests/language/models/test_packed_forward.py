@@ -33,19 +33,19 @@ def relative(a, b) -> float:
 def test_log_probs_equal_transformers_on_each_row_alone(model, groups):
     assert not model.why_padded
     packed = model.evaluate(groups).logp
-    assert torch.allclose(packed, oracle(model.as_transformers(), groups, 12), atol=1e-5, rtol=0)
+    assert torch.allclose(packed, oracle(model.network, groups, 12), atol=1e-5, rtol=0)
 
 
 def test_the_padded_oracle_equals_transformers_on_each_row_alone(model, groups):
     padded = model.evaluate(groups, packed=False).logp
-    assert torch.allclose(padded, oracle(model.as_transformers(), groups, 12), atol=1e-5, rtol=0)
+    assert torch.allclose(padded, oracle(model.network, groups, 12), atol=1e-5, rtol=0)
 
 
 def test_the_gradient_equals_transformers_on_each_row_alone(model, groups):
     weights = torch.randn(6, 12, generator=torch.Generator().manual_seed(1))
     parameters = list(model.trainable().values())
     ours = torch.autograd.grad((model.evaluate(groups).logp * weights).sum(), parameters)
-    theirs = torch.autograd.grad((oracle(model.as_transformers(), groups, 12) * weights).sum(), parameters)
+    theirs = torch.autograd.grad((oracle(model.network, groups, 12) * weights).sum(), parameters)
     assert relative(ours, theirs) < 1e-5
 
 
@@ -56,7 +56,7 @@ STARTS = [[2, 5], [9, 1, 4], [1]]
 def test_completions_that_go_on_from_within_a_prompt_equal_each_row_alone(model, groups, packed):
     branches = replace(groups, starts=STARTS)
     parameters = list(model.trainable().values())
-    ours, theirs = model.evaluate(branches, packed=packed).logp, oracle(model.as_transformers(), branches, 12)
+    ours, theirs = model.evaluate(branches, packed=packed).logp, oracle(model.network, branches, 12)
     assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
     weights = torch.randn(6, 12, generator=torch.Generator().manual_seed(1))
     found = [torch.autograd.grad((logp * weights).sum(), parameters) for logp in (ours, theirs)]
@@ -69,7 +69,7 @@ def test_in_float64_packing_changes_neither_value_nor_gradient(tokenizer, groups
     # GPT-2 alone stays in float64: the RMSNorm and rotary code of the others casts to float32
     model = prepare(tiny.model("gpt2", len(tokenizer)).double(), tokenizer)
     parameters = list(model.trainable().values())
-    ours, theirs = model.evaluate(groups).logp, oracle(model.as_transformers(), groups, 12)
+    ours, theirs = model.evaluate(groups).logp, oracle(model.network, groups, 12)
     assert float((ours - theirs).detach().abs().max()) < 1e-12
     assert relative(torch.autograd.grad(ours.sum(), parameters), torch.autograd.grad(theirs.sum(), parameters)) < 1e-12
 
@@ -85,10 +85,8 @@ def test_negative_control_a_layout_that_mixes_prefixes_up_is_noticed(qwen3, grou
 
 def test_a_shared_prompt_is_computed_once_and_no_position_is_padding(qwen3, groups):
     seen = []
-    hook = (
-        qwen3.as_transformers()
-        .get_input_embeddings()
-        .register_forward_hook(lambda module, args, out: seen.append(out.shape[:-1].numel()))
+    hook = qwen3.network.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[:-1].numel())
     )
     qwen3.evaluate(groups)
     hook.remove()
@@ -102,7 +100,7 @@ def test_rows_with_masks_equal_transformers(model):
     )
     logp = model.evaluate(rows).logp
     for n, (ids, mask) in enumerate(zip(rows.rows, rows.masks, strict=True)):
-        expected = torch.cat([torch.zeros(1), alone(model.as_transformers(), ids[:1], ids[1:])]) * torch.tensor(mask)
+        expected = torch.cat([torch.zeros(1), alone(model.network, ids[:1], ids[1:])]) * torch.tensor(mask)
         assert torch.allclose(logp[n, : len(ids)], expected, atol=1e-5, rtol=0)
     assert logp.shape == (3, 5)
 
@@ -125,11 +123,11 @@ def test_a_sliding_window_is_kept(tokenizer, groups):
     torch.manual_seed(0)
     model = prepare(MistralForCausalLM(config), tokenizer)
     assert not model.why_padded
-    assert torch.allclose(model.evaluate(groups).logp, oracle(model.as_transformers(), groups, 12), atol=1e-5, rtol=0)
+    assert torch.allclose(model.evaluate(groups).logp, oracle(model.network, groups, 12), atol=1e-5, rtol=0)
     branches = replace(groups, starts=STARTS)
-    assert torch.allclose(model.evaluate(branches).logp, oracle(model.as_transformers(), branches, 12), atol=1e-5, rtol=0)
+    assert torch.allclose(model.evaluate(branches).logp, oracle(model.network, branches, 12), atol=1e-5, rtol=0)
     wide = prepare(MistralForCausalLM(MistralConfig(**{**config.to_dict(), "sliding_window": None})), tokenizer)
-    wide.as_transformers().load_state_dict(model.as_transformers().state_dict())
+    wide.network.load_state_dict(model.network.state_dict())
     assert float((wide.evaluate(groups).logp - model.evaluate(groups).logp).detach().abs().max()) > 1e-4
 
 
@@ -181,8 +179,8 @@ def test_entropy_and_exact_kl_equal_a_direct_sum_over_the_vocabulary(qwen3, toke
     prompt, completion = groups.prompts[1], groups.completions[1][1]
     ids = torch.tensor([[*prompt, *completion]])
     cut = slice(len(prompt) - 1, -1)
-    p = torch.softmax(qwen3.as_transformers()(input_ids=ids).logits[0, cut].double() / 0.7, -1)
-    q = torch.softmax(other.as_transformers()(input_ids=ids).logits[0, cut].double() / 0.7, -1)
+    p = torch.softmax(qwen3.network(input_ids=ids).logits[0, cut].double() / 0.7, -1)
+    q = torch.softmax(other.network(input_ids=ids).logits[0, cut].double() / 0.7, -1)
     assert torch.allclose(out.entropy[3].double(), -(p * p.log()).sum(-1), atol=1e-5)
     assert torch.allclose(out.kl[3].double(), (p * (p / q).log()).sum(-1), atol=1e-5)
 

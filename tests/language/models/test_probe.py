@@ -14,7 +14,7 @@ from psigrad.language.models import probe
 from psigrad.language.models.attention import PackedLayout
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.fused import decoder
-from psigrad.language.models.fused.weights_only import FAMILIES
+from psigrad.language.models.fused.families import FAMILIES
 from psigrad.language.models.language_model import LanguageModel, Lora, prepare
 
 COMMON = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}

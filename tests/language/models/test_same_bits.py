@@ -64,7 +64,7 @@ def test_nor_of_what_adapters_add(rank, tokenizer):
     """Whose sums are of huge numbers that cancel, so that they tell in which order, and bfloat16 ones in which pairs, they are
     made: of an odd rank no pair may be of two adapters.
     """
-    hf = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16).as_transformers()
+    hf = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16).network
     model = prepare(hf, tokenizer, lora=Lora(rank))
     torch.manual_seed(0)
 
@@ -109,7 +109,7 @@ def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkey
     model = made(CONFIGS["qwen3"], tokenizer)
     wide = torch.nn.Embedding(3000, 40)
     torch.nn.init.normal_(wide.weight, std=0.3)
-    hf = model.as_transformers()
+    hf = model.network
     hf.config.vocab_size = 3000
     hf.model.embed_tokens = wide
     hf.lm_head = torch.nn.Linear(40, 3000, bias=False)

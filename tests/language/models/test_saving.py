@@ -23,7 +23,7 @@ def logits(model) -> torch.Tensor:
 def test_a_saved_model_opens_with_transformers_and_computes_the_same(model, tmp_path):
     model.save(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(opened), logits(model.as_transformers()))
+    assert torch.equal(logits(opened), logits(model.network))
     assert "psigrad" not in (tmp_path / "config.json").read_text()
     assert AutoTokenizer.from_pretrained(tmp_path)("hello").input_ids == model.tokenizer("hello").input_ids
 
@@ -100,8 +100,8 @@ def test_lora_on_modules_that_do_not_exist_is_refused(tokenizer):
 def test_dropout_of_the_model_is_off_and_its_configuration_is_kept(tokenizer, tmp_path):
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer, gradient_checkpointing=True)
     ids = torch.tensor([[5, 6, 7]])
-    model.as_transformers().train()
-    assert torch.equal(model.as_transformers()(input_ids=ids).logits, model.as_transformers()(input_ids=ids).logits)
+    model.network.train()
+    assert torch.equal(model.network(input_ids=ids).logits, model.network(input_ids=ids).logits)
     model.save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["resid_pdrop"] == 0.1
 
@@ -147,6 +147,6 @@ def test_an_adapter_on_a_matrix_that_is_embedding_and_head_is_refused(targets, t
             torch.nn.init.normal_(p, std=0.1)
         model.save_merged(folder)
         with torch.no_grad():
-            wanted, found = logits(model.as_transformers()), logits(AutoModelForCausalLM.from_pretrained(folder))
+            wanted, found = logits(model.network), logits(AutoModelForCausalLM.from_pretrained(folder))
         assert torch.allclose(wanted, found, atol=1e-4), "these can be merged"
         assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False, "embedding and head are two"

@@ -50,8 +50,8 @@ def test_values_are_those_of_the_states_before_each_token(base, groups):
     for prompt, completions in zip(groups.prompts, groups.completions, strict=True):
         for completion in completions:
             text = [*prompt, *completion]
-            hidden = model.as_transformers().base_model(input_ids=torch.tensor([text])).last_hidden_state
-            expected = model.as_transformers().score(hidden)[0, len(prompt) - 1 : len(text) - 1, 0]
+            hidden = model.network.base_model(input_ids=torch.tensor([text])).last_hidden_state
+            expected = model.network.score(hidden)[0, len(prompt) - 1 : len(text) - 1, 0]
             assert torch.allclose(values[n, : len(completion)], expected, atol=1e-6)
             assert not values[n, len(completion) :].any()
             n += 1
@@ -64,7 +64,7 @@ def test_the_shared_head_reads_the_same_states_and_starts_at_zero(base, groups):
     torch.nn.init.normal_(model.value_head.weight)
     critic = scalar_model.load(base)
     with torch.no_grad():
-        critic.as_transformers().score.weight.copy_(model.value_head.weight)
+        critic.network.score.weight.copy_(model.value_head.weight)
     for packed in (True, False):
         found = model.evaluate(groups, value=True, packed=packed)
         assert torch.allclose(found.value, critic.values(groups), atol=1e-5)

@@ -50,7 +50,7 @@ def some_model(name, tokenizer, kind=torch.float32):
     """A model of `MODELS`, Qwen2 with its biases and the adapters of `ADAPTED`, or one with an adapter over codes."""
     if name == "nf4":
         config = Qwen3Config(**COMMON | {"intermediate_size": 128}, hidden_size=64, head_dim=16)  # of whole blocks
-        hf = made(config, tokenizer, kind).as_transformers()
+        hf = made(config, tokenizer, kind).network
         code_linears(hf, name)
         return prepare(hf, tokenizer, lora=Lora(4))
     if name in ADAPTED:

@@ -43,7 +43,7 @@ def model_of(config):
 
 def one_by_one(model, groups: Groups) -> list[torch.Tensor]:
     """log π of each completion by the model's own forward pass on one sequence, without any padding or packing."""
-    hf, found = model.as_transformers(), []
+    hf, found = model.network, []
     for prompt, completions in zip(groups.prompts, groups.completions, strict=True):
         for ids in completions:
             with torch.no_grad():

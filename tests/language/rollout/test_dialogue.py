@@ -25,7 +25,7 @@ def model():
     tokenizer = tiny.tokenizer(["say a: b"], 270)
     made = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=2, heads=4, max_length=512), tokenizer)
     with torch.no_grad():
-        for p in made.as_transformers().parameters():
+        for p in made.network.parameters():
             if p.dim() == 2:
                 p.mul_(3)
     assert made.decoder is not None

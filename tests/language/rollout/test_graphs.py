@@ -37,7 +37,7 @@ def model(request):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     made = prepare(tiny.model(request.param, len(tokenizer)), tokenizer)
     with torch.no_grad():
-        for p in made.as_transformers().parameters():
+        for p in made.network.parameters():
             p.mul_(2)
     return made
 
@@ -142,7 +142,7 @@ def test_other_weights_are_recorded_anew(model, requests_, monkeypatch):
     shapes = watch(monkeypatch, again)
     sampler = EmbeddedSampler(model)
     sampler.sample(requests_, PARAMS)
-    weight = next(iter(model.as_transformers().parameters()))
+    weight = next(iter(model.network.parameters()))
     weight.data = weight.data.clone()
     sampler.sample(requests_, PARAMS)
     assert len(shapes) == 2

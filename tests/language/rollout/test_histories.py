@@ -119,7 +119,7 @@ def test_each_turn_is_sampled_and_trained_behind_what_the_template_renders(model
 
 def test_control_a_template_that_keeps_the_past_gives_one_context(model):
     tokenizer = tokenizer_of(CHATML)
-    (t,) = played(tokenizer, EmbeddedSampler(prepare(model.as_transformers(), tokenizer)), Countdown)
+    (t,) = played(tokenizer, EmbeddedSampler(prepare(model.network, tokenizer)), Countdown)
     assert t.branches == () and t.turns == 3 and not all(t.mask)
 
 

@@ -69,7 +69,7 @@ def models(tokenizer):
     for name in ARCHITECTURES:
         made[name] = prepare(tiny.model(name, len(tokenizer)), tokenizer)
         with torch.no_grad():  # twice the initial weights: distributions that differ between prompts and tokens
-            for p in made[name].as_transformers().parameters():
+            for p in made[name].network.parameters():
                 p.mul_(2)
     return made
 
@@ -161,7 +161,7 @@ OF_THE_MODEL = [
 @pytest.mark.parametrize("own", OF_THE_MODEL, ids=lambda own: next(iter(own)))
 def test_nothing_of_the_models_generation_config_acts_on_what_is_sampled(own, models, requests_, monkeypatch):
     model, params = models["gpt2"], SamplingParams(max_tokens=10, stop_token_ids=tuple(range(200, 260)))
-    network, some = model.as_transformers(), requests_[:3]
+    network, some = model.network, requests_[:3]
     expected = EmbeddedSampler(model).sample(some, params)
     monkeypatch.setattr(network, "generation_config", GenerationConfig(eos_token_id=EOS, **own))
     found = TransformersSampler(model).sample(some, params)
@@ -200,10 +200,8 @@ def test_a_completion_depends_on_its_seed_and_prompt_only(models, requests_):
 
 def test_a_prompt_is_prefilled_once_for_its_group(models):
     model, seen = models["qwen3"], []
-    hook = (
-        model.as_transformers()
-        .get_input_embeddings()
-        .register_forward_hook(lambda module, args, out: seen.append(out.shape[:-1].numel()))
+    hook = model.network.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[:-1].numel())
     )
     EmbeddedSampler(model).sample(
         [Request((5, 6, 7, 8), tuple(range(10))), Request((9, 10), (1, 2))], SamplingParams(max_tokens=3)
@@ -218,7 +216,7 @@ def test_weights_that_change_are_sampled_from_at_once(tokenizer, requests_):
     sampler, params = EmbeddedSampler(model), SamplingParams(max_tokens=12, temperature=0)
     before = sampler.sample(requests_, params)
     with torch.no_grad():
-        for p in model.as_transformers().parameters():
+        for p in model.network.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     after = sampler.sample(requests_, params)
     assert [[c.ids for c in g] for g in after] != [[c.ids for c in g] for g in before]
@@ -300,8 +298,8 @@ def test_a_request_without_seeds_is_complete_at_once(models, requests_):
 def test_the_head_gives_the_logits_of_the_models_own(models, rows):
     model = models["qwen3"]
     assert model.decoder is not None, model.why_unfused
-    hidden = torch.randn(rows, model.as_transformers().config.hidden_size, generator=torch.Generator().manual_seed(rows))
-    expected = model.as_transformers().get_output_embeddings()(hidden)
+    hidden = torch.randn(rows, model.network.config.hidden_size, generator=torch.Generator().manual_seed(rows))
+    expected = model.network.get_output_embeddings()(hidden)
     with torch.no_grad():
         assert torch.allclose(model.head(hidden, False), expected, atol=1e-5)
     assert torch.equal(model.head(hidden, False), expected) and model.head(hidden, False).requires_grad

@@ -44,7 +44,7 @@ def test_the_loss_and_its_gradient_are_transformers(job):
         ids[row, : len(text.ids)] = torch.tensor(text.ids)
         labels[row, : len(text.ids)] = torch.where(torch.tensor(text.mask), torch.tensor(text.ids), -100)
     attention = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    output = model.as_transformers()(input_ids=ids, attention_mask=attention)
+    output = model.network(input_ids=ids, attention_mask=attention)
     expected = LabelSmoother(epsilon=0.2)(output, labels, shift_labels=True)
     expected.backward()
     theirs = [p.grad.clone() for p in parameters]

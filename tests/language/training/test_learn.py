@@ -346,9 +346,9 @@ def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", {"preset": "grpo", "kl": {"estimator": "exact"}}], ids=str)
 def test_lora_is_its_own_reference_in_training(algorithm, tokenizer):
     run = make(tokenizer, algorithm, lora=Lora(4), micro_batch_tokens=40)
-    base = {n: p.detach().clone() for n, p in run.model.as_transformers().named_parameters() if not p.requires_grad}
+    base = {n: p.detach().clone() for n, p in run.model.network.named_parameters() if not p.requires_grad}
     after(run, 2)
-    assert all(torch.equal(p, base[n]) for n, p in run.model.as_transformers().named_parameters() if n in base)
+    assert all(torch.equal(p, base[n]) for n, p in run.model.network.named_parameters() if n in base)
     first, second = log_of(run).rows
     key = "kl" if "kl" in first else "objective/kl"
     assert abs(first[key]) < 1e-6 < abs(second[key])

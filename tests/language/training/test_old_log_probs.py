@@ -31,7 +31,7 @@ def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_ad
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     model = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2), tokenizer, lora=Lora(rank=2, alpha=16.0))
     with torch.no_grad():
-        for name, parameter in model.as_transformers().named_parameters():
+        for name, parameter in model.network.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.5)
     texts = [(7, 8, 9), (10, 11)]
@@ -65,7 +65,7 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
     run = SimpleNamespace(model=model, config=settings, params=SimpleNamespace(temperature=0.5), world=ALONE, critic=None,
                           exact_sampling=exact, single_pass=single)  # fmt: skip
     with torch.no_grad():
-        logits = model.as_transformers()(torch.tensor([[5, 6, 7, 8]])).logits[0, 1:3]
+        logits = model.network(torch.tensor([[5, 6, 7, 8]])).logits[0, 1:3]
     own = (logits / 0.5).log_softmax(-1)[torch.arange(2), torch.tensor([7, 8])].expand(2, 2)
     gap = float(own.abs().mean())  # the sampler's are 0
 

@@ -52,9 +52,9 @@ def test_the_one_file_grpo_equals_the_library(one_file, off_policy):
     for g, prompt in enumerate(prompts):
         width = max(len(c) for c in completions[g])
         old = logp_old[4 * g : 4 * g + 4, :width] if off_policy else None
-        theirs = theirs + one_file.group_loss(
-            model.as_transformers(), reference.as_transformers(), prompt, completions[g], rewards[g], old
-        ) / len(prompts)
+        theirs = theirs + one_file.group_loss(model.network, reference.network, prompt, completions[g], rewards[g], old) / len(
+            prompts
+        )
 
     assert abs(float(ours.detach()) - float(theirs.detach())) < 1e-6
     for a, b in zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters), strict=True):

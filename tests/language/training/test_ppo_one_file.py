@@ -78,9 +78,9 @@ def language(one_file):
         return SimpleNamespace(advantage=prepared.advantage[mask], returns=prepared.returns[mask], loss=loss), batch
 
     def single(batch, settings):
-        hf = model.as_transformers()
+        hf = model.network
         logp, value, written = one_file.evaluate_text(hf, model.value_head, prompts, completions)
-        logp_ref, _, _ = one_file.evaluate_text(reference.as_transformers(), model.value_head, prompts, completions)
+        logp_ref, _, _ = one_file.evaluate_text(reference.network, model.value_head, prompts, completions)
         old = logp.detach().masked_scatter(written, batch.logp_old[mask])
         value_old = value.detach().masked_scatter(written, batch.value[mask])
         made = one_file.text_batch(old, logp_ref.detach(), value_old, written, scores, settings)

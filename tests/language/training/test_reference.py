@@ -45,7 +45,7 @@ def batch(tokenizer):
 def alone(model, prompt, completion) -> torch.Tensor:
     """[t, V] log-probs of a completion behind a prompt, by transformers alone."""
     ids = torch.tensor([[*prompt, *completion]])
-    logits = model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    logits = model.network(input_ids=ids).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.double(), -1)
 
 

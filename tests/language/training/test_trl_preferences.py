@@ -176,7 +176,7 @@ def test_the_reward_loss_and_its_gradient_are_trls(settings, tokenizer, hf, tmp_
     tokenizer.save_pretrained(tmp_path / "base")
     model = scalar_model.load(str(tmp_path / "base"))
     trainer = RewardTrainer(
-        model=copy.deepcopy(model.as_transformers()),
+        model=copy.deepcopy(model.network),
         args=arguments(RewardConfig, tmp_path, center_rewards_coefficient=coefficient, disable_dropout=True),
         train_dataset=Dataset.from_list(given),
         processing_class=tokenizer,
@@ -184,7 +184,7 @@ def test_the_reward_loss_and_its_gradient_are_trls(settings, tokenizer, hf, tmp_
     trainer.model.set_attn_implementation("sdpa")
     peer = peer_loss(trainer, trainer.model)
     made = [pairs.encode_pair(tokenizer, validate(row, "preference", "row")) for row in given]
-    close(our_loss(RewardTask(model, BradleyTerry(coefficient or 0.0), made), model.as_transformers(), budget=60), peer)
+    close(our_loss(RewardTask(model, BradleyTerry(coefficient or 0.0), made), model.network, budget=60), peer)
 
 
 def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):

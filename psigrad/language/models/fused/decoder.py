@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from psigrad.kernels.kernels import Heads, Kernels, kernels
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
+from psigrad.language.models.fused.families import FAMILIES
 from psigrad.language.models.fused.layer import RANKS, Layer, Pass, RowSelection, Unsupported
-from psigrad.language.models.fused.weights_only import FAMILIES, Backbone, WeightsOnly, family_of
 from psigrad.optim import gradients
 
 if TYPE_CHECKING:
@@ -99,13 +99,13 @@ class Decoder:
     decoder computes in float32 whatever the weights' type.
     """
 
-    def __init__(self, network: PreTrainedModel | WeightsOnly, recompute: bool = False, exact: bool = False) -> None:
+    def __init__(self, network: PreTrainedModel, recompute: bool = False, exact: bool = False) -> None:
         native = kernels()
         if isinstance(native, str):
             raise Unsupported(native)
         base: Any = network.base_model
         config = network.config.get_text_config()
-        family = family_of(config) if isinstance(base, Backbone) else FAMILIES.get(type(base).__name__.removesuffix("Model"))
+        family = FAMILIES.get(type(base).__name__.removesuffix("Model"))
         if family is None:
             raise Unsupported(f"{type(base).__name__} is none of {', '.join(f'{name}Model' for name in FAMILIES)}")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):

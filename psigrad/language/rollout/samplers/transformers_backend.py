@@ -47,7 +47,7 @@ class TransformersSampler(OwnWeights):
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         """See `Sampler`: all in one step. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
         check_room(self.model, requests, params)
-        self.model.as_transformers().eval()
+        self.model.network.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
         done = iter(
             [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
@@ -58,12 +58,12 @@ class TransformersSampler(OwnWeights):
     def stream(self, request: Request, params: SamplingParams) -> Iterator[DrawnToken]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
-        self.model.as_transformers().eval()
+        self.model.network.eval()
         stops = {*self.model.eos_token_ids, *params.stop_token_ids}
         seed, cache = np.array(request.seeds, dtype=np.uint64), None
         ids = torch.tensor([request.prompt_ids], device=self.model.device)
         for place in range(params.max_tokens):
-            out = self.model.as_transformers()(input_ids=ids, past_key_values=cache, use_cache=True)
+            out = self.model.network(input_ids=ids, past_key_values=cache, use_cache=True)
             drawn, cache = draw(out.logits[:, -1], params, seed, np.array([place])), out.past_key_values
             ids = drawn.ids[:, None]
             yield DrawnToken(int(ids), float(drawn.logprobs), float(drawn.sampling_logprobs))
@@ -78,7 +78,7 @@ class TransformersSampler(OwnWeights):
         drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
         config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
         # generate fills what a config leaves out from the model's own (Qwen2.5's has a repetition penalty): this view has none
-        bare: Any = copy.copy(self.model.as_transformers())
+        bare: Any = copy.copy(self.model.network)
         bare.generation_config = GenerationConfig()
         out = bare.generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
         tokens = out[:, width:].tolist()

@@ -1,0 +1,149 @@
+"""A workload's files: the model, the tokenizer and the rows that psigrad and TRL read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from timed.workload import Workload
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from psigrad.errors import UserError
+from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.models.backbone import read_tokenizer
+from psigrad_extras.preflight.plan.shape import config_of, model_of
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+# Rows of a workload; a step takes some of them.
+_ROWS = 512
+
+
+def build(work: Workload, folder: Path) -> None:
+    """model/, rows.jsonl and work.json under `folder`, the same for psigrad and TRL: a Qwen3 with random weights."""
+    if (folder / "work.json").exists():
+        return
+    config = Qwen3Config(
+        vocab_size=work.vocabulary,
+        hidden_size=work.hidden,
+        num_hidden_layers=work.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=work.hidden // 4,
+        intermediate_size=3 * work.hidden,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    made = tokenizer(work.vocabulary)
+    _make(config, made, folder)
+    _write(work, made, folder)
+
+
+def prepare(work: Workload, model: str, folder: Path) -> None:
+    """The same with a given model: a folder, hub name or GGUF file, or a folder or file with only a configuration, whose weights
+    are then random; where it has no tokenizer one of letters is made.
+    """
+    go_offline_without_network()
+    model = plain_folder(model)
+    config = copy.deepcopy(config_of(model))
+    limit = getattr(config.get_text_config(), "max_position_embeddings", 1 << 31)
+    if work.prompt_tokens + work.completion_tokens > limit:
+        raise UserError(
+            f"prompts of {work.prompt_tokens} and completions of {work.completion_tokens} tokens exceed the model's {limit} "
+            "positions; lower --prompt-tokens or --completion-tokens."
+        )
+    made = _tokenizer_of(model, config)
+    source = Path(model)
+    if source.exists() and not (source.is_dir() and any(source.glob("*.safetensors"))):
+        _make(config, made, folder)
+    elif source.is_dir():
+        shutil.copytree(source, folder / "model")
+        made.save_pretrained(folder / "model")
+    else:
+        AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False).save_pretrained(folder / "model")
+        made.save_pretrained(folder / "model")
+    _write(work, made, folder)
+
+
+def _make(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path) -> None:
+    torch.manual_seed(0)
+    model_of(config).save_pretrained(folder / "model")
+    made.save_pretrained(folder / "model")
+
+
+def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    try:
+        found = read_tokenizer(model)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        found = None
+    if found is None or len(found) < 2 or found.eos_token_id is None:
+        return tokenizer(int(config.get_text_config().vocab_size))
+    if found.pad_token_id is None:
+        found.pad_token = found.eos_token
+    found.padding_side = "left"
+    return found
+
+
+def _write(work: Workload, made: PreTrainedTokenizerBase, folder: Path) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(work, made)))
+    (folder / "work.json").write_text(json.dumps(asdict(work)))  # last: it says that all is there
+
+
+def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """One token per letter; `vocabulary` may be larger than what there are letters for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    ids = {"<eos>": 0, "<pad>": 1} | {letter: 2 + i for i, letter in enumerate(LETTERS)}
+    ids |= {f"<{i}>": i for i in range(len(ids), vocabulary)}
+    made = Tokenizer(models.WordLevel(ids, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<eos>", "<pad>"])
+    fast: Any = PreTrainedTokenizerFast
+    found: PreTrainedTokenizerFast = fast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", padding_side="left")
+    return found
+
+
+def rows(work: Workload, made: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Prompts, or pairs, or texts, of random letters: of the tokens wanted, give or take one where a tokenizer joins letters."""
+    rng = random.Random(0)
+
+    def size(text: str) -> int:
+        return len(made(text, add_special_tokens=False).input_ids)
+
+    gap = "" if size(LETTERS) == len(LETTERS) else " "  # a tokenizer that joins letters leaves words alone
+
+    def text(n: int) -> str:
+        letters = rng.choices(LETTERS, k=n)
+        return gap.join(letters[: max(1, round(n * n / size(gap.join(letters))))])
+
+    def spread(mean: int) -> int:
+        if not work.spread:
+            return mean
+        drawn = mean * rng.lognormvariate(-(work.spread**2) / 2, work.spread)
+        return round(min(max(drawn, mean / 4), 4 * mean))
+
+    found = []
+    for _ in range(_ROWS):
+        row: dict[str, Any] = {"prompt": text(spread(work.prompt_tokens))}
+        if work.kind in ("dpo", "reward"):
+            row |= {"chosen": text(rng.randint(16, 64)), "rejected": text(rng.randint(16, 64))}
+        elif work.kind == "sft":
+            row |= {"completion": text(spread(40) if work.spread else rng.randint(16, 64))}
+        found.append(row)
+    return found

@@ -1,0 +1,122 @@
+"""`psigrad experiment NAME`: the studies of the source checkout by name, and how one is run and shown.
+
+Light, so that help needs no torch. A new study is a line here, a settings class in `studies/settings.py`, and a module in
+`studies/` with what `Experiment.module` describes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from psigrad.errors import UserError, nearest
+
+
+def find_checkout() -> Path | None:
+    """Return the source checkout beside the package, or else the current folder if it is one; None without a checkout."""
+    for root in (Path(__file__).parents[1], Path.cwd()):
+        if (root / "studies").is_dir() and (root / "psigrad" / "importing.py").is_file():
+            return root
+    return None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment: its name, what it shows, and the module of its code."""
+
+    name: str
+    purpose: str
+    file: str
+
+    @property
+    def settings(self) -> type[Any]:
+        """Its settings class. Raises `UserError` without a source checkout."""
+        found: type[Any] = self._load("studies.settings").SETTINGS[self.name]
+        return found
+
+    @property
+    def module(self) -> Any:
+        """The module, imported when it is asked for. Raises `UserError` without a source checkout.
+
+        It has `check(settings)`, which refuses settings that make no sense; `run(settings)`, which returns a frozen dataclass;
+        `tables(result)`, what is printed; and `picture(found, path)`, drawn from the result as plain values.
+        """
+        return self._load(self.file)
+
+    def _load(self, module: str) -> Any:
+        root = find_checkout()
+        if root is None:
+            raise UserError(
+                f"{self.name} is a study, and studies come with psigrad's source checkout, not with the installed package; "
+                f"clone the repository and call `psigrad experiment {self.name}` in its folder."
+            )
+        if str(root) not in sys.path:
+            sys.path.insert(0, str(root))  # the workers of a run look where this process does
+        return importlib.import_module(module)
+
+
+_STUDIES = (
+    ("psi", "bias and variance of the gradient for each form of Ψ", "studies.psi"),
+    ("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", "studies.bias"),
+    ("clip", "surrogates and their gradients over the ratio", "studies.clip"),
+    ("lag", "what asynchronous sampling buys on many devices (simulated)", "studies.lag"),
+    ("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", "studies.claims.methods"),
+    ("lambda", "PPO's λ on a language task and on CartPole", "studies.claims.ppo_lambda"),
+    ("noise", "RAFT, RLOO and PPO under noise in the reward and under β", "studies.claims.noise"),
+    ("memory", "memory and seconds of RLOO, GRPO and PPO, measured and planned", "studies.claims.memory"),
+    ("action_space", "how few tokens hold the probability, and where", "studies.claims.action_space"),
+    ("length", "GRPO's length bias, exact and over training, against Dr. GRPO", "studies.claims.length"),
+    ("difficulty", "how GRPO and Dr. GRPO weigh easy and hard prompts", "studies.claims.difficulty"),
+    ("clip_higher", "entropy and pass@k with a higher upper clip", "studies.claims.clip_higher"),
+    ("dynamic_sampling", "updates and samples with groups without signal replaced", "studies.claims.dynamic_sampling"),
+    ("loopholes", "rewards that a policy exploits, and what the warnings notice", "studies.claims.loopholes"),
+    ("pretrained", "RLVR, SFT, DPO and distillation of a real model", "studies.claims.pretrained"),
+    ("false_alarms", "how often the warnings speak of honest runs", "studies.claims.false_alarms"),
+    ("dpo", "margins and log-probs of DPO and its kin, against online methods", "studies.claims.dpo"),
+)
+EXPERIMENTS = {name: Experiment(name, purpose, module) for name, purpose, module in _STUDIES}
+_GROUPS = {
+    "on problems whose answer is known exactly; seconds": ("studies.psi", "studies.bias", "studies.clip"),
+    "simulated; seconds": ("studies.lag",),
+    "claims of the literature over seeds; minutes to an hour (docs/claims.md)": ("studies.claims.",),
+}
+
+
+def groups() -> dict[str, list[Experiment]]:
+    """Return the experiments by kind of problem and duration."""
+    return {title: [one for one in EXPERIMENTS.values() if one.file.startswith(kind)] for title, kind in _GROUPS.items()}
+
+
+def find(name: str) -> Experiment:
+    """Return the experiment of that name. Raises `UserError` with the nearest one."""
+    if name not in EXPERIMENTS:
+        hint = nearest(name, EXPERIMENTS) or "."
+        raise UserError(f"There is no experiment {name!r}; expected {', '.join(EXPERIMENTS)}{hint}")
+    return EXPERIMENTS[name]
+
+
+def run(name: str, settings: Any, console: Any = None) -> Any:
+    """Run an experiment, print its tables, write NAME.json and NAME.png into the folder `settings.out`, and return the result.
+
+    Raises `UserError` for an unknown name, for settings that make no sense, and for a folder that cannot be written.
+    """
+    from rich.console import Console
+
+    module, console, folder = find(name).module, console or Console(), Path(settings.out)
+    module.check(settings)  # before a folder is made
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {settings.out!r} cannot be made: {error.strerror}; name another with --out.") from error
+    result = module.run(settings)
+    for part in module.tables(result):
+        console.print(part)
+    found = asdict(result)
+    (folder / f"{name}.json").write_text(json.dumps(found, ensure_ascii=False) + "\n")
+    module.picture(found, folder / f"{name}.png")
+    console.print(f"figures {folder / f'{name}.json'}\npicture {folder / f'{name}.png'}", soft_wrap=True, highlight=False)
+    return result
