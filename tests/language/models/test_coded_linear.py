@@ -154,13 +154,12 @@ def test_the_adapters_gradient_is_that_over_the_unpacked_base(name, kind, dtype,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_over_codes_is_as_near_to_float64s_as_pytorchs_over_matrices(name, kind, dtype, tokenizer):
-    """The bound is PyTorch's own rounding of the same gradient over plain matrices. Errors relative to it were 0.1 to 1.25."""
-    exact = with_codes(name, tokenizer, kind, dtype, torch.float64)
+def test_a_gradient_over_codes_is_as_near_to_float64s_as_pytorchs_over_matrices(kind, dtype, tokenizer):
+    """The bound is twice PyTorch's own rounding error over plain matrices; on four tiers the error was 0.1 to 1.25 times it."""
+    exact = with_codes("qwen3", tokenizer, kind, dtype, torch.float64)
     exact.network.double()
-    ours, theirs = with_codes(name, tokenizer, kind, dtype), with_codes(name, tokenizer, kind, dtype, dtype)
+    ours, theirs = with_codes("qwen3", tokenizer, kind, dtype), with_codes("qwen3", tokenizer, kind, dtype, dtype)
     exact.decoder = theirs.decoder = None
     right = gradient_of(exact)
     bound = 2 * float((gradient_of(theirs) - right).norm())
