@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 # Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
 	@echo "make bench-vllm MODEL=PATH  sampling beside vLLM, with the same weights, in its environment"
 	@echo "make bench-llama-cpp MODEL=PATH  sampling beside llama.cpp, likewise"
+	@echo "make test-tiers  the kernels' tests as on every processor up to this one (AVX2, AVX-512, bfloat16, AMX emulated) and by PyTorch alone (many minutes)"
 	@echo "make test-amx   the tests of products, decoding and bits by kernels for AMX, whose instructions an emulator computes (minutes)"
 	@echo "make test-llama-cpp  exported GGUF files in llama.cpp, in an environment of its own: a download of 90 MB"
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
@@ -183,9 +184,13 @@ $(LLAMA_VENV)/.installed: $(INSTALLED)
 bench-llama-cpp: $(LLAMA_VENV)/.installed
 	PYTHONPATH=. $(LLAMA_VENV)/bin/python benchmarks/engines.py $(MODEL) --beside llama.cpp
 
+# The kernels' tests on every tier of processor that this one can stand in for, and without kernels.
+test-tiers: $(INSTALLED)
+	PYTHONPATH=. $(RUN) tests/support/tiers.py $(TIERS)
+
 # All of the kernels are compiled for AMX; on a processor that has it they run as they are.
 test-amx: $(INSTALLED)
-	PYTHONPATH=.:tests/support $(RUN) -m pytest -p amx -n 0 $(addprefix tests/,kernels/test_products.py $(addprefix language/models/test_,stepped.py same_bits.py packed_weights.py coded_linear.py))
+	PYTHONPATH=. $(RUN) tests/support/tiers.py x86-64-v4-amx
 
 test-llama-cpp: $(LLAMA_VENV)/.installed
 	PYTHONPATH=. $(LLAMA_VENV)/bin/python -m pytest -m llama_cpp -s tests/extras/llama_cpp

@@ -50,6 +50,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 LONGEST = (
     *("training/test_learning.py", "parallel/test_rank_runs.py", "parallel/test_rank_gradients.py", "cli/test_obeyed.py"),
+    "models/test_tiers.py",
     *("sandbox/test_hostile.py", "labels/test_chaos.py", "runs/test_resume.py", "sandbox/test_user_tier.py"),
 )
 """The files that take longest."""

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from psigrad.cache_folder import cache_folder
-from psigrad.errors import NO_LOCKS
-from psigrad.kernels.processor import identity, levels
+from psigrad.errors import NO_LOCKS, UserError
+from psigrad.kernels.processor import LEVELS, SWITCH, forced_level, identity, levels
 
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
 HEADERS = ("common.h", "codes.h", "amx.h")
@@ -35,7 +35,6 @@ PORTABLE = tuple(flag for flag in FLAGS if flag not in ("-march=native", "-share
 if platform.machine() == "x86_64":
     FLAGS += ("-mprefer-vector-width=512",)  # GCC's choice on recent Intel is 256
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-SWITCH = "PSIGRAD_NATIVE"  # 0 switches the kernels off
 
 
 def compiler() -> str | None:
@@ -45,9 +44,12 @@ def compiler() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The compiled kernels, or why there are none."""
-    if os.environ.get(SWITCH) == "0":
+    """Return the compiled kernels, or why there are none. Raises `UserError` for a level that this processor lacks."""
+    level = forced_level()
+    if level == "0":
         return f"{SWITCH}=0"
+    if level is not None and level not in levels():
+        raise UserError(f"{SWITCH} is {level}, which this processor lacks; use one of 0, {', '.join(levels())}, or unset it.")
     with contextlib.suppress(OSError):  # a C library older than the wheel's
         if (ready := prebuilt()) is not None:
             return _load_prebuilt(ready)
@@ -97,7 +99,13 @@ def _key(program: str) -> str:
     source = resources.files("psigrad.kernels")
     parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    return hashlib.sha256("\0".join([*parts, *FLAGS, version, identity()]).encode()).hexdigest()[:20]
+    return hashlib.sha256("\0".join([*parts, *_flags(), version, identity()]).encode()).hexdigest()[:20]
+
+
+def _flags() -> tuple[str, ...]:
+    """Return the compiler's flags for this very processor, or for the level that the environment names."""
+    level = forced_level()
+    return FLAGS if level is None else (*LEVELS[platform.machine()][level][0].split(), *PORTABLE, "-shared")
 
 
 @contextlib.contextmanager
@@ -154,7 +162,7 @@ def _compile(program: str, path: Path) -> None:
         resources.as_file(resources.files("psigrad.kernels")) as source,
     ):
         made = Path(folder) / path.name
-        command = [program, *FLAGS, *(str(source / name) for name in SOURCES), "-o", str(made)]
+        command = [program, *_flags(), *(str(source / name) for name in SOURCES), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         subprocess.run(
             [sys.executable, "-I", "-c", _SELF_TEST, str(made)], capture_output=True, text=True, check=True, timeout=60

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import platform
 from pathlib import Path
+
+SWITCH = "PSIGRAD_NATIVE"
+"""0 disables the kernels. The name of a level hides the instructions that this processor has beyond that level."""
 
 _V4, _AVX512 = "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl"
 _BF16 = f"{_V4} -mavx512bf16", f"{_AVX512} avx512_bf16"
@@ -19,16 +24,43 @@ LEVELS = {
 }
 """For which processors a wheel has compiled kernels, best first: how they are compiled, and what the processor must have."""
 
+_LIBRARIES = {
+    "x86-64-v4-amx": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "x86-64-v4-bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "x86-64-v4": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "x86-64-v3": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}
+
+
+def environment_of(level: str) -> dict[str, str]:
+    """Return the variables that restrict a new process to a level, its kernels and PyTorch; 0 disables the kernels."""
+    return {SWITCH: level, **_LIBRARIES.get(level, {})}
+
+
+def forced_level() -> str | None:
+    """Return the level that the environment names, which `levels` need not have."""
+    return os.environ.get(SWITCH) or None
+
+
+def _hidden() -> set[str]:
+    """Return the instructions that only the levels above the forced one have."""
+    needed = [(name, set(words.split())) for name, (_, words) in LEVELS.get(platform.machine(), {}).items()]
+    if forced_level() not in dict(needed):
+        return set()
+    above = len(list(itertools.takewhile(lambda level: level[0] != forced_level(), needed)))
+    return set().union(*(words for _, words in needed[:above])).difference(*(words for _, words in needed[above:]))
+
 
 @functools.cache
 def _described() -> tuple[str, ...]:
-    """Lines of Linux' description, each once."""
+    """Return the lines of Linux's description, each once, without the hidden instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ()
-    kinds = ("vendor_id", "flags", "Features", "model name")
-    return tuple(sorted({line for line in lines if line.startswith(kinds)}))
+    kinds, hidden = ("vendor_id", "flags", "Features", "model name"), _hidden()
+    seen = {line for line in lines if line.startswith(kinds)}
+    return tuple(sorted(" ".join(word for word in line.split(" ") if word not in hidden) for line in seen))
 
 
 def identity() -> str:

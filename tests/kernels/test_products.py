@@ -156,6 +156,16 @@ def test_gradients_are_the_same_by_whichever_products(kind, tokenizer, monkeypat
     assert (gradient() - found[False]).norm() > 1e-3 * scale
 
 
+@pytest.mark.needs("linux")
+def test_the_kernels_are_those_of_the_best_level(request):
+    """Of a forced level too; otherwise the tests on lower tiers would prove nothing about them."""
+    emulated = request.config.pluginmanager.has_plugin("amx")
+    best = {"x86-64-v3": ("AVX2", "AVX2"), "x86-64-v4": ("AVX-512", "AVX-512"), "armv8-a": ("NEON", "NEON")}
+    best |= {"x86-64-v4-bf16": ("AVX-512", "AVX-512 bfloat16"), "x86-64-v4-amx": ("AVX-512", "AMX tiles")}
+    names = tuple(kernels().products.instructions(dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert names == best["x86-64-v4-amx" if emulated else processor.levels()[0]]
+
+
 @pytest.mark.parametrize(
     ("lines", "half", "trains", "packs"),
     [

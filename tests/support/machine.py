@@ -181,8 +181,11 @@ def _rootless() -> Lack | None:
 
 
 def _compiler() -> Lack | None:
+    from psigrad.kernels import processor
     from psigrad.kernels.build import compiler
 
+    if processor.forced_level() == "0":
+        return Lack(f"{processor.SWITCH}=0", there=True)
     if (found := compiler()) is None:
         return Lack("no C++ compiler on this machine")
     with tempfile.TemporaryDirectory() as folder:
