@@ -28,6 +28,7 @@ from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.models.sizes import size
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.checkpoint import MANIFEST
@@ -295,7 +296,7 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
     if settings.chat_template_path:
         tokenizer.chat_template = _read_template(settings.chat_template_path)
     began = _first_day(checkpoint) if checkpoint is not None else None
-    rows = int(network.config.get_text_config().vocab_size) if network is not None else 0
+    rows = size(network.config, "vocabulary") if network is not None else 0
     today = date.fromisoformat(began) if began else date.today()
     kwargs = template_kwargs(settings.chat_template_kwargs)
     check_arguments(templates_of(tokenizer), kwargs)

@@ -27,6 +27,7 @@ from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
+from psigrad.language.models.sizes import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -115,7 +116,7 @@ class Pretrained(ABC):
     def max_length(self) -> int:
         """The most tokens of one sequence, prompt and completion together."""
         config = self.network.config.get_text_config()
-        return min(int(getattr(config, "max_position_embeddings", 1 << 31)), *_unscaled_lengths(config))
+        return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def as_transformers(self) -> PreTrainedModel:
         """transformers' model around the same parameters. The first call replaces `network` by it; `decoder` stays in use."""

@@ -32,6 +32,7 @@ from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
+from psigrad.language.models.sizes import size
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class LanguageModel(Pretrained):
     @property
     def vocabulary(self) -> int:
         """V: how many token ids the LM head scores."""
-        return int(self.network.config.get_text_config().vocab_size)
+        return size(self.network.config, "vocabulary")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
