@@ -33,6 +33,7 @@ from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
 from psigrad.language.models.sizes import size
+from psigrad.language.models.towers import BESIDE, Towers, why_no_text_at
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -330,6 +331,7 @@ def load(
             read: Any = AutoModelForCausalLM.from_pretrained(path, **asked, output_loading_info=True)
             network, report = read
             check_whole(report["missing_keys"])
+            setattr(network, BESIDE, Towers.find(path, network))
             if kind is not None:
                 code_linears(network, kind)
         if isinstance(tokenizer, str):
@@ -337,8 +339,10 @@ def load(
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:
+        what = why_no_text_at(path)
+        reason = "" if what else f" ({reason_of(error)})"
         raise UserError(
-            f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
+            f"No causal language model could be loaded from {path!r}{reason}; {what or 'give a folder or a hub name'}."
         ) from error
     network = network.to("cpu" if for_shards else device)
     return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)

@@ -16,6 +16,7 @@ from psigrad.language.loading.model_source import meant
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
+from psigrad.language.models.towers import towers_of, why_not_text
 
 # What a configuration of other sizes does without.
 _DROPPED = frozenset(("per_layer_config", "dtype", "torch_dtype", "architectures"))
@@ -29,6 +30,7 @@ class Shape:
     of them (of experts with those that it is sent to), and `head` those of the output layer, which only predicted positions are.
     `embeddings` are only looked up. `linears` are the (name, inputs, outputs) of the linear layers but the head. `cached` counts
     the numbers that a cache of keys and values holds of one token, in all layers. Where layers differ, sizes are the largest.
+    `beside` of the parameters are those of towers beside the text half, which neither learn nor see tokens.
     """
 
     parameters: int
@@ -46,6 +48,7 @@ class Shape:
     linears: tuple[tuple[str, int, int], ...]
     active: int
     cached: int
+    beside: int
 
     @property
     def query(self) -> int:
@@ -104,13 +107,17 @@ def count_shape(config: PreTrainedConfig) -> Shape:
     if head is None or table is None:
         raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.")
     tied = head.weight is table.weight
-    looked_up = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    body = [p for name, p in model.named_parameters() if p.dim() > 1 and p is not head.weight]
+    towers = tuple(f"{name}." for name in towers_of(model))
+    text = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(towers)]
+    looked_up = sum(m.weight.numel() for _, m in text if isinstance(m, nn.Embedding))
+    learns = [p for name, p in model.named_parameters() if not name.startswith(towers)]
+    body = [p for p in learns if p.dim() > 1 and p is not head.weight]
     matrices = sum(p.numel() for p in body) - looked_up + (table.weight.numel() if tied else 0)
     hidden = size(config, "hidden")
-    linears = tuple((name, *_ends(m)) for name, m in model.named_modules() if m is not head and isinstance(m, nn.Linear | Conv1D))
+    linears = tuple((name, *_ends(m)) for name, m in text if m is not head and isinstance(m, nn.Linear | Conv1D))
+    parameters = sum(p.numel() for p in model.parameters())
     return Shape(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         embeddings=looked_up,
         head=head.weight.numel(),
         tied=tied,
@@ -125,6 +132,7 @@ def count_shape(config: PreTrainedConfig) -> Shape:
         linears=linears,
         active=matrices - _idle(model, config),
         cached=cached_numbers(config),
+        beside=parameters - sum(p.numel() for p in learns),
     )
 
 
@@ -139,7 +147,8 @@ def _built(config: PreTrainedConfig) -> Any:
     try:
         return model_of(config)
     except Exception as error:  # an architecture's own code, which may raise anything at sizes that it does not expect
-        raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
+        what = why_not_text(config) or "give the folder of one"
+        raise UserError(f"{type(config).__name__} describes no causal language model; {what}.") from error
 
 
 def model_of(config: PreTrainedConfig, **options: Any) -> Any:

@@ -111,7 +111,8 @@ def test_nothing_is_random_when_activations_are_recomputed(config, tokenizer, mo
     one, other = (model._probe(GROUPS, packed=True) for _ in range(2))
     assert model.train_mode and torch.equal(one, other)
     assert model.network.training
-    monkeypatch.setattr(backbone, "switch_dropout_off", lambda hf: hf.eval())
+    monkeypatch.setattr(backbone, "dropouts_of", lambda hf: [])
+    monkeypatch.setattr(backbone, "set_mode", torch.nn.Module.train)
     with pytest.raises(UserError, match="draws random numbers in training mode that psigrad cannot switch off"):
         prepare(Causal.from_config(config), tokenizer, gradient_checkpointing=True)
 
