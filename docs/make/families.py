@@ -99,8 +99,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("Nemotron", {}),
     "gpt2": ("GPT-2", {}),
     "gpt_neox": ("Pythia", {}),
-    "granitemoehybrid": ("Granite 4", {**DENSE, **MAMBA, **SCALED, "layer_types": ["linear_attention", "full_attention"] * 2}),
-    "granitemoehybrid (dense)": ("Granite 4 (dense)", {**DENSE, **SCALED}),
+    "granitemoehybrid (hybrid)": (
+        "Granite 4",
+        {**DENSE, **MAMBA, **SCALED, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "granitemoehybrid": ("Granite 4 (dense)", {**DENSE, **SCALED}),
     "granitemoe": ("Granite 3 with experts", {**EXPERTS, **SCALED}),
     "qwen2_moe": ("Qwen 2 with experts", EXPERTS),
     "qwen3_moe": ("Qwen 3 with experts", EXPERTS),
@@ -201,6 +204,21 @@ and gradient were equal.
 | family | `model_type` | computed | gap | beside TRL | why not packed |
 |---|---|---|---|---|---|
 {table}
+
+## Layers with a state
+
+Qwen 3.5, LFM, Granite 4, Nemotron-H, OLMo Hybrid and Falcon-H1 mix attention with layers that carry a state from token to token. Packed, that
+state would leak from one sequence into the next, which the comparison finds: they are padded, and transformers samples.
+
+## Vision-language checkpoints
+
+psigrad trains text. Of a checkpoint with images or sounds it uses the text half, and says so. Towers are frozen: they have no optimizer state and
+get no adapter, whatever `--lora-target-modules` names.
+
+- Gemma 3, 3n and 4: transformers loads the whole model, and the whole model is saved.
+- Qwen 3.5: transformers loads the text half alone. Checkpoints and the final model have the trained text half in the original checkpoint, with
+  its towers, its configuration and its image processor, so that `AutoModelForImageTextToText` opens them.
+- Others (Qwen3-VL, Mistral 3, InternVL, LLaVA, SmolVLM, LFM2-VL) are refused: take a text model of the family.
 
 ## Experts
 

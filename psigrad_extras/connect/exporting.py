@@ -19,6 +19,7 @@ from psigrad.language.loading.model_source import coded_base, ends_of, locate, m
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
 from psigrad.language.models.sizes import size
+from psigrad.language.models.towers import keep_towers
 from psigrad.records import checkpoint
 
 KINDS = ("gguf", "merged", "adapter")
@@ -92,6 +93,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"
         raise UserError(f"{reason}; give a run, a folder or a hub name.") from error
     if to == "merged":
+        keep_towers(network, str(place))
         write(network, tokenizer, folder)
         tell_ends(folder, tokenizer)
         return LeftBehind(folder)

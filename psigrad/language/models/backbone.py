@@ -29,7 +29,7 @@ from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import BESIDE, freeze_towers
+from psigrad.language.models.towers import freeze_towers, put_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -433,8 +433,7 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
-    towers = getattr(getattr(model, "network", model), BESIDE, None)
-    if towers is not None and (folder / "config.json").exists() and not towers.put_back(folder):
+    if not put_back(getattr(model, "network", model), folder):
         redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")
     if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # of weights in shards there are no modules here
         numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}

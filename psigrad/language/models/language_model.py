@@ -33,7 +33,7 @@ from psigrad.language.models.native.codes import Kind
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import BESIDE, Towers, why_no_text_at
+from psigrad.language.models.towers import keep_towers, why_no_text_at
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def load(
             read: Any = AutoModelForCausalLM.from_pretrained(path, **asked, output_loading_info=True)
             network, report = read
             check_whole(report["missing_keys"])
-            setattr(network, BESIDE, Towers.find(path, network))
+            keep_towers(network, path)
             if kind is not None:
                 code_linears(network, kind)
         if isinstance(tokenizer, str):

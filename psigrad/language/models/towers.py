@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-BESIDE = "beside_text"
-"""The attribute of a network that holds its `Towers`."""
+# The attribute of a network that holds its `Towers`.
+_BESIDE = "beside_text"
 # What processors of images and sounds are read from.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -101,9 +101,20 @@ class Towers:
         return True
 
 
+def keep_towers(network: Any, path: str) -> None:
+    """Note what the checkpoint at `path` has beside `network`, for `put_back`."""
+    setattr(network, _BESIDE, Towers.find(path, network))
+
+
+def put_back(network: Any, folder: Path) -> bool:
+    """Make the model that was saved in `folder` whole again. Return False where it stays the text half alone."""
+    found: Towers | None = getattr(network, _BESIDE, None)
+    return found is None or not (folder / "config.json").exists() or found.put_back(folder)
+
+
 def names_beside(network: Any) -> list[str]:
     """Return what a network's checkpoint has beside the text half: names of modules, loaded or not."""
-    found = getattr(network, BESIDE, None)
+    found = getattr(network, _BESIDE, None)
     tensors = [] if found is None else [name for _, name in found.beside]
     return towers_of(network) or sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors})
 
