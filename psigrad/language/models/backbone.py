@@ -10,6 +10,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -114,7 +115,7 @@ class Pretrained(ABC):
         """What multiplies in fused layers: AVX2, AVX-512, AMX tiles, …; empty where there are none."""
         return "" if self.decoder is None else self.decoder.native.products.instructions(self.decoder.dtype)
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """The most tokens of one sequence, prompt and completion together."""
         config = self.network.config.get_text_config()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -83,7 +84,7 @@ class LanguageModel(Pretrained):
 
     value_head: nn.Linear | None = None
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """V: how many token ids the LM head scores."""
         return size(self.network.config, "vocabulary")

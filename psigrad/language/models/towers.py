@@ -42,7 +42,7 @@ def freeze_towers(network: Any) -> list[str]:
 
 
 class Towers:
-    """What a checkpoint holds beside the text half that was loaded from it: configuration, tensors and processors.
+    """The parts of a checkpoint beside the text half that was loaded from it: configuration, tensors and processors.
 
     The files stay open, so that they may be deleted meanwhile.
     """
