@@ -24,6 +24,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models.backbone import read_tokenizer
+from psigrad.language.models.sizes import size
 from psigrad_extras.preflight.plan.shape import config_of, model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -61,7 +62,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     go_offline_without_network()
     model = plain_folder(model)
     config = copy.deepcopy(config_of(model))
-    limit = getattr(config.get_text_config(), "max_position_embeddings", 1 << 31)
+    limit = size(config, "positions") or 1 << 31
     if work.prompt_tokens + work.completion_tokens > limit:
         raise UserError(
             f"prompts of {work.prompt_tokens} and completions of {work.completion_tokens} tokens exceed the model's {limit} "
@@ -92,7 +93,7 @@ def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBa
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         found = None
     if found is None or len(found) < 2 or found.eos_token_id is None:
-        return tokenizer(int(config.get_text_config().vocab_size))
+        return tokenizer(size(config, "vocabulary"))
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
     found.padding_side = "left"

@@ -201,7 +201,7 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
         keeps=float(online and not work.gradient_checkpointing),
     )
     width = DTYPES[dtype].itemsize
-    cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
+    cached = float(width) * shape.cached * (tokens + work.prompts * work.prompt_tokens)
     saved = (width - CODED.get(work.quantize_base, width)) * shape.layer_matrices
     weights = width * (shape.matrices + shape.head) - round(saved)
     again = (

@@ -41,34 +41,70 @@ SIZES = {
     "bos_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 48}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+ROUTED |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8}
 SCALED = {"attention_multiplier": 0.25, "residual_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 128, "mamba_chunk_size": 16}
 DENSE = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
 DENSE |= {"position_embedding_type": "rope", "mamba_n_heads": 8, "mamba_d_head": "auto"}  # of layers that it has none of
 DENSE["router_aux_loss_coef"] = 0.0  # or TRL asks for its routers
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA["layer_types"] = ["linear_attention", "full_attention"] * 2
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
+# the last layer has the keys and values of the one before
+SHARED = {"layer_types": ["sliding_attention", *["full_attention"] * 3], "sliding_window": 6, "num_kv_shared_layers": 1}
+SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 280}
+NEMOTRON_H = {"layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_num_heads": 8, "mamba_head_dim": 16}
+NEMOTRON_H |= {"n_groups": 2, "ssm_state_size": 8, "chunk_size": 16, "moe_shared_expert_intermediate_size": 48}
 # transformers' name: (what it is known as, settings that bring out what is its own)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama, SmolLM2", {}),
     "mistral": ("Mistral", {"sliding_window": 6}),
+    "ministral3": ("Ministral 3", {}),
     "qwen2": ("Qwen 2 and 2.5", {}),
     "qwen3": ("Qwen 3", {}),
+    "qwen3_5_text": ("Qwen 3.5", DELTA),
+    "qwen3_next": ("Qwen 3 Next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 48}),
     "smollm3": ("SmolLM3", {}),
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma 2", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
     "gemma3_text": ("Gemma 3", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
+    "gemma3n_text": ("Gemma 3n", {**SHARED, "laurel_rank": 8}),
+    "gemma4_text": ("Gemma 4", {**SHARED, "global_head_dim": 32}),
     "phi": ("Phi 1 and 2", {}),
     "phi3": ("Phi 3 and 4", {}),
+    "phimoe": ("Phi 3.5 with experts", {**EXPERTS, "router_jitter_noise": 0.3}),
     "olmo": ("OLMo", {}),
     "olmo2": ("OLMo 2", {}),
     "olmo3": ("OLMo 3", {"sliding_window": 6}),
+    "olmo_hybrid": ("OLMo Hybrid", DELTA),
     "granite": ("Granite 3", SCALED),
     "cohere": ("Command R", {}),
+    "cohere2": ("Command R7B and A", WINDOWED),
     "glm4": ("GLM 4", {}),
+    "glm4_moe": ("GLM 4.5 to 4.7", ROUTED),
+    "deepseek_v3": ("DeepSeek-V3", {**ROUTED, **LATENT, "num_key_value_heads": 4}),
     "exaone4": ("EXAONE 4", {"sliding_window": 6}),
+    "ernie4_5": ("ERNIE 4.5", {}),
+    "hunyuan_v1_dense": ("Hunyuan", {}),
+    "seed_oss": ("Seed-OSS", {}),
+    "apertus": ("Apertus", {}),
+    "minimax_m2": ("MiniMax-M2", EXPERTS),
+    "lfm2": ("LFM 2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
+    "lfm3": ("LFM 3", {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 6}),
+    "falcon_h1": ("Falcon-H1", MAMBA),
+    "nemotron_h": ("Nemotron-H", {**ROUTED, **NEMOTRON_H}),
+    "diffllama": ("DiffLlama", {}),
     "stablelm": ("StableLM", {}),
     "starcoder2": ("StarCoder 2", {}),
     "nemotron": ("Nemotron", {}),
     "gpt2": ("GPT-2", {}),
     "gpt_neox": ("Pythia", {}),
+    "granitemoehybrid (hybrid)": (
+        "Granite 4",
+        {**DENSE, **MAMBA, **SCALED, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
     "granitemoehybrid": ("Granite 4 (dense)", {**DENSE, **SCALED}),
     "granitemoe": ("Granite 3 with experts", {**EXPERTS, **SCALED}),
     "qwen2_moe": ("Qwen 2 with experts", EXPERTS),
@@ -80,7 +116,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config(name: str, **sizes: Any) -> Any:
     """A small model of the family, with these sizes in place of those above."""
-    return AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name][1], **sizes})
+    return AutoConfig.for_model(name.partition(" ")[0], **{**SIZES, **FAMILIES[name][1], **sizes})
 
 
 def row(name: str, tokenizer: Any) -> str:
@@ -95,7 +131,7 @@ def row(name: str, tokenizer: Any) -> str:
     model = prepare(hf, tokenizer)
     reason = model.why_padded.partition(": ")[2]
     computed = way(model)
-    return f"| {known} | `{name}` | **{computed}** | {shown(gap(model, oracle))} | {ratio(name, computed)} | {reason} |"
+    return f"| {known} | `{hf.config.model_type}` | **{computed}** | {shown(gap(model, oracle))} | {ratio(name, computed)} | {reason} |"
 
 
 def ratio(name: str, computed: str) -> str:

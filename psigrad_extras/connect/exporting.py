@@ -18,6 +18,8 @@ from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.loading.model_source import coded_base, ends_of, locate, meant, plain_folder, tell_ends
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
+from psigrad.language.models.sizes import size
+from psigrad.language.models.towers import keep_towers
 from psigrad.records import checkpoint
 
 KINDS = ("gguf", "merged", "adapter")
@@ -91,6 +93,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"
         raise UserError(f"{reason}; give a run, a folder or a hub name.") from error
     if to == "merged":
+        keep_towers(network, str(place))
         write(network, tokenizer, folder)
         tell_ends(folder, tokenizer)
         return LeftBehind(folder)
@@ -136,24 +139,24 @@ def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> f
     writer = gguf.GGUFWriter(file, kind.lower())
     writer.add_file_type(gguf.LlamaFileType[("" if quantization == "f32" else "MOSTLY_") + quantization.upper()].value
                          if quantization != "f32" else gguf.LlamaFileType.ALL_F32.value)  # fmt: skip
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = size(config, "head_dim")
     rope = config.rope_parameters
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_rope_dimension_count(size)
+    writer.add_context_length(size(config, "positions"))
+    writer.add_embedding_length(size(config, "hidden"))
+    writer.add_block_count(size(config, "layers"))
+    writer.add_feed_forward_length(size(config, "inner"))
+    writer.add_head_count(size(config, "heads"))
+    writer.add_head_count_kv(size(config, "key_heads"))
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, tokenizer, config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind], config.num_hidden_layers)
+    writer.add_vocab_size(size(config, "vocabulary"))
+    _add_tokenizer(writer, tokenizer, size(config, "vocabulary"))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind], size(config, "layers"))
     squares = [0.0, 0.0]
-    for name, weight in [*_weights(network, config, kind, names), *_rope_factors(rope, size)]:
+    for name, weight in [*_weights(network, config, kind, names), *_rope_factors(rope, dim)]:
         wide = weight.detach().float().numpy()
         coarse = quantization if quantization[:2] not in ("q4", "q5") or "blk." in name else "q8_0"
         stored = "f32" if wide.ndim == 1 else "f16" if coarse[0] == "q" and wide.shape[-1] % 32 else coarse
@@ -173,7 +176,7 @@ def _weights(network: Any, config: Any, kind: str, names: Any) -> Iterator[tuple
     """The weights under llama.cpp's names. Of a Llama it rotates neighbours where transformers rotates halves: the rows of
     each head in that order.
     """
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if kind == "LLAMA" else {}
+    heads = {"q_proj": size(config, "heads"), "k_proj": size(config, "key_heads")} if kind == "LLAMA" else {}
     for name, weight in network.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

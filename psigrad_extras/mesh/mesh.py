@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError
 from psigrad.language.models.backbone import Pretrained
+from psigrad.language.models.sizes import layer_sizes, size
 from psigrad.processes.parallel.shards import in_shards
 from psigrad.processes.parallel.world import World
 from psigrad_extras.mesh.ulysses import Ulysses
@@ -59,22 +60,21 @@ def make(world: Any, kind: str) -> tuple[Any, Any, Ulysses | None]:
 def check(model: Pretrained, world: World) -> None:
     """Raise `UserError` where a model cannot be computed by several processes together."""
     _, tensor, context = world.division
-    config: Any = model.network.config.get_text_config()
+    config = model.network.config
     if world.division.team == 1:
         return
     if model.why_padded:
         raise UserError(f"cp_size and tp_size are for models that are packed, and this one is not: {model.why_padded}.")
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if size(config, "experts"):
         raise UserError("A mixture of experts is not computed by several processes together; give tp_size=1 and cp_size=1.")
-    if config.num_attention_heads % world.division.team:
+    heads, keys = layer_sizes(config, "heads"), layer_sizes(config, "key_heads")
+    if any(count % world.division.team for count in heads):
         raise UserError(
-            f"{type(config).__name__} has {config.num_attention_heads} attention heads, which tp_size × cp_size = {tensor} × "
+            f"{type(config).__name__} has {max(heads)} attention heads, which tp_size × cp_size = {tensor} × "
             f"{context} does not divide; give sizes that do."
         )
-    if tensor > 1 and config.num_key_value_heads % tensor:
-        raise UserError(
-            f"The model has {config.num_key_value_heads} heads of keys and values, which tp_size={tensor} does not divide."
-        )
+    if tensor > 1 and any(count % tensor for count in keys):
+        raise UserError(f"The model has {min(keys)} heads of keys and values, which tp_size={tensor} does not divide.")
     if tensor > 1 and model.adapter is not None:
         raise UserError("An adapter is not divided by tp_size; give cp_size, or more shards.")
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.errors import UserError, kind_of, reason_of
-from psigrad.language.models.backbone import DTYPES, read_tokenizer, write
+from psigrad.language.models.backbone import DTYPES, dropouts_of, read_tokenizer, write
 from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
 from psigrad.processes.parallel.world import World
 
@@ -105,8 +105,7 @@ class GivenModel:
             return
         own = network.config._attn_implementation
         mode, padding, recomputes = network.training, network.config.pad_token_id, _recomputes(network)
-        dropout = {m: m.p for m in network.modules() if isinstance(m, nn.Dropout)}
-        attention_dropout = {m: m.attention_dropout for m in network.modules() if isinstance(_dropout_of(m), float)}
+        dropouts = dropouts_of(network)
         learns = {name: p.requires_grad for name, p in network.named_parameters()}
         try:
             yield
@@ -118,10 +117,8 @@ class GivenModel:
             network.config.pad_token_id = padding
             if _recomputes(network) and not recomputes:
                 network.gradient_checkpointing_disable()
-            for module, p in dropout.items():
-                module.p = p
-            for module, p in attention_dropout.items():
-                module.attention_dropout = p
+            for module, attribute, p in dropouts:
+                setattr(module, attribute, p)
             for name, p in network.named_parameters():
                 p.requires_grad_(learns.get(name, True))
             network.train(mode)
@@ -129,10 +126,6 @@ class GivenModel:
 
 def _recomputes(network: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in network.modules())
-
-
-def _dropout_of(module: nn.Module) -> Any:
-    return getattr(module, "attention_dropout", None)
 
 
 def weights_digest(network: nn.Module) -> str:

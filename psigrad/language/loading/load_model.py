@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,6 +29,8 @@ from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.models.sizes import size
+from psigrad.language.models.towers import names_beside
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.checkpoint import MANIFEST
@@ -73,12 +76,19 @@ def load_model(
             )
         model.continued = before is not None
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
+    if names := names_beside(model.network):
+        _say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
     if value_head:
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), checkpoint if whole is None else None)
     model.attend(settings.attention)
     model.balance = balance_of(model.network, settings.router_aux_loss_coef)
     return model
+
+
+@cache
+def _say_once(text: str) -> None:
+    redaction.say(text)
 
 
 def _whole(checkpoint: Path | None) -> Path | None:
@@ -295,7 +305,7 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
     if settings.chat_template_path:
         tokenizer.chat_template = _read_template(settings.chat_template_path)
     began = _first_day(checkpoint) if checkpoint is not None else None
-    rows = int(network.config.get_text_config().vocab_size) if network is not None else 0
+    rows = size(network.config, "vocabulary") if network is not None else 0
     today = date.fromisoformat(began) if began else date.today()
     kwargs = template_kwargs(settings.chat_template_kwargs)
     check_arguments(templates_of(tokenizer), kwargs)

@@ -25,11 +25,12 @@ from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
-from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars
+from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars, write
 from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, ends_in, has_head
 from psigrad.language.models.language_model import load
 from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
+from psigrad.language.models.towers import keep_towers
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -417,6 +418,6 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
         model = wrapped.merge_and_unload()
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
-    save_pretrained(model, folder)
-    tokenizer.save_pretrained(folder)
+    keep_towers(model, base)
+    write(model, tokenizer, folder)
     tell_ends(folder, tokenizer)

@@ -10,6 +10,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from psigrad import redaction
 from psigrad.errors import UserError, reason_of
 from psigrad.language.models import attention
 from psigrad.language.models.coded_linear import CODED_BASE, coded_as
@@ -26,6 +28,8 @@ from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.lora import Lora, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
+from psigrad.language.models.sizes import size
+from psigrad.language.models.towers import freeze_towers, put_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,16 +113,16 @@ class Pretrained(ABC):
         """What multiplies in fused layers: AVX2, AVX-512, AMX tiles, …; empty where there are none."""
         return "" if self.decoder is None else self.decoder.native.products.instructions(self.decoder.dtype)
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """The most tokens of one sequence, prompt and completion together."""
         config = self.network.config.get_text_config()
-        return min(int(getattr(config, "max_position_embeddings", 1 << 31)), *_unscaled_lengths(config))
+        return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def switch(self, training: bool) -> None:
         """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
         if self.network.training != training:
-            self.network.train(training)
+            set_mode(self.network, training)
 
     @abstractmethod
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
@@ -223,6 +227,7 @@ class Pretrained(ABC):
             self.why_padded = choose_attention(hf, self._texts, self._probe)
         if lora is not None:
             self.adapter = with_lora(hf, lora, adapter, task)
+        freeze_towers(hf)
         if gradient_checkpointing:
             recompute_activations(hf)
         if not known and not self.why_padded:
@@ -335,15 +340,32 @@ def _unscaled_lengths(config: Any) -> list[int]:
     return [int(length) for length in lengths if length] or [1 << 31]
 
 
+def dropouts_of(hf: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """List the dropout probabilities of a model: (module, attribute, value)."""
+    return [
+        (module, name, value)
+        for module in hf.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
+    ]
+
+
 def switch_dropout_off(hf: PreTrainedModel) -> None:
-    """No dropout, no noise on what a router decides, and evaluation mode."""
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):  # numbers, where a module calls a function with them
-            if isinstance(value, float) and any(part in name for part in ("dropout", "layerdrop", "jitter_noise")):
-                setattr(module, name, 0.0)
+    """Set all dropout to 0, and evaluation mode. What the model computes in that mode stays the same."""
+    for module, name, _ in dropouts_of(hf):
+        setattr(module, name, 0.0)
     hf.eval()
+
+
+def set_mode(network: nn.Module, training: bool) -> None:
+    """Set training or evaluation mode. Routers stay in evaluation mode, where they draw no noise.
+
+    Their jitter is not set to 0 instead: in evaluation mode the one of PhiMoE is a threshold that its experts are chosen by.
+    """
+    network.train(training)
+    for module in network.modules() if training else ():
+        if any("jitter" in name for name in vars(module)):
+            module.training = False
 
 
 def _check_repeatable(model: Pretrained) -> None:
@@ -396,6 +418,8 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
+    if not put_back(getattr(model, "network", model), folder):
+        redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")
     if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # of weights in shards there are no modules here
         numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
         (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")

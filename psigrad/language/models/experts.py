@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from psigrad.errors import UserError
 from psigrad.language.models.packing import Groups, lay_out
+from psigrad.language.models.sizes import size
 from psigrad.objective import Loss
 
 
@@ -64,8 +65,8 @@ class Balance:
 def balance_of(network: Any, coefficient: float | None) -> Balance | None:
     """What `coefficient` asks for; None takes the model's own. Raises `UserError` for a model without such a loss."""
     config = network.config.get_text_config()
-    own, chosen = getattr(config, "router_aux_loss_coef", None), getattr(config, "num_experts_per_tok", None)
-    if not hasattr(config, "output_router_logits") or chosen is None:
+    own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
+    if not hasattr(config, "output_router_logits") or not chosen:
         if coefficient:
             raise UserError(
                 f"router_aux_loss_coef is {coefficient:g}, and {type(network).__name__} has no routers whose load transformers "
@@ -73,7 +74,7 @@ def balance_of(network: Any, coefficient: float | None) -> Balance | None:
             )
         return None
     wanted = (own or 0.0) if coefficient is None else coefficient
-    return Balance(float(wanted), int(chosen)) if wanted else None
+    return Balance(float(wanted), chosen) if wanted else None
 
 
 def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
@@ -89,7 +90,7 @@ class Routing:
         self.routers = routers_of(network)
         self.count = 0
         """E."""
-        self.chosen = int(getattr(network.config.get_text_config(), "num_experts_per_tok", 0))
+        self.chosen = size(network.config, "chosen")
         """k."""
         self._followed: Tensor | None = None
         self._seen: list[tuple[Tensor, Tensor]] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,6 +32,8 @@ from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top,
 from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
+from psigrad.language.models.sizes import size
+from psigrad.language.models.towers import keep_towers, why_no_text_at
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -82,10 +85,10 @@ class LanguageModel(Pretrained):
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
     """Makes the cache, of at most so many bytes, of what sampling computes for training."""
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """V: how many token ids the LM head scores."""
-        return int(self.network.config.get_text_config().vocab_size)
+        return size(self.network.config, "vocabulary")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -330,6 +333,7 @@ def load(
             read: Any = AutoModelForCausalLM.from_pretrained(path, **asked, output_loading_info=True)
             network, report = read
             check_whole(report["missing_keys"])
+            keep_towers(network, path)
             if kind is not None:
                 code_linears(network, kind)
         if isinstance(tokenizer, str):
@@ -337,8 +341,10 @@ def load(
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:
+        what = why_no_text_at(path)
+        reason = "" if what else f" ({reason_of(error)})"
         raise UserError(
-            f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
+            f"No causal language model could be loaded from {path!r}{reason}; {what or 'give a folder or a hub name'}."
         ) from error
     network = network.to("cpu" if for_shards else device)
     return prepare(

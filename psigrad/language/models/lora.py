@@ -15,6 +15,7 @@ from torch import nn
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.coded_linear import uncode_linears
+from psigrad.language.models.towers import lora_exclusion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,6 +148,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         lora_alpha=alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        exclude_modules=lora_exclusion(hf),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,

@@ -158,6 +158,8 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
             if p in kept:
                 p.data = kept.pop(p)
 
+    # some forward passes leave their buffers in the precision that they run in (CTRL)
+    buffers = [(module._buffers, name, held) for module in hf.modules() for name, held in module._buffers.items()]
     layers = _layers(hf)
     inside = {p for layer in layers for p in layer.parameters()}
     hooks = [layer.register_forward_pre_hook(lambda layer, given: cast(layer.parameters())) for layer in layers]
@@ -169,6 +171,8 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         put_back(list(kept))
+        for owner, name, held in buffers:
+            owner[name] = held
         matmul.allow_tf32 = fast
 
 

@@ -19,6 +19,7 @@ from psigrad.language.loading.load_model import load_critic, load_model, load_ow
 from psigrad.language.loading.teacher import Teacher, TeacherReference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.models.sizes import size
 from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, list_tools, rows_for
 from psigrad.language.recipes.evaluator import Evaluator
@@ -236,4 +237,4 @@ def critic_rate(critic: ScalarModel) -> float:
     times the sum of the hidden state's sizes, which are about 1. The wider, the lower: at a width of 4,096 it is the 1e-5 that
     verl and OpenRLHF (9e-6) give the critics of 7B, with policies at 1e-6.
     """
-    return 0.05 / float(critic.network.config.get_text_config().hidden_size)
+    return 0.05 / size(critic.network.config, "hidden")

@@ -267,4 +267,4 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
 
 def token_bytes(policy: Shape, width: float) -> float:
     """Bytes of the keys and values of one token, in numbers of `width` bytes."""
-    return policy.layers * 2 * policy.key * width
+    return policy.cached * width

@@ -24,10 +24,11 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
+from psigrad.language.models.sizes import size
 from psigrad.language.rollout.samplers.cache import BLOCK
 from psigrad.optim.gradients import HELD
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
-from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize, size
+from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize
 
 # Widest hidden size of a twin: beyond it every width is divided alike, and what is kept is multiplied again.
 _WIDE = 512
@@ -72,7 +73,7 @@ def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str 
     A GPU runs transformers' own modules, which a CPU runs in float64 alone: there the twin is counted and its widths converted.
     """
     kind: Any = type(config)
-    settings = config.to_json_string(use_diff=False)
+    settings = json.dumps(config.to_dict(), sort_keys=True)  # to_json_string writes an infinity that from_dict refuses
     if device == "cpu":
         return _terms(kind, settings, dtype, lora)
     return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
@@ -86,14 +87,14 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
         twins = [_twin(config, shape, layers) for layers in (1, 2)]
         models = [_prepare(twin, dtype, lora) for twin in twins]
         short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
-    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+    except Exception:  # an architecture's own code, which may raise anything at sizes that it does not expect
         return Terms.estimate(shape, width)
     per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
     (a, s, c), (b, t, d) = per_layer
     prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
     token = (a - prefix * c) / s
     once = max(0.0, short[0][0] - a) / s
-    narrowing = shape.hidden / size(twins[0].get_text_config(), "hidden")
+    narrowing = shape.hidden / size(twins[0], "hidden")
     fused = models[0].decoder.dtype.itemsize if models[0].decoder is not None else 0
     return Terms(token * narrowing, prefix * narrowing, once * narrowing, width * shape.hidden, fused)
 
@@ -104,8 +105,8 @@ def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConf
     heads = shape.heads if factor == 1 else max(4, round(shape.heads * factor))
     keys = max(1, round(heads * shape.key_heads / shape.heads))
     dim = max(8, round(shape.query * factor / heads / 8) * 8)
-    sizes = {"hidden": round(shape.hidden * factor), "heads": heads, "keys": keys, "inner": round(shape.inner * factor / 8) * 8}
-    sizes |= {"layers": layers, "vocab_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"hidden": round(shape.hidden * factor), "inner": round(shape.inner * factor / 8) * 8, "layers": layers}
+    sizes |= {"heads": heads, "key_heads": keys, "vocab_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     return resize(config, **sizes, head_dim=dim)
 
 
@@ -224,7 +225,7 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
     if kept.fused:  # whose rooms are whole blocks
         own = work.slots * math.ceil(length.longest_completion / BLOCK) * BLOCK
     # the fused decoder keeps prompts in float32, in the order in which it reads them
-    return policy.layers * 2 * policy.key * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
+    return policy.cached * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
 
 
 def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: bool = False) -> tuple[MemoryItem, float]:

@@ -143,7 +143,7 @@ def _messages(plan: Plan, ranks: int, network: float) -> float:
         return 0.0
     config, work, share = plan.config, plan.work, (ranks - 1) / ranks
     width = DTYPES[config.model.dtype].itemsize
-    learns = plan.policy.parameters
+    learns = plan.policy.parameters - plan.policy.beside
     if config.model.lora_rank:
         learns = plan.policy.lora_parameters(config.model.lora_rank, config.model.lora_target_modules)
     if config.placement.strategy == "ddp":

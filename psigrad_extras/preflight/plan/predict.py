@@ -124,7 +124,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
     coded = policy.layer_matrices if adapter and config.model.quantize_base else 0
-    learns, head = (0, False) if adapter else (policy.parameters, True)
+    learns, head = (0, False) if adapter else (policy.parameters - policy.beside, True)
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
 

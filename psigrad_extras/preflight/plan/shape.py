@@ -13,17 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.loading.model_source import meant
+from psigrad.language.models.sizes import NAMES, cached_numbers, size
+from psigrad.language.models.towers import towers_of, why_not_text
 
-# Names of the same size in different architectures.
-_NAMES = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "heads": ("num_attention_heads", "n_head"),
-    "keys": ("num_key_value_heads", "num_attention_heads", "n_head"),
-    "inner": ("intermediate_size", "n_inner", "ffn_dim"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
-}
+# What a configuration of other sizes does without.
+_DROPPED = frozenset(("per_layer_config", "dtype", "torch_dtype", "architectures"))
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,9 @@ class Shape:
 
     `parameters` counts tied weights once. `matrices` are those of the layers that tokens are multiplied with, each with `active`
     of them (of experts with those that it is sent to), and `head` those of the output layer, which only predicted positions are.
-    `embeddings` are only looked up. `linears` are the (name, inputs, outputs) of the linear layers but the head.
+    `embeddings` are only looked up. `linears` are the (name, inputs, outputs) of the linear layers but the head. `cached` counts
+    the numbers that a cache of keys and values holds of one token, in all layers. Where layers differ, sizes are the largest.
+    `beside` of the parameters are those of towers beside the text half, which neither learn nor see tokens.
     """
 
     parameters: int
@@ -49,6 +45,8 @@ class Shape:
     vocabulary: int
     linears: tuple[tuple[str, int, int], ...]
     active: int
+    cached: int
+    beside: int
 
     @property
     def query(self) -> int:
@@ -103,37 +101,42 @@ def count_shape(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
     with torch.device("meta"):
         model: Any = _built(config)
-    text = config.get_text_config()
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or table is None:
         raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.")
     tied = head.weight is table.weight
-    looked_up = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    body = [p for name, p in model.named_parameters() if p.dim() > 1 and p is not head.weight]
+    towers = tuple(f"{name}." for name in towers_of(model))
+    text = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(towers)]
+    looked_up = sum(m.weight.numel() for _, m in text if isinstance(m, nn.Embedding))
+    learns = [p for name, p in model.named_parameters() if not name.startswith(towers)]
+    body = [p for p in learns if p.dim() > 1 and p is not head.weight]
     matrices = sum(p.numel() for p in body) - looked_up + (table.weight.numel() if tied else 0)
-    hidden, heads = size(text, "hidden"), size(text, "heads")
-    linears = tuple((name, *_ends(m)) for name, m in model.named_modules() if m is not head and isinstance(m, nn.Linear | Conv1D))
+    hidden = size(config, "hidden")
+    linears = tuple((name, *_ends(m)) for name, m in text if m is not head and isinstance(m, nn.Linear | Conv1D))
+    parameters = sum(p.numel() for p in model.parameters())
     return Shape(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         embeddings=looked_up,
         head=head.weight.numel(),
         tied=tied,
         matrices=matrices,
         hidden=hidden,
-        layers=size(text, "layers"),
-        heads=heads,
-        key_heads=size(text, "keys"),
-        head_dim=getattr(text, "head_dim", None) or hidden // max(heads, 1),
-        inner=size(text, "inner") or 4 * hidden,
-        vocabulary=int(text.vocab_size),
+        layers=size(config, "layers"),
+        heads=size(config, "heads"),
+        key_heads=size(config, "key_heads"),
+        head_dim=size(config, "head_dim"),
+        inner=size(config, "inner") or 4 * hidden,
+        vocabulary=size(config, "vocabulary"),
         linears=linears,
-        active=matrices - _idle(model, text),
+        active=matrices - _idle(model, config),
+        cached=cached_numbers(config),
+        beside=parameters - sum(p.numel() for p in learns),
     )
 
 
-def _idle(model: Any, text: Any) -> int:
-    """Parameters of the experts that a token is not sent to."""
-    every, chosen = size(text, "experts"), size(text, "chosen")
+def _idle(model: Any, config: PreTrainedConfig) -> int:
+    """Count the parameters of the experts that a token is not sent to."""
+    every, chosen = size(config, "experts"), size(config, "chosen")
     held = [p for name, p in model.named_parameters() if ".experts." in name and p.dim() > 1]
     return round(sum(p.numel() for p in held) * (1 - chosen / every)) if every and chosen else 0
 
@@ -142,7 +145,8 @@ def _built(config: PreTrainedConfig) -> Any:
     try:
         return model_of(config)
     except Exception as error:  # an architecture's own code, which may raise anything at sizes that it does not expect
-        raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
+        what = why_not_text(config) or "give the folder of one"
+        raise UserError(f"{type(config).__name__} describes no causal language model; {what}.") from error
 
 
 def model_of(config: PreTrainedConfig, **options: Any) -> Any:
@@ -151,21 +155,22 @@ def model_of(config: PreTrainedConfig, **options: Any) -> Any:
     return auto.from_config(config, **options)
 
 
-def size(config: Any, what: str) -> int:
-    """One size of a configuration, by whichever name it has; 0 where it has none."""
-    return next((int(value) for name in _NAMES[what] if (value := getattr(config, name, None)) is not None), 0)
-
-
 def resize(config: PreTrainedConfig, **sizes: int) -> PreTrainedConfig:
-    """The same architecture with other sizes, by the names of `_NAMES` and `vocab_size`, `head_dim`."""
-    given = config.to_dict()
-    for what, value in sizes.items():
-        names = [name for name in _NAMES.get(what, (what,)) if name in given]
-        if what != "keys" or names[0] == "num_key_value_heads":
-            given |= {names[0]: value} if names else {}
-    # sizes of the layers one by one would contradict the new number of layers
-    given = {name: value for name, value in given.items() if name not in ("layer_types", "dtype", "torch_dtype", "architectures")}
-    return type(config).from_dict(given)
+    """Return the text half with other sizes, by the keys of `models.sizes.NAMES` or their own names, with its first layers."""
+    text = config.get_text_config()
+    given, layers = text.to_dict(), size(config, "layers")
+    by_layer = {name: value for name, value in given.items() if isinstance(value, list) and len(value) == layers}
+    kept = {name: value for name, value in given.items() if name not in _DROPPED}
+    kept |= {name: [value[i % layers] for i in range(sizes.get("layers", layers))] for name, value in by_layer.items()}
+    if "kv_lora_rank" in given:  # of latent attention head_dim is no size of its own
+        sizes.pop("head_dim", None)
+    for what, value in {**sizes, "num_kv_shared_layers": 0}.items():
+        names = [name for name in NAMES.get(what, (what,)) if name in given]
+        if names and (what != "key_heads" or names[0] == "num_key_value_heads"):
+            kept[names[0]] = value
+    if "per_layer_config" in given:
+        kept["per_layer_config"] = {}
+    return type(text).from_dict(kept)
 
 
 def _ends(module: Any) -> tuple[int, int]:

@@ -16,13 +16,13 @@ from transformers import (
     Qwen2_5_VLConfig,
     T5Config,
 )
-from unusual_models import MAMBA, MLA
+from unusual_models import LOOPED, MAMBA, MLA, TWICE
 
 from psigrad.errors import UserError
 from psigrad.language.models import backbone, language_model, tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.samplers import samplers
+from psigrad.language.rollout.samplers import cache, samplers
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, SamplingParams
@@ -52,7 +52,7 @@ def one_by_one(model, groups: Groups) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("config", [MLA, MAMBA], ids=["mla", "mamba"])
+@pytest.mark.parametrize("config", [MLA, MAMBA, TWICE, LOOPED], ids=["mla", "mamba", "two attentions a layer", "layers looped"])
 def test_sampler_trainer_and_the_model_itself_agree(config):
     model = model_of(config)
     assert bool(model.why_padded) == (config is MAMBA)
@@ -65,6 +65,15 @@ def test_sampler_trainer_and_the_model_itself_agree(config):
         size = len(completion.ids)
         assert torch.allclose(trainer[n, :size], own, atol=1e-5, rtol=0)
         assert torch.allclose(torch.tensor(completion.logprobs), own, atol=1e-5, rtol=0)
+
+
+def test_a_model_that_the_own_sampler_would_decode_wrongly_is_sampled_by_transformers(monkeypatch):
+    """A layer's second attention takes the place of the first in the cache. The step is compared before anything is drawn."""
+    model, said = model_of(TWICE), []
+    monkeypatch.setattr(cache.Decode, "next_call", lambda self, layer: (layer, 0))
+    sampler = samplers.make(samplers.Sampling(), model, tell=lambda kind, text: said.append(text))
+    assert isinstance(sampler, TransformersSampler) and not sampler.exact
+    assert len(said) == 1 and "in float32 its numbers differ by" in said[0]
 
 
 def test_mla_writes_the_tokens_of_transformers_generate():
@@ -111,7 +120,8 @@ def test_nothing_is_random_when_activations_are_recomputed(config, tokenizer, mo
     one, other = (model._probe(GROUPS, packed=True) for _ in range(2))
     assert model.train_mode and torch.equal(one, other)
     assert model.network.training
-    monkeypatch.setattr(backbone, "switch_dropout_off", lambda hf: hf.eval())
+    monkeypatch.setattr(backbone, "dropouts_of", lambda hf: [])
+    monkeypatch.setattr(backbone, "set_mode", torch.nn.Module.train)
     with pytest.raises(UserError, match="draws random numbers in training mode that psigrad cannot switch off"):
         prepare(Causal.from_config(config), tokenizer, gradient_checkpointing=True)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from psigrad.kernels.codes import CodedMatrix, lay_out
+from psigrad.language.models.sizes import size
 
 WEIGHTS = "weights.gguf"
 """The link to the file, in a folder with its configuration and tokenizer."""
@@ -24,7 +25,7 @@ def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[st
     reader = gguf.GGUFReader(Path(folder) / WEIGHTS)
     kind = str(reader.fields["general.architecture"].contents())
     arch = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, size(config, "layers"))
     held = {tensor.name: tensor for tensor in reader.tensors}
     for name in wanted:
         stem, _, last = name.rpartition(".")
@@ -32,7 +33,7 @@ def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[st
         if own not in held:
             raise ValueError(f"the GGUF file has no {own}")
         tensor = held[own]
-        heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
+        heads = {"attn_q.": size(config, "heads"), "attn_k.": size(config, "key_heads")}
         permuted = [heads[part] for part in _PERMUTED if kind == "llama" and part in own]
         coded = _read_coded(tensor.tensor_type.name, tensor.data, permuted) if ".layers." in name else None
         if coded is not None:

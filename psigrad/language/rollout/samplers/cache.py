@@ -6,6 +6,7 @@ for the fused decoder: a prompt's keys and values are kept once for its whole gr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,11 @@ BLOCK = 16  # tokens whose keys the fused decoder reads together
 
 
 class KVCache:
-    """Per layer, keys and values [slots, H_kv, capacity, D]; slots 0 … active - 1 are in use and hold `lengths` tokens each."""
+    """Per attention, keys and values [slots, H_kv, capacity, D]; slots 0 … active - 1 are in use and hold `lengths` tokens each.
+
+    An attention is known by its layer and by how often that layer attended before in the same pass: DiffLlama attends twice in
+    each layer, and HRM-Text runs its layers several times.
+    """
 
     exact = False
     packed_weights: PackedWeights | None = None
@@ -32,7 +37,7 @@ class KVCache:
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is what a slot may come to hold, in tokens."""
         self.slots, self.longest = slots, longest
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
 
     @property
@@ -40,9 +45,9 @@ class KVCache:
         """How many sequences are still being sampled; they fill the first slots."""
         return self.lengths.numel()
 
-    def room(self, layer: int, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values with room for `tokens` per slot; `k` and `v` [·, H_kv, ·, D] tell heads, widths and type,
-        and their widths may differ (multi-head latent attention).
+    def room(self, layer: tuple[int, int], k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of an attention with room for `tokens` per slot. `k` and `v` [·, H_kv, ·, D] give heads,
+        widths and type. Their widths may differ (multi-head latent attention).
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
@@ -88,11 +93,24 @@ class KVCache:
         return order
 
 
-class Prefill:
+class _OnePass:
+    """A layout that counts how often each layer attends in one forward pass."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[int] = Counter()
+
+    def next_call(self, layer: int) -> tuple[int, int]:
+        """Return the key of this attention in `KVCache.layers`."""
+        self._calls[layer] += 1
+        return layer, self._calls[layer] - 1
+
+
+class Prefill(_OnePass):
     """The layout of a prefill: packed prompts that also leave their keys and values in the slots that continue them."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
         """`copies` [n] names, for each new slot, the prompt that it continues."""
+        super().__init__()
         self.cache, self.prompts, self.copies = cache, prompts, copies
         self.first = cache.active
         lengths = (prompts.prefix_rows >= 0).sum(1)[copies]
@@ -109,18 +127,19 @@ class Prefill:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
-        stored = self.cache.room(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
+        stored = self.cache.room(self.next_call(layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
         for new, old in zip((k, v), stored, strict=True):
             old[self.first : self.first + len(self.copies), :, :width] = new[rows].transpose(1, 2)
 
 
-class Decode:
+class Decode(_OnePass):
     """The layout of one decoding step: one new token per active slot, which sees its own slot only."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int) -> None:
         """The next tokens of the first len(places) slots come to `places`; `columns` of the slots are read, and they have room
         for `room` tokens.
         """
+        super().__init__()
         self.cache, self.positions, self.width, self.room = cache, places, columns, room
         self.slots = torch.arange(len(places), device=places.device)
         self._masks: dict[int | None, Tensor] = {}
@@ -139,7 +158,7 @@ class Decode:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
-        keys, values = self.cache.room(layer, k, v, self.room)
+        keys, values = self.cache.room(self.next_call(layer), k, v, self.room)
         keys[self.slots, :, self.positions] = k[:, :, 0]
         values[self.slots, :, self.positions] = v[:, :, 0]
         batch, heads, _, dim = q.shape

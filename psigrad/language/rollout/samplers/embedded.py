@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.language.models.attention import on_device
 from psigrad.language.models.experts import Routes
 from psigrad.language.models.fused.caches import ActivationCache, CachedCompletion
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
+from psigrad.language.models.probe import difference
 from psigrad.language.rollout.episodes.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
@@ -108,6 +109,33 @@ class EmbeddedSampler(OwnWeights):
             self._recorded = RecordedDecoding(self.model, *room)
         self._recorded.begin(params)
         return self._recorded
+
+
+@torch.no_grad()
+def why_not_embedded(model: LanguageModel) -> str:
+    """Return why `EmbeddedSampler` cannot sample this packed model, and an empty string where it can.
+
+    Its prefill and one decoding step are compared with the packed forward pass. Fused models and shards are not compared.
+    """
+    if model.decoder is not None or model.root is not None:
+        return ""
+    texts = model._texts()
+    written = [group[0][:2] for group in texts.completions]
+    groups = Groups(texts.prompts, [[ids] for ids in written])
+
+    def decoded() -> torch.Tensor:
+        cache = KVCache(len(written), model.max_length)
+        first, second = (on_device([ids[i] for ids in written], model.device) for i in (0, 1))
+        behind_prompt = prefill(model, cache, texts.prompts, torch.arange(len(written), device=model.device), None)
+        step = cache.decode()
+        hidden = model.forward(first[:, None], step.positions[:, None], step)
+        logits = torch.stack([behind_prompt, model.head(hidden[:, 0], cache.exact)], 1)
+        return logits.gather(2, torch.stack([first, second], 1)[..., None])[..., 0]
+
+    try:
+        return difference(model.network, lambda: model._probe(groups, packed=True), decoded)
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        return reason_of(error)
 
 
 def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.sizes import cached_numbers
 from psigrad.language.rollout.samplers.cache import Decode, KVCache
 from psigrad.language.rollout.samplers.distribution import draw_at
 from psigrad.language.rollout.types import SamplingParams
@@ -119,10 +120,7 @@ def fits(model: LanguageModel, slots: int, longest: int) -> bool:
     """Whether the model is on a GPU whose memory these slots, of so many tokens, take no more than a fifth of."""
     if model.device.type != "cuda":
         return False
-    config = model.network.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    values = 2 * config.num_hidden_layers * slots * longest * heads * width
+    values = cached_numbers(model.network.config) * slots * longest
     memory: int = torch.cuda.get_device_properties(model.device).total_memory
     return bool(5 * values * model.network.dtype.itemsize <= memory)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from psigrad import extras
+from psigrad import extras, redaction
 from psigrad.config import Sampling
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, why_not_embedded
 from psigrad.language.rollout.types import Sampler, SamplingParams
 
 NAMES = ("embedded", "transformers", "vllm")
@@ -25,7 +25,7 @@ def make(
     longest: int = 0,
     whole: Callable[[], LanguageModel] | None = None,
 ) -> Sampler:
-    """The sampler that the settings ask for. Models that cannot run packed are sampled by transformers in place of ours.
+    """Return the sampler that the settings ask for. Models that psigrad's own cannot decode are sampled by transformers.
     `longest` is how many tokens a prompt and its completion may have together; 0: as many as the model allows. `whole` makes a
     copy of a model in shards, for samplers that take its weights from there.
 
@@ -59,10 +59,13 @@ def make(
             whole=whole,
         )
         return vllm_sampler
-    if name == "transformers" or model.why_padded:
+    reason = "" if name == "transformers" or model.why_padded else why_not_embedded(model)
+    if name == "transformers" or model.why_padded or reason:
         from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 
-        return TransformersSampler(model, sampling.max_decode_batch)
+        if reason:
+            (tell or redaction.tell)("sampled_by_transformers", f"transformers samples in place of psigrad: {reason}.")
+        return TransformersSampler(model, sampling.max_decode_batch, exact=not reason)
     return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
 
 

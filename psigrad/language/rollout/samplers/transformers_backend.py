@@ -36,10 +36,10 @@ class _Drawer(LogitsProcessor):
 
 
 class TransformersSampler(OwnWeights):
-    """Left-padded batches of at most `max_batch` sequences through `model.generate`."""
+    """Left-padded batches of at most `max_batch` sequences through `model.generate`. See `Sampler` for `exact`."""
 
-    def __init__(self, model: LanguageModel, max_batch: int = 256) -> None:
-        self.model, self.max_batch = model, max_batch
+    def __init__(self, model: LanguageModel, max_batch: int = 256, exact: bool = True) -> None:
+        self.model, self.max_batch, self.exact = model, max_batch, exact
 
     @torch.inference_mode()
     def steps(

@@ -1,0 +1,78 @@
+"""The sizes of a model, read off its configuration in one place.
+
+Architectures name the same size differently and nest their text half (`get_text_config`). Layers may differ too: in a list (the
+feed-forward widths of Gemma 3n), or in transformers' `per_layer_config` (the head_dim of Gemma 4), where the global value raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head"),
+    "key_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
+    "head_dim": ("head_dim",),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk"),
+}
+"""The names of each size, the preferred one first."""
+# Kinds of layers that keep a state of fixed size, or nothing, in place of keys and values.
+_WITHOUT_KEYS = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
+
+
+def size(config: Any, what: str) -> int:
+    """Return one size of the model's text half, the largest where layers differ, and 0 where the configuration has none.
+
+    `what` is a key of `NAMES`.
+    """
+    return max(_values(config.get_text_config(), what), default=0)
+
+
+def layer_sizes(config: Any, what: str) -> tuple[int, ...]:
+    """Return the size of every layer of the text half, as `size`."""
+    found = _values(config.get_text_config(), what)
+    return tuple(found) if len(found) > 1 else tuple(found) * size(config, "layers")
+
+
+def cached_numbers(config: Any) -> int:
+    """Count the numbers that a cache of keys and values holds of one token: Σ over layers of H_kv · (D_key + D_value).
+
+    Layers without attention hold none. Multi-head latent attention is cached after its projection to all heads.
+    """
+    text = config.get_text_config()
+    if _first(text, ("kv_lora_rank",)):
+        width = sum(_first(text, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        layers = [size(config, "heads") * width] * size(config, "layers")
+    else:
+        pairs = zip(layer_sizes(config, "key_heads"), layer_sizes(config, "head_dim"), strict=True)
+        layers = [2 * heads * dim for heads, dim in pairs]
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [""] * len(layers)
+    return sum(numbers for numbers, kind in zip(layers, kinds, strict=False) if kind not in _WITHOUT_KEYS)
+
+
+def _values(text: Any, what: str) -> Sequence[int]:
+    """Return the size of the whole model, or of each layer where they differ."""
+    names = NAMES[what]
+    read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
+    differ = getattr(text, "per_layer_attributes", None) or ()
+    layers = list(text.per_layer_config) if any(name in differ for name in read) else [text]
+    found: list[int] = []
+    for layer in layers:
+        value = _first(layer, names)
+        if what == "head_dim" and not value:
+            value = _first(layer, NAMES["hidden"]) // max(_first(layer, NAMES["heads"]), 1)
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def _first(config: Any, names: Sequence[str]) -> Any:
+    """Return the first of these attributes that is set: a number, or a list with one for each layer."""
+    found = (getattr(config, name, None) for name in names)
+    value = next((value for value in found if value is not None), 0)
+    return [int(one) for one in value] if isinstance(value, list | tuple) else int(value)

@@ -1,0 +1,186 @@
+"""Vision and audio towers beside the text half of a checkpoint: they are never trained, and never lost.
+
+Where transformers loads the whole model (Gemma 3 and 4) its towers are frozen. Where it loads the text half alone (Qwen3.5) a
+saved model gets them back from the checkpoint that it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+# The attribute of a network that holds its `Towers`.
+_BESIDE = "beside_text"
+# What processors of images and sounds are read from.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def towers_of(network: Any) -> list[str]:
+    """Return the names of the modules of a network that are beside its text half."""
+    config = network.config
+    if config.get_text_config() is config:
+        return []
+    base, decoder = network.base_model, network.get_decoder()
+    beside = [module for module in base.children() if decoder is not base and decoder not in set(module.modules())]
+    return [name for name, module in network.named_modules() if any(module is one for one in beside)]
+
+
+def freeze_towers(network: Any) -> list[str]:
+    """Let nothing beside the text half learn, and return the names of those modules."""
+    names = towers_of(network)
+    for name in names:
+        network.get_submodule(name).requires_grad_(False)
+    return names
+
+
+class Towers:
+    """The parts of a checkpoint beside the text half that was loaded from it: configuration, tensors and processors.
+
+    The files stay open, so that they may be deleted meanwhile.
+    """
+
+    def __init__(self, config: dict[str, Any], files: Sequence[Path], processors: dict[str, bytes]) -> None:
+        self.config, self.processors = config, processors
+        self._open = [safe_open(file, framework="pt") for file in files]
+        self.text: dict[str, str] = {}
+        """The name in the checkpoint of each tensor of the text half, by its plain name."""
+        self.beside: list[tuple[Any, str]] = []
+        for file in self._open:
+            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                if "language_model." in name or name.startswith("lm_head."):
+                    self.text[_plain(name)] = name
+                else:
+                    self.beside.append((file, name))
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    @classmethod
+    def find(cls, path: str, network: Any) -> Self | None:
+        """Return the towers of the checkpoint at `path`, of which `network` is the text half; None if it is the whole."""
+        from transformers import PreTrainedConfig
+
+        config, _ = PreTrainedConfig.get_config_dict(path)
+        if "text_config" not in config or config.get("model_type") == network.config.model_type:
+            return None
+        processors = {name: file.read_bytes() for name in _PROCESSORS if (file := _file(path, name)) is not None}
+        return cls(config, _weight_files(path), processors)
+
+    def put_back(self, folder: Path) -> bool:
+        """Make the saved text half in `folder` the whole checkpoint again. Return False, and leave it, if names do not fit."""
+        shards = sorted(folder.glob("model*.safetensors"))
+        last = len(shards) + 1
+        names = [name for shard in shards for name in _header(shard)]
+        if ({_plain(name) for name in names} ^ self.text.keys()) - {"lm_head.weight"}:  # which is not saved where it is tied
+            return False
+        named: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            part = folder / f"model-{number:05d}-of-{last:05d}.safetensors"
+            named |= dict.fromkeys(_rename(shard, part, lambda name: self.text.get(_plain(name), name)), part.name)
+            shard.unlink()
+        rest = {name: file.get_tensor(name) for file, name in self.beside}
+        part = folder / f"model-{last:05d}-of-{last:05d}.safetensors"
+        save_file(rest, part, {"format": "pt"})
+        named |= dict.fromkeys(rest, part.name)
+        size = sum(file.stat().st_size for file in folder.glob("model-*.safetensors"))
+        index = {"metadata": {"total_size": size}, "weight_map": named}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        dtype = json.loads((folder / "config.json").read_text()).get("dtype")
+        whole = {**self.config, "dtype": dtype, "text_config": {**self.config["text_config"], "dtype": dtype}}
+        (folder / "config.json").write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
+        for name, content in self.processors.items():
+            (folder / name).write_bytes(content)
+        return True
+
+
+def keep_towers(network: Any, path: str) -> None:
+    """Note what the checkpoint at `path` has beside `network`, for `put_back`."""
+    setattr(network, _BESIDE, Towers.find(path, network))
+
+
+def put_back(network: Any, folder: Path) -> bool:
+    """Make the model that was saved in `folder` whole again. Return False where it stays the text half alone."""
+    found: Towers | None = getattr(network, _BESIDE, None)
+    return found is None or not (folder / "config.json").exists() or found.put_back(folder)
+
+
+def names_beside(network: Any) -> list[str]:
+    """Return what a network's checkpoint has beside the text half: names of modules, loaded or not."""
+    found = getattr(network, _BESIDE, None)
+    tensors = [] if found is None else [name for _, name in found.beside]
+    return towers_of(network) or sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors})
+
+
+def why_not_text(config: Any) -> str:
+    """Return what to do with a checkpoint of images or sounds that transformers loads no text half of; empty for others."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
+    if not parts or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return ""
+    return (
+        f"{config.model_type} is a model of images or sounds, and psigrad trains text: take a text model of the family, or one "
+        "whose text half transformers loads (Qwen3.5, Gemma 3, Gemma 4)"
+    )
+
+
+def why_no_text_at(path: str) -> str:
+    """Return `why_not_text` of the checkpoint at `path`; empty if it has no configuration that can be read."""
+    from transformers import AutoConfig
+
+    try:
+        return why_not_text(AutoConfig.from_pretrained(path))
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def lora_exclusion(network: nn.Module) -> str | None:
+    """Return the regular expression of the modules that an adapter leaves out; None if there are no towers."""
+    names = towers_of(network)
+    return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
+
+
+def _plain(name: str) -> str:
+    """Return the name of a tensor of the text half without the modules that it is nested in."""
+    return name.replace("language_model.", "").removeprefix("model.").removeprefix("model.")
+
+
+def _file(path: str, name: str) -> Path | None:
+    from transformers.utils import cached_file
+
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+    found = cached_file(path, name, **quiet)
+    return None if found is None else Path(found)
+
+
+def _weight_files(path: str) -> list[Path]:
+    index = _file(path, "model.safetensors.index.json")
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index is not None else ["model.safetensors"]
+    return [file for name in names if (file := _file(path, name)) is not None]
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return what a safetensors file says of each of its tensors."""
+    with file.open("rb") as stream:
+        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: value for name, value in header.items() if name != "__metadata__"}
+
+
+def _rename(source: Path, target: Path, renamed: Callable[[str], str]) -> list[str]:
+    """Copy a safetensors file with its tensors under other names, which are returned. The numbers pass through no memory."""
+    header = {renamed(name): value for name, value in _header(source).items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with source.open("rb") as old, target.open("wb") as new:
+        old.seek(8 + int.from_bytes(old.read(8), "little"))
+        new.write(len(text).to_bytes(8, "little") + text)
+        shutil.copyfileobj(old, new, 1 << 24)
+    return list(header)
