@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from psigrad import extras
 from psigrad.cli import flags
 from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
@@ -91,7 +92,7 @@ def lm_eval(arguments: list[str]) -> int:
     try:
         from psigrad_extras.connect import lm_eval as harness
     except ImportError as error:
-        raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
+        raise extras.not_installed("lm-eval", error, "lm-eval") from error
     _print_tasks(harness.run(config).metrics)
     return 0
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import resource
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from psigrad import __version__
+from psigrad import __version__, extras
 from psigrad.cli import begin
 from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
@@ -19,7 +18,6 @@ from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import list_declarations
 from psigrad.errors import UserError, nearest
-from psigrad.extras import command
 from psigrad.runs.progress import readers_may_leave
 
 
@@ -28,7 +26,7 @@ def _training(settings: type[Any]) -> dict[str, Command]:
 
 
 # The commands of the packages beside the core, by name.
-_extra, _serve, _studio = (partial(command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
+_extra, _serve, _studio = (partial(extras.command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
 
 GROUPS = {
     "begin": {
@@ -122,23 +120,12 @@ def _status_of(arguments: list[str]) -> int:
         redaction.say(f"{error}{more}")
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:
-        if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):
+        if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := extras.find_extra(error.name or "")):
             raise
-        print(f"psigrad: This needs {error.name}, which is not installed; run: pip install 'psigrad[{extra}]'", file=sys.stderr)
+        print(f"psigrad: {extras.not_installed('This command', error, extra)}", file=sys.stderr)
         return 2
     finally:
         sys.stdout.flush()  # a reader who has left is noticed here, not when Python ends
-
-
-def _extra_with(package: str) -> str:
-    """The first extra of this installation that brings a package, or an empty string."""
-    from importlib import metadata
-
-    for line in metadata.requires("psigrad") or ():
-        found = re.match(r"""([\w-]+).*extra == ["']([\w-]+)""", line)
-        if found and found[1].lower().replace("-", "_") == package.lower() and found[2] not in ("dev", "docs"):
-            return found[2]
-    return ""
 
 
 def _run(arguments: list[str]) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from psigrad import redaction
+from psigrad import extras, redaction
 from psigrad.config.nested import read_value
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
@@ -99,7 +99,7 @@ def run(sweep: Search, train: Train | None = None) -> Path:
     try:
         import optuna
     except ImportError as error:
-        raise UserError('sweep needs Optuna; install it: pip install "psigrad[sweep]".') from error
+        raise extras.not_installed("sweep", error, "sweep") from error
     if not sweep.spaces or not sweep.seeds or sweep.trials < 1:
         raise UserError("sweep searches nothing; for example: psigrad sweep sft --search learning_rate:1e-6..1e-4:log …")
     sweep = replace(sweep, seeds=tuple(dict.fromkeys(sweep.seeds)))  # a run that counts twice would narrow the intervals

@@ -145,9 +145,13 @@ def test_a_new_user_with_the_wheel_alone_trains_and_talks(wheel, empty_machine):
     rows = ("--dataset", "runs/demo/data/prompts.jsonl", "--max-completion-length", "12")
     assert "failed" not in run("psigrad", "check", "--model", "runs/demo/grpo/model", *rows)
     assert run("psigrad", "chat", "runs/demo/grpo", "--max-tokens", "3", typed="hello\n\n").startswith("> ")
-    for command, extra in ((["serve", "runs/demo/grpo"], "studio"), (["studio", "runs"], "studio"), (["tasks"], "tasks")):
+    for command, package in (
+        (["serve", "runs/demo/grpo"], "uvicorn"),
+        (["studio", "runs"], "fastapi"),
+        (["tasks"], "reasoning-gym"),
+    ):
         said = run("psigrad", *command, said=2)
-        assert f"psigrad[{extra}]" in said and "Traceback" not in said
+        assert "Run `pip install " in said and f"'{package}>=" in said and "Traceback" not in said
 
 
 @pytest.mark.slow
