@@ -272,6 +272,13 @@ class RunFolder:
         """How many bytes metrics, timings and rollouts have."""
         return {name: os.fstat(self._files[name].fileno()).st_size for name in self.rows}
 
+    def truncate(self, rows: Mapping[str, int], ends: Mapping[str, int]) -> None:
+        """Remove what was written since there were that many `rows` and, by `ends`, that many bytes."""
+        with _errors_of(self.path):
+            for name in self.rows:
+                self._files[name].truncate(ends.get(name, 0))
+        self.rows = dict(rows)
+
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
         free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes

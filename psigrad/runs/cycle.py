@@ -13,7 +13,7 @@ import torch
 from psigrad.config import Run
 from psigrad.errors import UserError
 from psigrad.runs.callbacks import CallbackError, RunState
-from psigrad.runs.journal import Journal, Stopped
+from psigrad.runs.journal import Interrupted, Journal, Stopped
 from psigrad.runs.progress import bar
 
 S = TypeVar("S", bound=RunState)
@@ -41,16 +41,17 @@ def cycle(
     after so many seconds.
 
     The journal's callbacks are told, and what they ask for is done. Everything of step s is in the run folder before checkpoint
-    s is, so a resumed run repeats nothing and lacks nothing. A stop that was asked for is served between steps: the state is
-    saved, then `Stopped` raised. If a step fails before it has moved a weight, the state before it is saved, then the error goes
-    on. The run stops while a checkpoint still fits on the disk.
+    s is, so a resumed run repeats nothing and lacks nothing. A stop that was asked for is served between steps, or interrupts an
+    evaluation, which the resumed run repeats: the state is saved, then `Stopped` raised. If a step fails before it has moved a
+    weight, the state before it is saved, then the error goes on. The run stops while a checkpoint still fits on the disk.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, total)
-    if state.step == 0 and not state.evaluated:
-        evaluate(state)
-        state = hooks.after_evaluation(replace(state, evaluated=True))
     saves = _Saves(state, save, settings, journal, updates, less_memory)
+    if not state.evaluated:  # before the first step, or the evaluation was interrupted
+        with saves.rescue(wait):
+            state = saves.evaluate(evaluate, state)
+            state = saves.keep(state) if state.step else state
     with bar(name, total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue(wait):
         while state.step < total and not state.ended:
             if journal.stop_requested():
@@ -63,8 +64,7 @@ def cycle(
             every = _now(state, "eval_steps", eval_steps)
             state = hooks.step_end(state, bool(every) and state.turns % every == 0, saves.due(state))
             if state.step >= total or state.ended or hooks.control.should_evaluate:
-                evaluate(state)
-                state = hooks.after_evaluation(state)
+                state = saves.evaluate(evaluate, state)
             state = saves.after(state, last=state.step >= total or state.ended)
     return hooks.end(state)
 
@@ -92,6 +92,15 @@ class _Saves(Generic[S]):
         self.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
+
+    def evaluate(self, evaluate: Callable[[S], None], state: S) -> S:
+        """Evaluate, and call the callbacks. If a stop interrupts it, save the state as not evaluated and raise `Stopped`."""
+        try:
+            evaluate(state)
+        except Interrupted:
+            self.keep(replace(state, evaluated=False))
+            self.journal.stopped(state.step)
+        return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
         """Save behind a step where that is due, by a callback's wish too, or the disk gets full."""

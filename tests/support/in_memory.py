@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from inline_scorer import InlineScorer
 from prepared import prepared
@@ -41,6 +43,9 @@ class Silent:
 
     def stop_requested(self):
         return False
+
+    def interruptible(self):
+        return nullcontext()
 
     def disk_low(self):
         return ""

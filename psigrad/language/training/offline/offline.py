@@ -115,7 +115,11 @@ def train(run: Offline, state: State, save: Keeper) -> State:
     often = run.config.evaluation.eval_steps
     run.journal.callbacks.trial = partial(with_changes, run)
     turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
-    evaluate = lambda state: _evaluate(apply_changes(run, state.changes), state)  # noqa: E731
+
+    def evaluate(state: State) -> None:
+        with run.journal.interruptible():
+            _evaluate(apply_changes(run, state.changes), state)
+
     updates = lambda: run.optimizer.updates  # noqa: E731
     given = (run.config.run, often, run.journal, updates, LESS_MEMORY, save.wait)
     return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, *given)

@@ -57,9 +57,10 @@ def train(run: Online, state: State, save: Keeper) -> State:
 
     def evaluate(state: State) -> None:
         if run.evaluate is not None:
-            for pending in state.pending if run.episodes is not None else ():  # environments play for one at a time
-                pending.result()
-            run.evaluate(state.step)
+            with run.journal.interruptible():
+                for pending in state.pending if run.episodes is not None else ():  # environments play for one at a time
+                    pending.result()
+                run.evaluate(state.step)
 
     often = run.config.evaluation.eval_steps
     name = run.algorithm.name or "policy gradient"
