@@ -137,16 +137,26 @@ def _run(arguments: list[str]) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        if name in _OF_TRL:
-            raise UserError(f"There is no command {name!r}: {_OF_TRL[name]}.")
+        word = name.lower().replace("_", "-")
+        if said := next((said for words, said in _PEERS.items() if word in words.split()), ""):
+            raise UserError(f"There is no command {name!r}: {said}.")
         raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS) or '.'}")
     return COMMANDS[name].run(rest)
 
 
-# Commands of TRL that have another name here, and what to type.
-_OF_TRL = {
-    "env": "`psigrad doctor` says what this machine offers and which versions there are",
-    "vllm-serve": "a run starts vLLM itself with `--sampler vllm`, and so does `psigrad serve MODEL --sampler vllm`",
+# Commands of other libraries (TRL, axolotl, LLaMA-Factory, unsloth, lm-eval), and what to type here.
+_PEERS = {
+    "train learn fit run rl rlhf": "use `psigrad grpo` with a reward, `psigrad sft` on examples or `psigrad dpo` on comparisons",
+    "finetune fine-tune tune lora qlora pretrain": "use `psigrad sft` to train on examples; `--lora-rank 16` trains an adapter",
+    "generate infer inference predict complete rollout": "use `psigrad sample` for a dataset, or `psigrad chat` to talk",
+    "evaluate evaluation test validate": "use `psigrad eval` with a reward, or `psigrad lm-eval` for public benchmarks",
+    "rm reward-model reward-modeling": "use `psigrad reward` to train a reward model",
+    "convert quantize save": "use `psigrad export`",
+    "webui ui gui web dashboard board app": "use `psigrad studio`",
+    "api deploy server": "use `psigrad serve`",
+    "preprocess validate-data dataset": "use `psigrad check` to see what is trained of your rows",
+    "env info": "`psigrad doctor` says what this machine offers and which versions there are",
+    "vllm-serve": "add `--sampler vllm` to a run, which starts vLLM itself, or to `psigrad serve MODEL`",
 }
 
 

@@ -280,6 +280,21 @@ def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(monkeypat
         cli.main(["tasks"])
 
 
+def test_the_words_of_other_libraries_are_answered_with_the_command(capsys):
+    for word, command in (
+        ("train", "grpo"),
+        ("Fine_Tune", "sft"),
+        ("generate", "sample"),
+        ("infer", "chat"),
+        ("webui", "studio"),
+    ):
+        assert cli.main([word, "--model", "x"]) == 2
+        said = capsys.readouterr().err
+        assert f"There is no command '{word}'" in said and f"`psigrad {command}`" in said
+    named = re.findall(r"`psigrad ([\w-]+)", " ".join(cli._PEERS.values()))
+    assert set(named) <= set(cli.COMMANDS) and not {w for words in cli._PEERS for w in words.split()} & set(cli.COMMANDS)
+
+
 def test_flags_beat_overrides_beat_the_file_beats_the_defaults(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("optim: {learning_rate: 1e-3, weight_decay: 0.5, adam_beta1: 0.7}\nreward: exact\n")
