@@ -144,7 +144,7 @@ def test_a_new_user_with_the_wheel_alone_trains_and_talks(wheel, empty_machine):
     assert "no C++ compiler was found" in said and "report  runs/demo/grpo/report.html" in said
     rows = ("--dataset", "runs/demo/data/prompts.jsonl", "--max-completion-length", "12")
     assert "failed" not in run("psigrad", "check", "--model", "runs/demo/grpo/model", *rows)
-    assert run("psigrad", "chat", "runs/demo/grpo", "--max-tokens", "3", typed="hello\n\n").startswith("> ")
+    assert run("psigrad", "chat", "runs/demo/grpo", "--max-tokens", "3", typed="hello\n\n").count("> ") >= 2
     for command, package in (
         (["serve", "runs/demo/grpo"], "uvicorn"),
         (["studio", "runs"], "fastapi"),
