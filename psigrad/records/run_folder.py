@@ -272,13 +272,6 @@ class RunFolder:
         """How many bytes metrics, timings and rollouts have."""
         return {name: os.fstat(self._files[name].fileno()).st_size for name in self.rows}
 
-    def truncate(self, rows: Mapping[str, int], ends: Mapping[str, int]) -> None:
-        """Remove what was written since there were that many `rows` and, by `ends`, that many bytes."""
-        with _errors_of(self.path):
-            for name in self.rows:
-                self._files[name].truncate(ends.get(name, 0))
-        self.rows = dict(rows)
-
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
         free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes
@@ -341,6 +334,14 @@ class NullRunFolder(RunFolder):
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """Rank 0 writes it."""
         return self.path / "model"
+
+
+def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]) -> None:
+    """Remove what was written since the folder had that many `rows` and, by `ends`, that many bytes."""
+    with _errors_of(folder.path):
+        for name in folder.rows:
+            folder._files[name].truncate(ends.get(name, 0))
+    folder.rows = dict(rows)
 
 
 def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> None:

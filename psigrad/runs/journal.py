@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.records import rows
+from psigrad.records import rows, run_folder
 from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
@@ -288,12 +288,12 @@ class Journal:
         if self.signal is None or self.world.size > 1:
             yield
             return
-        rows, ends = dict(self.folder.rows), self.folder.ends()
+        written, ends = dict(self.folder.rows), self.folder.ends()
         try:
             with self.signal.interrupting():
                 yield
         except Interrupted:
-            self.folder.truncate(rows, ends)
+            run_folder.truncate(self.folder, written, ends)
             raise
 
     def stopped(self, step: int) -> None:
