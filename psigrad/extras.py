@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from psigrad.errors import UserError
 
-# Extras for the people who develop psigrad: no command of a user needs one.
-_DEVELOPERS = ("dev", "docs")
+DEVELOPERS = ("dev", "types", "peers", "browser", "docs")
+"""Extras for the people who develop psigrad; no command needs one."""
 
 
 class Beside(NamedTuple):
@@ -98,7 +98,7 @@ def find_extra(package: str) -> str:
     """Return the first extra that installs a package, or an empty string."""
     wanted = re.sub(r"[-_.]+", "-", package).lower()
     for extra, needed in requirements().items():
-        if extra not in _DEVELOPERS and wanted in (re.split(r"[^\w-]", one)[0].lower() for one in needed):
+        if extra not in DEVELOPERS and wanted in (re.split(r"[^\w-]", one)[0].lower() for one in needed):
             return extra
     return ""
 

@@ -244,7 +244,8 @@ def test_the_readme_is_short_and_its_figures_are_those_of_the_pages_that_it_name
 def test_constraints_pin_everything_that_is_installed_with_psigrad():
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    waiting = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    tested = re.search(r"^TESTED := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split(",")
+    waiting = [*project["dependencies"], *(one for extra in tested for one in project["optional-dependencies"][extra])]
     seen: set[str] = set()
     while waiting:
         requirement = Requirement(waiting.pop())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psigrad import cli
+from psigrad import cli, extras
 from psigrad.language.models.native.products import Products
 from psigrad_extras.preflight import doctor
 from psigrad_extras.preflight.doctor import Check
@@ -85,7 +85,7 @@ def test_the_command_looks_at_this_machine(capsys):
 
 def test_every_extra_that_users_install_is_looked_at():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
+    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - set(extras.DEVELOPERS)
 
 
 def test_too_little_memory_is_named_with_what_to_do():
