@@ -21,7 +21,7 @@ MAX_TOKENS = 512
 
 
 class Training(NamedTuple):
-    """What a run folder tells about its model: example prompts, and how many tokens a completion had at most (0: unknown)."""
+    """Example prompts from a model's run, and the most tokens that a completion could have there (0: unknown)."""
 
     prompts: tuple[str, ...] = ()
     max_tokens: int = 0
@@ -31,7 +31,7 @@ NO_TRAINING = Training()
 
 
 def read_training(model: str) -> Training:
-    """Return what the run of a model tells, for a run folder or a model in one; nothing for any other model."""
+    """Read the run of a model, given the run folder or a model in it. For any other model return `NO_TRAINING`."""
     path = Path(model).expanduser()
     run = next((folder for folder in (path, *path.absolute().parents[:2]) if (folder / "events.jsonl").is_file()), None)
     if run is None:
