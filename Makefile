@@ -7,7 +7,11 @@ VENV ?= .venv
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+# LIGHT has what the core and its tests need, INSTALLED what all tests need: the extras TESTED of pyproject.toml.
+LIGHT := $(VENV)/.light
 INSTALLED := $(VENV)/.installed
+TESTED := dev,types,peers,browser,docs,studio,serve,postgres,mcp,sweep,ifeval,tasks,control,tensorboard
 # Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -17,7 +21,7 @@ help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make demo-real  teach SmolLM2-135M sums by GRPO: a download of 90 MB, then a quarter of an hour"
 	@echo "make test       install, then lint, type-check, build the documentation and run the test suite (meant: at most 10 minutes on two cores)"
-	@echo "make quick      lint, and the tests of objective, tabular, config and surface: for the loop of a developer"
+	@echo "make quick      a light install, lint, and the tests of the mathematics, models, samplers, steps and settings (3 minutes on two cores)"
 	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
 	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds"
 	@echo "make test-studio  the tests of the web application alone"
@@ -53,27 +57,39 @@ install: $(INSTALLED)
 # Where LOCKED=1 looks for torch's builds without CUDA; empty for an index that has them itself.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# an environment whose installation was interrupted is made anew: pip fails on what it finds half there
+ifneq ($(wildcard $(VENV)/.installing),)
+.PHONY: $(LIGHT)
+endif
+
 # torch comes first and alone: with it in place nothing below can pull another build (and its CUDA packages) in
-$(INSTALLED): pyproject.toml constraints.txt
+$(LIGHT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
-	@# an environment whose installation was interrupted is made anew: pip fails on what it finds half there
 	$(PYTHON) -m venv $(if $(wildcard $(VENV)/.installing),--clear) $(VENV)
 	@touch $(VENV)/.installing
 	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
 ifdef LOCKED
-	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
+	$(PIP) --no-deps --no-build-isolation --editable .
 else
-	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pycosat >/dev/null 2>&1 || { \
+	$(PIP) $(TORCH)
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+endif
+	@touch $(LIGHT) && rm -f $(VENV)/.installing
+
+$(INSTALLED): $(LIGHT)
+ifndef LOCKED
+	@touch $(VENV)/.installing
+	@echo "Installing what the tests need beside that: peers, a browser's driver, databases, the documentation"
+	@$(PIP) --constraint constraints.txt pycosat >/dev/null 2>&1 || { \
 	  echo "pycosat, a part of reasoning-gym, cannot be compiled here; tools/pycosat does its work"; \
-	  $(RUN) -m pip install --quiet --disable-pip-version-check ./tools/pycosat; }
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	  $(PIP) ./tools/pycosat; }
+	$(PIP) --constraint constraints.txt --editable '.[$(TESTED)]'
 endif
 	@touch $(INSTALLED) && rm -f $(VENV)/.installing
 	@echo "Installed in $(VENV). Next: . $(VENV)/bin/activate, then psigrad --help"
 
-demo: $(INSTALLED)
+demo: $(LIGHT)
 	$(RUN) -m psigrad demo
 
 demo-real: $(INSTALLED)
@@ -94,11 +110,14 @@ suite: $(INSTALLED)
 test-machine: $(INSTALLED)
 	@$(RUN) tests/support/machine.py install
 
-# For the loop of whoever changes something: what a small change most often breaks. Without what builds a wheel or trains.
-SLOW_SURFACE := supply mutants python_page left_out pycosat faults
-quick: $(INSTALLED)
-	$(RUN) -m ruff check --quiet . && $(RUN) -m ruff format --quiet --check .
-	$(RUN) -m pytest tests/objective tests/tabular tests/config tests/surface $(SLOW_SURFACE:%=--ignore=tests/surface/test_%.py) --quiet --numprocesses auto --maxprocesses 8 --dist worksteal
+# The loop of a developer, without root and in the light environment: what a small change most often breaks. Chosen by the
+# processor time of each file, so that two quiet cores need at most three minutes.
+QUICK := tests/objective tests/config tests/surface/test_layers.py tests/surface/test_project_files.py \
+	$(addprefix tests/language/models/test_,packed_forward.py logprobs.py gradients.py) tests/language/rollout/test_samplers.py \
+	$(addprefix tests/language/rewards/test_,contract.py resolve.py) \
+	$(addprefix tests/language/training/test_,learn.py update.py evaluator.py offline_tasks.py one_file.py)
+quick: lint
+	$(RUN) -m pytest $(QUICK) --quiet --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test-studio: test-machine
 	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -267,7 +286,7 @@ bench-gpu:
 test-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5
 
-lint: $(INSTALLED)
+lint: $(LIGHT)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 

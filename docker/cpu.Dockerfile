@@ -14,7 +14,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap &
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=builder /wheels /tmp/wheels
-RUN pip install --no-cache-dir --constraint /tmp/constraints.txt --find-links /tmp/wheels "psigrad[studio,control,tasks]"
+RUN pip install --no-cache-dir --constraint /tmp/constraints.txt --find-links /tmp/wheels "$(echo /tmp/wheels/psigrad-*.whl)[studio,control,tasks]"
 
 RUN useradd --create-home user
 USER user

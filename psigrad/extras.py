@@ -1,15 +1,24 @@
-"""What stands beside the core, by name, in packages of their own: `psigrad_extras`, `psigrad_serve` and `psigrad_studio`.
+"""The packages beside the core, `psigrad_extras`, `psigrad_serve` and `psigrad_studio`, by name, and what their extras install.
 
-This table is the core's one way there. Nothing is imported before it is asked for, and without a package the rest works.
+The core reaches them only through this table. Each module is imported on first use, and the rest works without it.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
+import shlex
+import tomllib
 from collections.abc import Callable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from psigrad.errors import UserError
+
+DEVELOPERS = ("dev", "types", "peers", "browser", "docs")
+"""Extras for the people who develop psigrad; no command needs one."""
 
 
 class Beside(NamedTuple):
@@ -57,13 +66,11 @@ def load(name: str) -> Any:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] == package:
             raise UserError(
-                f"{purpose} needs {package}, which comes with psigrad and is not here; install all of it: pip install psigrad."
+                f"{purpose} needs {package}, a part of psigrad that is missing. Run `pip install .` in a checkout of psigrad."
             ) from error
         if not extra:
             raise
-        raise UserError(
-            f"{purpose} needs {error.name}, which cannot be imported ({error}); install it: pip install 'psigrad[{extra}]'."
-        ) from error
+        raise not_installed(purpose, error, extra) from error
 
 
 def find(name: str) -> Any:
@@ -72,6 +79,43 @@ def find(name: str) -> Any:
         return load(name)
     except UserError:
         return None
+
+
+def not_installed(purpose: str, error: ImportError, extra: str) -> UserError:
+    """Return the error for a feature whose packages, those of an extra, cannot be imported."""
+    return UserError(f"{purpose} needs {error.name}, which cannot be imported ({error}). Run `{install_command(extra)}`.")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, as `pip install 'uvicorn>=0.40'`.
+
+    It names the packages themselves, because psigrad is on no index and the user may have no checkout.
+    """
+    return shlex.join(["pip", "install", *requirements()[extra]])
+
+
+def find_extra(package: str) -> str:
+    """Return the first extra that installs a package, or an empty string."""
+    wanted = re.sub(r"[-_.]+", "-", package).lower()
+    for extra, needed in requirements().items():
+        if extra not in DEVELOPERS and wanted in (re.split(r"[^\w-]", one)[0].lower() for one in needed):
+            return extra
+    return ""
+
+
+@cache
+def requirements() -> dict[str, list[str]]:
+    """Return the requirements of every extra: those of the checkout, or of the installed package."""
+    checkout = Path(__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(checkout.read_text())["project"] if checkout.is_file() else {}
+    if project.get("name") == "psigrad":
+        return dict(project["optional-dependencies"])
+    found: dict[str, list[str]] = {}
+    for line in metadata.requires("psigrad") or ():
+        requirement, _, marker = line.partition(";")
+        if match := re.search(r"""extra == ["']([\w-]+)""", marker):
+            found.setdefault(match[1], []).append(requirement.strip())
+    return found
 
 
 def command(package: str, name: str) -> Callable[[list[str]], int]:

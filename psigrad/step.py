@@ -21,7 +21,7 @@ class RunState:
     nonfinite: int = 0
     """Consecutive steps, up to this one, whose gradient was not finite."""
     evaluated: bool = False
-    """The model was evaluated before its first step."""
+    """The evaluation that was due at this step, or before the first one, is complete."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that callbacks have changed, by dotted name."""
     callbacks: dict[str, Any] = field(default_factory=dict)

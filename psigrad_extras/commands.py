@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from psigrad import extras
 from psigrad.cli import flags
 from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
@@ -82,7 +83,7 @@ def lm_eval(arguments: list[str]) -> int:
     try:
         from psigrad_extras.connect import lm_eval as harness
     except ImportError as error:
-        raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
+        raise extras.not_installed("lm-eval", error, "lm-eval") from error
     _print_tasks(harness.run(config).metrics)
     return 0
 
@@ -370,10 +371,18 @@ data. It takes two to five minutes on two cores, and nothing is downloaded. The 
 stopped. OUTPUT_DIR/grpo/report.html shows what came of it; `psigrad chat OUTPUT_DIR/grpo` asks the model."""
 
 
+_DEMO_STARTS = """\
+A small language model (1.3 million parameters) learns to spell words backward, on your CPU.
+It copies demonstrations, 60 % of which contain the same mistake, then unlearns the mistake by reinforcement learning.
+This takes two to five minutes on two idle cores. Ctrl-C saves and stops; the same command resumes."""
+
+
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
     known = {"output_dir": "runs/demo", "seed": 0, "sft_steps": 800, "rl_steps": 500, "progress": True}
     settings = flags.plain("demo", arguments, known, _DEMO)
+    if settings["progress"]:
+        print(_DEMO_STARTS, flush=True)  # before torch is imported, which takes seconds
     from psigrad.records.report import terminal
     from psigrad_extras import demo
 

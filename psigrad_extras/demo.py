@@ -38,35 +38,44 @@ EVALUATION = Evaluation(eval_prompts=HELD_OUT, metric="exact")
 def run(
     output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 800, rl_steps: int = 500, progress: bool = True
 ) -> Result:
-    """Build a model, fine-tune it, train it by GRPO, evaluate both; figures, samples and report.html stand in `output_dir`/grpo.
+    """Build a model, fine-tune it, train it by GRPO and evaluate both. Figures, samples and report.html are in `output_dir`/grpo.
 
-    Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call. Raises `UserError`
-    where there is a stage without a step.
+    Each stage resumes from its newest checkpoint, so the same call continues a demo that was stopped. Raises `UserError` for a
+    stage without a step.
     """
     for name, steps in (("sft_steps", sft_steps), ("rl_steps", rl_steps)):
         if steps < 1:
             raise UserError(f"{name} is {steps}; expected at least 1.")
     start, folder = time.perf_counter(), Path(output_dir)
     machine.prepare_torch(Run())
-    files = prepare(folder, seed, progress)
+    files, shown = prepare(folder, seed, progress), _run(seed, progress)
+    say = print if progress else lambda text, flush: None
+    say("1 of 2  SFT: the model copies the demonstrations, and their mistake", flush=True)
     tuned = sft.run(
         SFTConfig(
             model=Model(path=str(files["base"])),
-            data=Data(dataset=str(files["demonstrations"]), eval_dataset=str(files["held_out"])),
+            data=Data(dataset=str(files["demonstrations"]), eval_dataset=str(files["held_out"]), plain_prompts=True),
             optim=Optim(learning_rate=3e-3, adam_beta2=0.99, weight_decay=0.01, warmup_steps=50),
-            run=Run(output_dir=str(folder / "sft"), max_steps=sft_steps, seed=seed, save_steps=200, progress=progress),
+            run=replace(shown, output_dir=str(folder / "sft"), max_steps=sft_steps, save_steps=200),
             batch_size=64,
             sampling=SAMPLING,
             evaluation=EVALUATION,
         )
     )
+    say("2 of 2  GRPO: the model samples answers, and right ones are rewarded", flush=True)
     trained = online.run(reinforcing(tuned.model, files, folder / "grpo", seed, max_steps=rl_steps, progress=progress))
+    say(f"Both models answer {HELD_OUT} words that they have not seen", flush=True)
     greedy = [_greedy(model, files["held_out"], seed) for model in (tuned.model, trained.model)]
     # a demo that was stopped and taken up again has spent time in an earlier call as well
     spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
     rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
     (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")  # the report's headline table
     return replace(trained, report=write_report(trained.folder))
+
+
+def _run(seed: int, progress: bool) -> Run:
+    """The settings that both stages share. Where there is no terminal a line is printed every ten seconds, and at the end."""
+    return Run(seed=seed, progress=progress, logging_steps=10**9)
 
 
 def reinforcing(
@@ -82,9 +91,9 @@ def reinforcing(
     """The settings of the second stage: GRPO from the fine-tuned `model` against the task's scorer."""
     return OnlineConfig(
         model=Model(path=str(model), dtype=dtype),
-        data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"])),
+        data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"]), plain_prompts=True),
         optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
-        run=Run(output_dir=str(output), max_steps=max_steps, seed=seed, save_steps=50, progress=progress),
+        run=replace(_run(seed, progress), output_dir=str(output), max_steps=max_steps, save_steps=50),
         algorithm={"preset": "grpo", "kl": None, "name": "grpo"},  # beta = 0, as in TRL: verifiable rewards need no leash
         reward=("reasoning_gym",),
         prompts_per_step=16,
@@ -134,7 +143,7 @@ def _greedy(model: Path, held_out: Path, seed: int) -> dict[str, Any]:
     return evaluate.run(
         EvalConfig(
             model=Model(path=str(model)),
-            data=Data(dataset=str(held_out)),
+            data=Data(dataset=str(held_out), plain_prompts=True),
             sampling=SAMPLING,
             evaluation=Evaluation(eval_prompts=HELD_OUT, eval_temperature=0.0),
             run=Run(seed=seed),

@@ -56,10 +56,11 @@ def chat(arguments: list[str]) -> int:
     """Talk to a model."""
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nA conversation with a model on the terminal. An empty line or Ctrl-D ends it; /new begins another.")
+        print(f"{usage}\n\nA conversation with a model on the terminal. An empty line or Ctrl-D ends it; /new starts another.")
+        print("--max-tokens is 512 by default. A model without a chat template stops after as many tokens as in its training.")
         return 0
     models, _, rest = flags.parse_lists(arguments)
-    asked = {"system": "", "temperature": 1.0, "max_tokens": 512, "seed": 0}
+    asked = {"system": "", "temperature": 1.0, "max_tokens": 0, "seed": 0}
     given = flags.plain("chat", rest, {**_MODEL, **asked})
     how = {name: given.pop(name) for name in asked}
     path = _only("chat", models, usage)
@@ -67,7 +68,8 @@ def chat(arguments: list[str]) -> int:
     from psigrad_serve.engine.served_model import opened_engine
 
     with opened_engine(path, **given) as engine:
-        terminal_chat.talk(engine, sys.stdin, lambda text: print(text, end="", flush=True), **how)
+        training = terminal_chat.read_training(path)
+        terminal_chat.talk(engine, sys.stdin, lambda text: print(text, end="", flush=True), training=training, **how)
     return 0
 
 

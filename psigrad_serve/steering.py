@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from psigrad import extras
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES
 from psigrad.language.rollout.types import DrawnToken
@@ -89,10 +90,9 @@ class Forms:
         """Refuse a grammar that is none, asked for in the field `param`."""
         try:
             from llguidance import LLMatcher
-        except ImportError:
-            raise ApiError(
-                f"{param} needs llguidance: pip install 'psigrad[serve]'.", param=param, code="unsupported_parameter"
-            ) from None
+        except ImportError as error:
+            said = str(extras.not_installed(param, error, "serve"))
+            raise ApiError(said, param=param, code="unsupported_parameter") from None
         wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens())
         if wrong:
             why = messages[0].splitlines()[0][:300]

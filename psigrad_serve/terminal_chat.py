@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.records.row_lines import last_event
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
+
+MAX_TOKENS = 512
+"""Tokens of an answer, unless the user or the model's training says otherwise."""
+
+
+class Training(NamedTuple):
+    """Example prompts from a model's run, and the most tokens that a completion could have there (0: unknown)."""
+
+    prompts: tuple[str, ...] = ()
+    max_tokens: int = 0
+
+
+NO_TRAINING = Training()
+
+
+def read_training(model: str) -> Training:
+    """Read the run of a model, given the run folder or a model in it. For any other model return `NO_TRAINING`."""
+    path = Path(model).expanduser()
+    run = next((folder for folder in (path, *path.absolute().parents[:2]) if (folder / "events.jsonl").is_file()), None)
+    if run is None:
+        return NO_TRAINING
+    try:
+        longest = json.loads((run / "config.json").read_text())["sampling"]["max_completion_length"]
+        rows = last_event(run / "events.jsonl", "first_rows").get("rows", ())
+        found = (text for _, pieces in rows for kind, text in pieces if kind == "prompt")
+        return Training(tuple(dict.fromkeys(text.replace("\n", "\\n")[:200] for text in found))[:2], int(longest))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return NO_TRAINING  # a damaged run folder: its model may be whole
+
+
+def introduce(training: Training) -> str:
+    """Return what a user should know before asking a model without a chat template."""
+    first = "This model has no chat template: it continues each line as text."
+    return "\n  ".join((f"{first} It was trained on prompts such as:", *training.prompts)) if training.prompts else first
 
 
 def talk(
@@ -21,16 +58,22 @@ def talk(
     *,
     system: str = "",
     temperature: float = 1.0,
-    max_tokens: int = 512,
+    max_tokens: int = 0,
     seed: int = 0,
+    training: Training = NO_TRAINING,
 ) -> None:
-    """Answer each line until an empty one or the end; Ctrl-C ends an answer. A model without a chat template continues each line
-    as text.
+    """Answer each line until an empty one or the end; Ctrl-C ends an answer.
+
+    A model without a chat template continues each line as text, and often repeats itself. With `max_tokens` 0 its answers have as
+    many tokens as a completion could have in `training`, else `MAX_TOKENS`.
     """
-    if max_tokens < 1 or temperature < 0:
-        raise UserError(f"max_tokens is {max_tokens} and temperature {temperature}; expected at least 1, and 0 or more.")
+    if max_tokens < 0 or temperature < 0:
+        raise UserError(f"max_tokens is {max_tokens} and temperature {temperature}; expected 0 or more for both.")
     served, opening = Served(engine), [{"role": "system", "content": system}] if system else []
     talks = bool(served.tokenizer.chat_template)
+    if not talks:
+        say(f"{introduce(training)}\n")
+    max_tokens = max_tokens or (not talks and training.max_tokens) or MAX_TOKENS
     said: list[dict[str, Any]] = list(opening)
     asked = {"temperature": temperature, "max_tokens": max_tokens}
     for turn in range(2**31):

@@ -22,6 +22,7 @@ import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from psigrad import extras
 from psigrad.config import Model, Run
 from psigrad.config.load import from_dict
 from psigrad.errors import UserError
@@ -52,7 +53,7 @@ def _messages() -> Any:
     try:
         from tinker.proto import tinker_public_pb2
     except ImportError as error:
-        raise UserError(f"The Tinker API needs its client's messages ({error}): pip install 'psigrad[tinker]'.") from error
+        raise extras.not_installed("The Tinker API", error, "tinker") from error
     return tinker_public_pb2
 
 

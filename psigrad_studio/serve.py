@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from psigrad import extras
 from psigrad.errors import UserError
 from psigrad_studio.studio_settings import LOOPBACK, StudioSettings
 
@@ -43,7 +44,8 @@ def studio(
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"The studio needs what is not installed: {', '.join(missing)}; run: pip install 'psigrad[studio]'")
+        command = extras.install_command("studio")
+        raise UserError(f"The studio needs {', '.join(missing)}, which is not installed. Run `{command}`.")
     if runs and not Path(runs).is_dir():
         raise UserError(f"The runs folder {runs!r} does not exist; name the folder that holds your runs, or none for `runs`.")
     for folder in checkpoints:

@@ -2,8 +2,8 @@
 hang, and two processes of two threads each on two cores spend their time waiting for each other. And no example of hypothesis
 is too slow: how long one takes depends on what else the machine does.
 
-And the one door by which tests are left out: `pytest.mark.needs`, whose programs are those of `support/machine.py`. The last
-lines of the output say how many were, and why; a test that is skipped otherwise fails.
+And the one door by which tests are left out: `pytest.mark.needs`, whose programs are those of `support/machine.py`, and the
+packages that are listed there. The last lines of the output say how many were, and why; a test skipped otherwise fails.
 """
 
 from __future__ import annotations
@@ -73,6 +73,38 @@ def _needs(item: pytest.Item) -> list[str]:
     return named + [need for fixture, need in machine.FIXTURES.items() if fixture in getattr(item, "fixturenames", ())]
 
 
+class LeftOut(pytest.Item):
+    """Stands for the tests of a file that imports a missing package of `machine.PACKAGES`."""
+
+    why = ""
+
+    def setup(self):
+        self.user_properties.append((NEEDED, self.why))
+        pytest.skip(self.why)
+
+    def runtest(self):
+        raise NotImplementedError
+
+
+class TestFile(pytest.Module):
+    """A file of tests."""
+
+    def collect(self):
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if not (why := machine.missing_package(str(error))):
+                raise
+            item = LeftOut.from_parent(self, name="its_tests")
+            item.why = why
+            return [item]
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Also with several workers, which tell of items alone and not of files."""
+    return TestFile.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What drives a browser is slow, but for those marked `quick`; before pytest chooses by marks. And files of few long tests
@@ -97,8 +129,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    """A skip by any other door is a failure."""
+    """A missing package of `machine.PACKAGES` leaves a test out. A skip by any other door is a failure."""
     report = yield
+    if report.failed and call.excinfo is not None and (why := machine.missing_package(str(call.excinfo.value))):
+        report.outcome, report.longrepr = "skipped", (item.nodeid, 0, why)
+        report.user_properties = item.user_properties = [*item.user_properties, (NEEDED, why)]
     if report.skipped and not any(key == NEEDED for key, _ in item.user_properties):
         report.outcome, why = "failed", report.longrepr[2] if isinstance(report.longrepr, tuple) else "xfail"
         vars(report).pop("wasxfail", None)

@@ -29,13 +29,17 @@ COURSE = Path(__file__).parents[1] / "course"
 MARK = re.compile(r"# %%(?: \[(markdown)\])?(?: tags=(\[.*\]))?\n")
 MINE = {"hide-cell": {"mystnb": {"code_prompt_show": "Show the answer", "code_prompt_hide": "Hide the answer"}}}
 INSTALL = """\
-# on Colab, and wherever psigrad is not there yet
+# where psigrad is missing: install it from the checkout that holds this notebook
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 if importlib.util.find_spec("psigrad") is None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "psigrad"]
+    checkout = Path("../..").resolve()
+    if not (checkout / "psigrad" / "extras.py").exists():
+        raise SystemExit("psigrad is on no index: open this notebook in its checkout.")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", str(checkout)]
     subprocess.run(command, check=True)"""
 ABOUT = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
 

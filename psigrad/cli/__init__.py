@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import resource
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from psigrad import __version__
+from psigrad import __version__, extras
 from psigrad.cli import begin
 from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
@@ -19,7 +18,6 @@ from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import list_declarations
 from psigrad.errors import UserError, nearest
-from psigrad.extras import command
 from psigrad.runs.progress import readers_may_leave
 
 
@@ -28,7 +26,7 @@ def _training(settings: type[Any]) -> dict[str, Command]:
 
 
 # The commands of the packages beside the core, by name.
-_extra, _serve, _studio = (partial(command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
+_extra, _serve, _studio = (partial(extras.command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
 
 GROUPS = {
     "begin": {
@@ -118,23 +116,12 @@ def _status_of(arguments: list[str]) -> int:
         redaction.say(str(error))
         return getattr(error, "exit_status", 2)
     except ModuleNotFoundError as error:
-        if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := _extra_with(error.name or "")):
+        if os.environ.get("PSIGRAD_TRACEBACK") or not (extra := extras.find_extra(error.name or "")):
             raise
-        print(f"psigrad: This needs {error.name}, which is not installed; run: pip install 'psigrad[{extra}]'", file=sys.stderr)
+        print(f"psigrad: {extras.not_installed('This command', error, extra)}", file=sys.stderr)
         return 2
     finally:
         sys.stdout.flush()  # a reader who has left is noticed here, not when Python ends
-
-
-def _extra_with(package: str) -> str:
-    """The first extra of this installation that brings a package, or an empty string."""
-    from importlib import metadata
-
-    for line in metadata.requires("psigrad") or ():
-        found = re.match(r"""([\w-]+).*extra == ["']([\w-]+)""", line)
-        if found and found[1].lower().replace("-", "_") == package.lower() and found[2] not in ("dev", "docs"):
-            return found[2]
-    return ""
 
 
 def _run(arguments: list[str]) -> int:
@@ -146,16 +133,26 @@ def _run(arguments: list[str]) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        if name in _OF_TRL:
-            raise UserError(f"There is no command {name!r}: {_OF_TRL[name]}.")
+        word = name.lower().replace("_", "-")
+        if said := next((said for words, said in _PEERS.items() if word in words.split()), ""):
+            raise UserError(f"There is no command {name!r}: {said}.")
         raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS) or '.'}")
     return COMMANDS[name].run(rest)
 
 
-# Commands of TRL that have another name here, and what to type.
-_OF_TRL = {
-    "env": "`psigrad doctor` says what this machine offers and which versions there are",
-    "vllm-serve": "a run starts vLLM itself with `--sampler vllm`, and so does `psigrad serve MODEL --sampler vllm`",
+# Commands of other libraries (TRL, axolotl, LLaMA-Factory, unsloth, lm-eval), and what to type here.
+_PEERS = {
+    "train learn fit run rl rlhf": "use `psigrad grpo` with a reward, `psigrad sft` on examples or `psigrad dpo` on comparisons",
+    "finetune fine-tune tune lora qlora pretrain": "use `psigrad sft` to train on examples; `--lora-rank 16` trains an adapter",
+    "generate infer inference predict complete rollout": "use `psigrad sample` for a dataset, or `psigrad chat` to talk",
+    "evaluate evaluation test validate": "use `psigrad eval` with a reward, or `psigrad lm-eval` for public benchmarks",
+    "rm reward-model reward-modeling": "use `psigrad reward` to train a reward model",
+    "convert quantize save": "use `psigrad export`",
+    "webui ui gui web dashboard board app": "use `psigrad studio`",
+    "api deploy server": "use `psigrad serve`",
+    "preprocess validate-data dataset": "use `psigrad check` to see what is trained of your rows",
+    "env info": "`psigrad doctor` says what this machine offers and which versions there are",
+    "vllm-serve": "add `--sampler vllm` to a run, which starts vLLM itself, or to `psigrad serve MODEL`",
 }
 
 

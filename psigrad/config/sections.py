@@ -339,7 +339,7 @@ class Run:
     save_minutes: Annotated[PositiveOrZero, RECORDED, LIVE] = 10.0
     """Checkpoint too when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: Annotated[CountOrZero, RECORDED, STEPS] = 10
-    """Where the output is no terminal: print a line of figures every this many steps; 0: none."""
+    """Where the output is no terminal: print a line of figures every this many steps, or after ten seconds; 0: none."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
     async_save: Annotated[bool, RECORDED, On(cuda=True)] = False

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 from PIL import Image
 
-from psigrad import seeds
+from psigrad import extras, seeds
 from psigrad.compiled import kernels
 from psigrad.control import builder
 from psigrad.control.environments import vector
@@ -246,7 +246,7 @@ def _undrawable(config: ControlConfig, error: Exception) -> UserError:
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     return UserError(
         f"{config.env} cannot be drawn: {message}. A video needs an environment that takes render_mode='rgb_array' and whose "
-        "render() returns pixels; Gymnasium's own need: pip install 'psigrad[control]'. Or leave video out."
+        f"render() returns pixels. For those of Gymnasium run `{extras.install_command('control')}`, or leave video out."
     )
 
 

@@ -336,6 +336,14 @@ class NullRunFolder(RunFolder):
         return self.path / "model"
 
 
+def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]) -> None:
+    """Remove what was written since the folder had that many `rows` and, by `ends`, that many bytes."""
+    with _errors_of(folder.path):
+        for name in folder.rows:
+            folder._files[name].truncate(ends.get(name, 0))
+    folder.rows = dict(rows)
+
+
 def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> None:
     """Refuse a link, which leads elsewhere, and a pipe or a device, which would hang who opens it."""
     if place.is_symlink():

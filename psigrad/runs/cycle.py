@@ -14,7 +14,7 @@ from psigrad.config import Run
 from psigrad.errors import UserError
 from psigrad.optim.optimizer import check_gradients
 from psigrad.runs.callbacks import CallbackError
-from psigrad.runs.journal import Journal, Stopped
+from psigrad.runs.journal import Interrupted, Journal, Stopped
 from psigrad.runs.progress import bar
 from psigrad.step import Outcome, RunState
 
@@ -48,15 +48,17 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
 
     `eval_steps` and `save_steps` count turns of the cycle. Callbacks see every event, and the cycle does what they ask for.
     Everything of step s is in the run folder before checkpoint s is, so a resumed run repeats nothing and lacks nothing. A
-    request to stop is served between steps: the state is saved, then `Stopped` is raised. If a step fails before it has moved a
-    weight, the state before it is saved, then the error propagates. The run stops while a checkpoint still fits on the disk.
+    request to stop is served between steps, or interrupts an evaluation, which the resumed run repeats: the state is saved, then
+    `Stopped` is raised. If a step fails before it has moved a weight, the state before it is saved, then the error propagates.
+    The run stops while a checkpoint still fits on the disk.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
-    if state.step == 0 and not state.evaluated:
-        loop.evaluate(state)
-        state = hooks.after_evaluation(replace(state, evaluated=True))
     saves = _Saves(loop, state, settings, journal)
+    if not state.evaluated:  # before the first step, or the evaluation was interrupted
+        with saves.rescue():
+            state = saves.evaluate(state)
+            state = saves.keep(state) if state.step else state
     with bar(loop.name, loop.total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue():
         while state.step < loop.total and not state.ended:
             if journal.stop_requested():
@@ -70,8 +72,7 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
             every = _now(state, "eval_steps", loop.eval_steps)
             state = hooks.step_end(state, bool(every) and state.turns % every == 0, saves.due(state))
             if state.step >= loop.total or state.ended or hooks.control.should_evaluate:
-                loop.evaluate(state)
-                state = hooks.after_evaluation(state)
+                state = saves.evaluate(state)
             state = saves.after(state, last=state.step >= loop.total or state.ended)
     return hooks.end(state)
 
@@ -97,6 +98,15 @@ class _Saves(Generic[S]):
         self.loop.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
+
+    def evaluate(self, state: S) -> S:
+        """Evaluate, and call the callbacks. If a stop interrupts it, save the state as not evaluated and raise `Stopped`."""
+        try:
+            self.loop.evaluate(state)
+        except Interrupted:
+            self.keep(replace(state, evaluated=False))
+            self.journal.stopped(state.step)
+        return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
         """Save behind a step where that is due, by a callback's wish too, or the disk gets full."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.records import rows
+from psigrad.records import rows, run_folder
 from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
@@ -56,7 +56,11 @@ class Stopped(UserError):
     exit_status = 128
 
 
-_SAID = b"\npsigrad: Stopping once what is under way has ended, and saving; Ctrl-C again stops at once.\n"
+class Interrupted(BaseException):
+    """A stop was requested inside `StopSignal.interrupting`. A `BaseException`, so that no reward or callback swallows it."""
+
+
+_SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again stops at once.\n"
 
 
 class StopSignal:
@@ -69,6 +73,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number = 0
+        self._interrupts = False
         self._before: dict[int, Any] = {}
 
     @property
@@ -94,6 +99,19 @@ class StopSignal:
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 os.write(2, _SAID)  # not print: the signal may come in the middle of one
+        if self._interrupts:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was before."""
+        self._interrupts = True
+        try:
+            if self.requested:
+                raise Interrupted
+            yield
+        finally:
+            self._interrupts = False
 
 
 class Announcer:
@@ -247,6 +265,23 @@ class Journal:
     def stop_requested(self) -> bool:
         """Whether SIGTERM or Ctrl-C came, to any process."""
         return any(self.world.all_gather(self.signal is not None and self.signal.requested))
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Raise `Interrupted` in the block when a stop is requested, and remove the rows that the block has written.
+
+        With several processes nothing is interrupted: the others would wait for this one.
+        """
+        if self.signal is None or self.world.size > 1:
+            yield
+            return
+        written, ends = dict(self.folder.rows), self.folder.ends()
+        try:
+            with self.signal.interrupting():
+                yield
+        except Interrupted:
+            run_folder.truncate(self.folder, written, ends)
+            raise
 
     def stopped(self, step: int) -> None:
         """Leave the loop after a stop was asked for and the state saved."""

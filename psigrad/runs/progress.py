@@ -7,10 +7,16 @@ import html
 import io
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
+
+SILENCE = 10.0
+"""Seconds after which a line is printed where standard output is no terminal, once a step has ended."""
+NARROW = 100
+"""Columns of a terminal below which the bar itself is left out, so that its numbers fit."""
 
 
 class _Unheard:
@@ -61,18 +67,27 @@ class Advance(Protocol):
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
-    """Prints "name 10/100 note, 1.2 s a step"."""
-    at, calls, printed, since = done, 0, done, time.monotonic()
+    """Print lines such as "name 10/100  note  1.2 s a step, 2 min left"."""
+    at, calls, printed, begun = done, 0, done, time.monotonic()
+    since = begun
 
     def advance(count: float = 1, note: str = "") -> None:
         nonlocal at, calls, printed, since
-        at, calls = at + count, calls + 1
-        if every and at > printed and (calls >= every or at >= total):
-            now = time.monotonic()
-            print(f"{description} {at:g}/{total:g}  {note}  {(now - since) / (at - printed):.3g} s a {unit}", flush=True)
+        at, calls, now = at + count, calls + 1, time.monotonic()
+        if every and at > printed and (calls >= every or at >= total or now - since >= SILENCE):
+            left = f", {show_left((now - begun) / (at - done) * (total - at))}" if at < total else ""
+            pace = f"{(now - since) / (at - printed):.3g} s a {unit}"
+            print("  ".join(filter(None, (f"{description} {at:g}/{total:g}", note, f"{pace}{left}"))), flush=True)
             calls, printed, since = 0, at, now
 
     return advance
+
+
+def show_left(seconds: float) -> str:
+    """Return the time left in words: 45 s left, 12 min left, 2.5 h left."""
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
 def _notebook_display() -> Any:
@@ -88,7 +103,7 @@ def _in_notebook(show: Any, description: str, total: float, done: float) -> Adva
 
     def draw() -> dict[str, str]:
         pace = (time.monotonic() - begun) / max(1e-9, at - done)
-        left = f"{pace:.3g} s a step, {pace * (total - at) / 60:.1f} min left" if at > done and at < total else ""
+        left = f"{pace:.3g} s a step, {show_left(pace * (total - at))}" if done < at < total else ""
         words = "  ".join(filter(None, (f"{description} {at:g}/{total:g}", text, left)))
         mark = f'<progress value="{at:g}" max="{total:g}" style="width: 16em; vertical-align: middle"></progress>'
         return {"text/plain": words, "text/html": f'<div style="white-space: pre">{mark}  {html.escape(words)}</div>'}
@@ -111,8 +126,8 @@ def bar(
 ) -> Iterator[Advance]:
     """A bar from `done` to `total`, gone from the terminal's cursor when the block ends; nothing is drawn when not `shown`.
 
-    In a notebook the bar stands below its cell. Where standard output is no terminal (a log file, a cluster's queue), a line is
-    printed every `every` moves instead.
+    In a notebook the bar is shown below its cell. Where standard output is no terminal (a log file, a cluster's queue), a line is
+    printed every `every` moves instead, and after `SILENCE` seconds.
     """
     if not shown:
         yield lambda count=1, note="": None
@@ -125,9 +140,10 @@ def bar(
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    wide = shutil.get_terminal_size().columns >= NARROW
     columns = (
-        TextColumn("[bold]{task.description:<22}"),
-        BarColumn(bar_width=28),
+        TextColumn("[bold]{task.description:<22}" if wide else "[bold]{task.description}"),
+        *((BarColumn(bar_width=28),) if wide else ()),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from psigrad import extras
 from psigrad.errors import UserError, name_reason, reason_of
 from psigrad.processes.workers.worker_pool import SharedWait
 
@@ -443,7 +444,7 @@ def _connect(address: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UserError("placement.cluster needs Ray, which is not installed: pip install 'psigrad[cluster]'.") from error
+        raise extras.not_installed("placement.cluster", error, "cluster") from error
     if ray.is_initialized():
         return ray
     _knock(address)

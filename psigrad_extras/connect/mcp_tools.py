@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from psigrad import extras
 from psigrad.errors import UserError, reason_of
 from psigrad.language.rollout.episodes.tools import ServerLost, ServerTool
 from psigrad.processes.workers.worker_pool import START_LIMIT
@@ -74,8 +75,8 @@ def _connect(server: str, variables: Mapping[str, str], seconds: float | None = 
         from anyio.from_thread import start_blocking_portal
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
-    except ImportError:
-        raise UserError("Tools of an MCP server need the package mcp: pip install 'psigrad[mcp]'.") from None
+    except ImportError as error:
+        raise extras.not_installed("An MCP server's tools", error, "mcp") from None
 
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from http.client import HTTPException
 from typing import Any, ClassVar, TypeVar
 
+from psigrad import extras
 from psigrad.errors import UserError, reason_of
 from psigrad.language.rollout.episodes.environments import Observation
 from psigrad_extras.connect.seeded_episodes import begin, rows_of
@@ -149,7 +150,7 @@ def _client_of(url: str) -> Any:
     try:
         from openenv.core.generic_client import GenericEnvClient
     except ImportError as error:
-        raise UserError(f"OpenEnv's client is not there ({error}): pip install 'psigrad[openenv]'.") from error
+        raise extras.not_installed("An environment of OpenEnv", error, "openenv") from error
     _schema(url)
     return GenericEnvClient(base_url=url)
 

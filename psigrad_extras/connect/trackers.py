@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psigrad import redaction
+from psigrad import extras, redaction
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError, nearest
 from psigrad.runs.journal import Tracker
@@ -228,5 +228,5 @@ def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any])
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise UserError(f"The tracker {name} is not installed ({error}); run: pip install {name}") from error
+            raise extras.not_installed(f"The tracker {name}", error, name) from error
     return [Background(name, partial(KNOWN[name], folder, config)) for name in names]

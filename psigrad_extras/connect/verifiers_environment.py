@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
 from typing import Any
 
+from psigrad import extras
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.rollout.episodes.environments import Message, Observation
 from psigrad.language.rollout.episodes.tool_calls import FAMILIES, BrokenCall, ToolCall
@@ -142,7 +143,7 @@ class _House:
             import verifiers.v1 as verifiers
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
         except ImportError as error:
-            raise UserError(f"verifiers 0.4 is not there ({error}): pip install 'psigrad[verifiers]'.") from error
+            raise extras.not_installed("An environment of verifiers", error, "verifiers") from error
         _offer_chat(verifiers)
         given = environment() if callable(environment) else load_environment(resolve_env_config(dict(environment)))
         self.verifiers, self.environment, self._unread, self._tasks = verifiers, given, iter(given.taskset), list[Any]()

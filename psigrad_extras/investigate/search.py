@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from psigrad import redaction
+from psigrad import extras, redaction
 from psigrad.config.nested import read_value
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
@@ -23,7 +23,7 @@ try:
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 except ImportError as error:
-    raise UserError('sweep needs Optuna; install it: pip install "psigrad[sweep]".') from error
+    raise extras.not_installed("sweep", error, "sweep") from error
 
 Train = Callable[[Sequence[str]], str]
 """Runs one command; returns why it failed, or an empty text."""

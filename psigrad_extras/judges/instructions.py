@@ -15,6 +15,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
+from psigrad import extras
 from psigrad.errors import UserError, nearest
 from psigrad.language.rollout.scoring import text_of
 
@@ -30,7 +31,7 @@ class IFEval:
     """1 where the completion follows every instruction of its row, else 0. None where a row has none.
 
     The instructions stand in the published columns `instruction_id_list` and `kwargs`; an unknown kind or a parameter that is
-    missing is refused by row before anything runs. Kinds that ask for a language need py3langid: pip install "psigrad[ifeval]".
+    missing is refused by row before anything runs. Kinds that ask for a language need py3langid.
     """
 
     loose: bool = False
@@ -130,7 +131,7 @@ def _identify() -> Callable[[str], tuple[str, float]]:
     try:
         import py3langid
     except ImportError as error:
-        raise UserError('this instruction asks for a language; to tell one, pip install "psigrad[ifeval]" (py3langid)') from error
+        raise extras.not_installed("An instruction about a language", error, "ifeval") from error
     classify: Callable[[str], tuple[str, float]] = py3langid.classify
     return classify
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 import psigrad
+from psigrad import extras
 from psigrad.config import OnlineConfig
 from psigrad.config.fields import settings_of, usual_on
 from psigrad.kernels.build import compiler, prebuilt
@@ -72,7 +73,7 @@ def checks() -> Iterator[Check]:
     tier = tier_of_this_machine()
     yield Check("code sandbox", "missing" if tier.name == "none" else "ok", tier.sentence(), tier.why_not)
     for extra, package in EXTRAS.items():
-        yield _package(package, f'pip install "psigrad[{extra}]"', f"extra {extra}")
+        yield _package(package, extras.install_command(extra), f"extra {extra}")
     room = shutil.disk_usage(".").free
     tight = room < 5e9
     advice = "checkpoints need room: about 12 bytes per weight for each" if tight else ""
@@ -88,7 +89,7 @@ def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = che
     if absent:  # in one line: a new user has none of them, and misses none
         names = ", ".join(check.name.removeprefix("extra ") for check in absent)
         found = [check for check in found if check not in absent]
-        found.append(Check("extras", "missing", names, 'where you need one: pip install "psigrad[NAME]"'))
+        found.append(Check("extras", "missing", names, "optional; a command that needs one names its packages"))
     width, lines = max(len(check.name) for check in found), []
     for check in found:
         lines.append(f"{check.state:<8}{check.name:<{width}}  {check.detail}")
@@ -123,7 +124,7 @@ def _gpu() -> Check:
         return Check("GPU", "missing", "Apple's GPU is not used; runs use the CPU")
     if not torch.cuda.is_available():
         why = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
-        return Check("GPU", "missing", f"{why}; runs use the CPU", "the README's table of installs has the build for CUDA")
+        return Check("GPU", "missing", f"{why}; runs use the CPU", "docs/install.md has the command for a CUDA build")
     shown = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     halves = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16: train with --dtype float32"
     return Check("GPU", "ok", "; ".join(f"{gpu.name}, {show_size(gpu.total_memory)}, {halves}" for gpu in shown))

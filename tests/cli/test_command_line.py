@@ -22,7 +22,7 @@ import datasets
 import pytest
 
 import psigrad
-from psigrad import cli
+from psigrad import cli, extras
 from psigrad.cli import flags
 from psigrad.cli import language_models as language
 from psigrad.compat.foreign_names import load, resolve_names
@@ -294,11 +294,27 @@ def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(monkeypat
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.setitem(cli.COMMANDS, "tasks", flags.Command("", lambda given, name=name: importlib.import_module(name)))
         assert cli.main(["tasks"]) == 2
-        assert f"needs {name}, which is not installed; run: pip install 'psigrad[{extra}]'" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"needs {name}, which cannot be imported" in said and f"Run `{extras.install_command(extra)}`." in said
     monkeypatch.setitem(sys.modules, "not_there", None)
     monkeypatch.setitem(cli.COMMANDS, "tasks", flags.Command("", lambda given: importlib.import_module("not_there")))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["tasks"])
+
+
+def test_the_words_of_other_libraries_are_answered_with_the_command(capsys):
+    for word, command in (
+        ("train", "grpo"),
+        ("Fine_Tune", "sft"),
+        ("generate", "sample"),
+        ("infer", "chat"),
+        ("webui", "studio"),
+    ):
+        assert cli.main([word, "--model", "x"]) == 2
+        said = capsys.readouterr().err
+        assert f"There is no command '{word}'" in said and f"`psigrad {command}`" in said
+    named = re.findall(r"`psigrad ([\w-]+)", " ".join(cli._PEERS.values()))
+    assert set(named) <= set(cli.COMMANDS) and not {w for words in cli._PEERS for w in words.split()} & set(cli.COMMANDS)
 
 
 def test_flags_beat_overrides_beat_the_file_beats_the_defaults(tmp_path):

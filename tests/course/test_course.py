@@ -110,13 +110,17 @@ def test_a_chapter_derives_says_it_in_pseudocode_and_names_what_to_read(name):
     assert shown.count("$$") >= 2 and shown.count("$$") % 2 == 0
 
 
-def test_a_kernel_without_psigrad_installs_it_and_one_with_it_does_nothing(monkeypatch):
+def test_a_kernel_without_psigrad_installs_it_from_the_checkout_and_one_with_it_does_nothing(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr("subprocess.run", lambda command, check: asked.append((command[1:], check)))
     for there in (True, False):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, there=there: name if there else None)
+        monkeypatch.chdir(course.COURSE)
         exec(course.INSTALL, {})
-    assert asked == [(["-m", "pip", "install", "--quiet", "psigrad"], True)]
+    assert asked == [(["-m", "pip", "install", "--quiet", str(course.COURSE.parents[1].resolve())], True)]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="open this notebook in its checkout"):
+        exec(course.INSTALL, {})
     for name in course.chapters():
         kinds = [(cell["cell_type"], "".join(cell["source"])) for cell in course.stored(name)["cells"]][:2]
         assert kinds[0][0] == "markdown" and kinds[1] == ("code", course.INSTALL)

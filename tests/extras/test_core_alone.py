@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 from cases import repeat_for
@@ -74,7 +75,7 @@ def test_a_command_trains_and_the_help_lists_those_that_need_a_package(alone, jo
 def test_what_needs_a_package_says_which(alone, name, capsys):
     assert cli.main([name, "x"]) == 2
     said = capsys.readouterr().err
-    assert any(package in said for package in PACKAGES) and "pip install psigrad" in said
+    assert any(package in said for package in PACKAGES) and "pip install ." in said
 
 
 @repeat_for("name", BESIDE)
@@ -88,6 +89,20 @@ def test_a_package_of_others_that_is_missing_is_named_with_the_extra_that_brings
     monkeypatch.delitem(sys.modules, "psigrad_serve.quiet_server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(
-        UserError, match=r"^An agent asks the policy over HTTP and needs uvicorn, .*pip install 'psigrad\[serve\]'\.$"
+        UserError, match=r"^An agent asks the policy over HTTP and needs uvicorn, .*Run `pip install .*'uvicorn>=.*`\.$"
     ):
         extras.load("agents")
+
+
+def test_an_extra_lists_its_packages_in_a_checkout_and_where_only_the_wheel_is_installed(monkeypatch):
+    assert "'uvicorn>=" in extras.install_command("serve")
+    assert [extras.find_extra(name) for name in ("mlflow_skinny", "hypothesis")] == ["mlflow", ""]
+    asked = ["uvicorn>=0.40; extra == 'serve'", 'verifiers<0.5,>=0.4; extra == "verifiers"', "torch>=2.11"]
+    monkeypatch.setattr(extras, "Path", lambda file: Path("/nowhere/psigrad/extras.py"))
+    monkeypatch.setattr(extras.metadata, "requires", lambda name: asked)
+    extras.requirements.cache_clear()
+    try:
+        assert extras.requirements() == {"serve": ["uvicorn>=0.40"], "verifiers": ["verifiers<0.5,>=0.4"]}
+        assert extras.install_command("verifiers") == "pip install 'verifiers<0.5,>=0.4'"
+    finally:
+        extras.requirements.cache_clear()

@@ -25,6 +25,7 @@ from psigrad.optim import NonFiniteError
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint
 from psigrad.runs import cycle as module
+from psigrad.runs import progress
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.cycle import Loop, cycle
@@ -156,6 +157,19 @@ def test_without_a_terminal_a_line_of_figures_is_printed_now_and_then(capsys):
     with bar("grpo", 25, shown=False, every=1) as advance:
         advance()
     assert capsys.readouterr().out == ""
+
+
+def test_without_a_terminal_a_slow_step_is_reported_after_ten_seconds_with_the_time_left(capsys, monkeypatch):
+    seconds = iter([0.0, 4.0, 8.0, 12.0, 16.0, 200.0])  # the start, then the end of each step
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    with bar("grpo", 5, every=1000) as advance:
+        for _ in range(5):
+            advance(note="reward 1")
+    assert capsys.readouterr().out.splitlines() == [
+        "grpo 3/5  reward 1  4 s a step, 8 s left",  # 12 s, of 2 more steps at 4 s each
+        "grpo 5/5  reward 1  94 s a step",  # (200 − 12) / 2
+    ]
+    assert [progress.show_left(s) for s in (89, 91, 5399, 9000)] == ["89 s left", "2 min left", "90 min left", "2.5 h left"]
 
 
 def test_weights_that_are_not_finite_are_never_sealed(job, tmp_path):

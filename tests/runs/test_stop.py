@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from tiny_jobs import forked
 
-from psigrad.runs.journal import StopSignal
+from psigrad.records.run_folder import RunFolder
+from psigrad.runs.journal import Interrupted, Journal, StopSignal
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
@@ -76,3 +79,24 @@ def test_who_pressed_ctrl_c_is_told_once_what_happens_now(number, rank, said, mo
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_interrupts_an_evaluation_of_one_process_and_removes_its_rows(processes, tmp_path):
+    with RunFolder.open(tmp_path / "run", {"recipe": "x"}, "auto") as folder, StopSignal() as stop:
+        journal = Journal(folder, signal=stop, world=SimpleNamespace(size=processes, rank=0))
+        folder.metrics({"step": 1, "loss": 2.0})
+        before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+        passed = []
+        with contextlib.suppress(Interrupted), journal.interruptible():
+            folder.metrics({"step": 1, "eval/loss": 3.0})
+            folder.rollouts([{"step": 1, "completion": "a"}])
+            os.kill(os.getpid(), signal.SIGTERM)
+            passed.append("the rest of the evaluation")
+        with contextlib.suppress(Interrupted), journal.interruptible():
+            passed.append("an evaluation that starts after the stop")
+        whole = processes == 2
+        assert passed == ["the rest of the evaluation", "an evaluation that starts after the stop"] * whole
+        assert ((tmp_path / "run" / "metrics.jsonl").read_bytes() == before) is not whole
+        assert folder.rows == ({"metrics": 2, "rollouts": 1} if whole else {"metrics": 1})
+        assert ((tmp_path / "run" / "rollouts.jsonl").stat().st_size > 0) is whole

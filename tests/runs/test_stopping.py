@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import cache
 
 import pytest
 from resuming import RECIPES, digest, events_of, run_to_end
@@ -23,21 +24,34 @@ PHASES = {
     "reward": (PoolScoring, "results", 3),
     "update": (Optimizer, "apply", 3),
     "evaluation": (Evaluator, "__call__", 2),
+    "first evaluation": (Evaluator, "__call__", 1),
     "save": (checkpoint, "save", 1),
 }
 
 
+CASES = [
+    *(("grpo", phase, signal.SIGTERM) for phase in PHASES),
+    ("grpo", "update", signal.SIGHUP),
+    ("sft", "evaluation", signal.SIGTERM),
+]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(job, tmp_path_factory):
-    """The digest of a run that nobody stopped."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert run_to_end(*RECIPES["grpo"], job, folder) == 0
-    return digest(folder)
+    """The digests of runs that nobody stopped."""
+
+    @cache
+    def of(recipe):
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        assert run_to_end(*RECIPES[recipe], job, folder) == 0
+        return digest(folder)
+
+    return of
 
 
-@pytest.mark.parametrize(("phase", "number"), [*((phase, signal.SIGTERM) for phase in PHASES), ("update", signal.SIGHUP)])
-def test_a_signal_is_served_in_every_phase(phase, number, undisturbed, job, tmp_path):
-    run, config = RECIPES["grpo"]
+@pytest.mark.parametrize(("recipe", "phase", "number"), CASES)
+def test_a_signal_is_served_in_every_phase(recipe, phase, number, undisturbed, job, tmp_path):
+    run, config = RECIPES[recipe]
     owner, name, count = PHASES[phase]
 
     def asked_to_stop():
@@ -60,4 +74,4 @@ def test_a_signal_is_served_in_every_phase(phase, number, undisturbed, job, tmp_
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").path is not None or phase == "start"
     assert events_of(tmp_path / "run")[-1] == "stopped"
     assert run_to_end(run, config, job, tmp_path / "run") == 0
-    assert digest(tmp_path / "run") == undisturbed
+    assert digest(tmp_path / "run") == undisturbed(recipe)

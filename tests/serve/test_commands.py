@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
+import shutil
 
 import openai
 import pytest
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad_serve import serving
+from psigrad_serve import serving, terminal_chat
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 
@@ -84,6 +87,30 @@ def test_chat_answers_line_by_line_until_an_empty_one(run_folder, monkeypatch, c
     assert said.count("> ") == 5 and said.endswith("\n")
     first, _, _, again, _ = [answer.split("\n")[0] for answer in said.split("> ")[1:]]
     assert first == again, "greedy, and a new conversation each"
+
+
+def test_a_model_without_a_chat_template_shows_what_it_was_trained_on_and_stops_as_in_training(
+    run_folder, monkeypatch, capsys, tmp_path
+):
+    run_folder = shutil.copytree(run_folder, tmp_path / "run")
+    (run_folder / "model" / "chat_template.jinja").unlink()
+    rows = [["a.jsonl:1", [["prompt", "say a:\nnow"], ["sampled", "…"]]], ["a.jsonl:2", [["prompt", "say b:"]]]]
+    (run_folder / "events.jsonl").write_text(json.dumps({"kind": "first_rows", "rows": rows}) + "\n")
+    (run_folder / "config.json").write_text('{"sampling": {"max_completion_length": 5}}')
+    found = terminal_chat.read_training(str(run_folder / "model"))
+    assert found == terminal_chat.Training(("say a:\\nnow", "say b:"), 5) == terminal_chat.read_training(str(run_folder))
+    asked = []
+    monkeypatch.setattr(terminal_chat.Served, "call", lambda self, body, row, form, how: asked.append(how["max_tokens"]))
+    monkeypatch.setattr(terminal_chat, "_answer", lambda *given: asyncio.sleep(0, ""))
+    for words in ([], ["--max-tokens", "7"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
+        assert cli.main(["chat", str(run_folder), "--threads", "1", *words]) == 0
+        assert "trained on prompts such as:\n  say a:\\nnow\n  say b:\n> " in capsys.readouterr().out
+    assert asked == [5, 7]
+    (run_folder / "events.jsonl").write_text('{"kind": "first_rows", "rows": [["torn"], 3]}\n')
+    assert terminal_chat.read_training(str(run_folder)) == terminal_chat.Training(), "a damaged line"
+    (run_folder / "events.jsonl").unlink()
+    assert terminal_chat.read_training(str(run_folder)) == terminal_chat.Training() == terminal_chat.read_training("hub/name")
 
 
 def test_help_is_there(capsys):

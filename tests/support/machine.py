@@ -3,8 +3,9 @@
     python tests/support/machine.py install       what `make test` does first
 
 A test that starts one says so by `@pytest.mark.needs("bubblewrap")`, or takes a fixture of `FIXTURES`. `tests/conftest.py` leaves
-it out where the program is missing or does not work, and says at the end how many were, and why. No test is left out otherwise.
-With CI=true or PSIGRAD_TEST_EVERYTHING=1 a program that is missing fails the run.
+it out where the program is missing or does not work, and says at the end how many were, and why. A test that imports one of
+`PACKAGES` is left out in the same way where the package is missing. No test is left out otherwise. With CI=true or
+PSIGRAD_TEST_EVERYTHING=1 what is missing fails the run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -255,6 +257,23 @@ NEEDS = {
     "root": Need("files of other users", _root),
     "linux": Need("the memory that a process holds", _linux),
 }
+PACKAGES = {
+    "TRL": ("trl",),
+    "Stable-Baselines3": ("stable_baselines3",),
+    "pymdptoolbox": ("mdptoolbox",),
+    "reasoning-gym": ("reasoning_gym",),
+    "Gymnasium's Box2D": ("Box2D", "pygame"),
+    "the browser": ("playwright", "axe_playwright_python"),
+    "the labels": ("sqlalchemy", "alembic", "zxcvbn", "psycopg"),
+    "servers": ("fastapi", "starlette", "uvicorn", "llguidance", "openai", "anthropic", "httpx"),
+    "MCP": ("mcp",),
+    "the search over settings": ("optuna",),
+    "IFEval": ("py3langid",),
+    "TensorBoard": ("tensorboard",),
+    "the documentation": ("sphinx", "myst_nb", "docutils"),
+    "types": ("mypy", "basedpyright"),
+}
+"""Packages that `make install` installs and `make quick` does not, by what they are for."""
 FIXTURES = {"browser": "chromium", "postgres": "postgresql", "postgres_server": "postgresql"}
 """Fixtures that start a program: whoever takes one needs it."""
 
@@ -269,6 +288,16 @@ def lack(name: str) -> Lack | None:
     return found
 
 
+def missing_package(said: str) -> str:
+    """Return what is left out, and why, if an error says that a package of `PACKAGES` is missing; else an empty string.
+
+    Where everything is to be tested nothing is left out.
+    """
+    named = re.search(r"No module named '(\w+)'", said)
+    kind = next((kind for kind, names in PACKAGES.items() if named and named[1] in names), "")
+    return "" if named is None or not kind or everything() else f"{kind}: {named[1]} is not installed; make install"
+
+
 def everything() -> bool:
     """Whether a program that is missing fails the run."""
     return os.environ.get("CI", "").lower() in ("true", "1") or os.environ.get("PSIGRAD_TEST_EVERYTHING", "0") not in ("", "0")
@@ -281,8 +310,9 @@ def fails(name: str) -> bool:
 
 def left_out(name: str, count: int, why: str) -> str:
     """What is said at the end of the tests of a need that is not met."""
-    done = "failed" if fails(name) else "were left out" if count > 1 else "was left out"
-    return f"{count} {'tests' if count > 1 else 'test'} of {NEEDS[name].tests} {done}: {why}"
+    done = "failed" if name in NEEDS and fails(name) else "were left out" if count > 1 else "was left out"
+    what = NEEDS[name].tests if name in NEEDS else name
+    return f"{count} {'tests' if count > 1 else 'test'} of {what} {done}: {why}"
 
 
 def install() -> int:

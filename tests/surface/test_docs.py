@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +21,7 @@ from psigrad import cli
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.config.fields import flag_of, settings_of
+from psigrad.config.methods import list_declarations
 from psigrad.config.nested import flat_names
 from psigrad.control.hyperparameters import settings_for
 from psigrad.control.settings import ControlConfig
@@ -181,10 +183,43 @@ def test_every_method_is_a_command():
     assert {*PRESETS, *LOSSES, "online_dpo", "sft", "reward"} <= set(cli.COMMANDS)
 
 
+def test_every_command_of_the_readme_exists_with_its_flags(capsys):
+    readme = (ROOT / "README.md").read_text()
+    text = "\n".join([readme, *((ROOT / "docs" / name).read_text() for name in ("walkthrough.md", "preferences.md"))])
+    commands = re.findall(r"^psigrad (\w+)((?:.*\\\n)*.*)", text, re.MULTILINE)
+    assert len(commands) > 15
+    for name, rest in commands:
+        assert name in cli.COMMANDS, name
+        asked = set(re.findall(r"(?<!\S)--[a-z0-9-]+", rest.split("#")[0]))
+        method = list_declarations().get(name) or list_declarations().get(rest.split()[0])  # psigrad plan grpo …
+        known = {flag_of(n) for _, n in flat_names(method.settings)} if method else set()
+        if asked - known:
+            with contextlib.suppress(SystemExit):  # argparse exits after its help
+                cli.main([name, "--help-all" if name in ("check", "compare", "eval", "sample") else "--help"])
+            known |= set(re.findall(r"--[a-z0-9-]+", capsys.readouterr().out))
+        assert not asked - known, f"psigrad {name} {asked - known}"
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    made = re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE)
+    assert len(made) >= 3 and set(made) <= set(targets)
+
+
+def test_the_readme_is_short_and_its_figures_are_those_of_the_pages_that_it_names():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.split()) <= 900
+    table = readme.partition("## Why not")[2].partition("\n## ")[0]
+    for row in (row for row in table.splitlines() if row.startswith("| **")):
+        measured = row.split("|")[2]
+        (page,) = re.findall(r"\]\((docs/[\w]+\.md)", measured)
+        shown = re.sub(r"[*×]", "", (ROOT / page).read_text())
+        figures = re.findall(r"(?<![\w-])\d[\d,.]*(?:e-\d)?(?<![.,])(?!M)", measured.partition("([")[0])
+        assert len(figures) >= 3 and all(re.search(rf"(?<![\d.]){re.escape(f)}(?![\d])", shown) for f in figures), (page, figures)
+
+
 def test_constraints_pin_everything_that_is_installed_with_psigrad():
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    waiting = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    tested = re.search(r"^TESTED := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split(",")
+    waiting = [*project["dependencies"], *(one for extra in tested for one in project["optional-dependencies"][extra])]
     seen: set[str] = set()
     while waiting:
         requirement = Requirement(waiting.pop())

@@ -33,13 +33,13 @@ def test_that_stands(): pass
 """
 
 
-def run(folder, source, *, processes=0, **environment):
+def run(folder, source, *, processes=0, also="", **environment):
     """The output of pytest on a file, where there is no program on the path."""
     (folder / "test_cases.py").write_text(source)
     (folder / "torch.py").write_text("def set_num_threads(n): pass")  # the real one takes seconds, and nothing here computes
     paths = os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests", ROOT / "tests" / "support")))
     given = {**os.environ, "CI": "", "PSIGRAD_TEST_EVERYTHING": "", "PYTHONPATH": paths, "PATH": str(folder), "HOME": str(folder)}
-    options = f"-p conftest -c {ROOT / 'pyproject.toml'} -n {processes} -p no:cacheprovider --durations 1 test_cases.py"
+    options = f"-p conftest -c {ROOT / 'pyproject.toml'} -n {processes} -p no:cacheprovider --durations 1 test_cases.py {also}"
     command = [sys.executable, "-m", "pytest", *options.split()]
     done = subprocess.run(command, env={**given, **environment}, cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stdout
@@ -68,6 +68,31 @@ def test_where_everything_is_tested_what_is_missing_fails(tmp_path, asked):
     status, said = run(tmp_path, CASES, **asked)
     assert status == 1 and "1 passed, 1 deselected, 4 errors" in said.splitlines()[-1]
     assert "3 tests of programs that ask by curl failed: no curl on this machine; apt-get install curl" in said
+
+
+IMPORTS = """
+import optuna
+
+def test_a(): raise AssertionError("it runs")
+"""
+WITHIN = """
+def test_b(): import optuna
+
+def test_c(): import no_such_package
+"""
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_a_missing_package_of_the_peers_leaves_tests_out_and_any_other_fails_them(tmp_path, asked):
+    (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError(\"No module named 'optuna'\", name='optuna')")
+    (tmp_path / "test_imports.py").write_text(IMPORTS)
+    status, said = run(tmp_path, WITHIN, processes=1, also="test_imports.py", PSIGRAD_TEST_EVERYTHING=asked)
+    assert status == 1
+    if asked:
+        assert "2 failed, 1 error" in said.splitlines()[-1]
+    else:
+        assert "2 tests of the search over settings were left out: optuna is not installed; make install" in said
+        assert "1 failed, 2 skipped" in said.splitlines()[-1] and "no_such_package" in said
 
 
 OTHER_DOORS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -16,6 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+TEXTS = {".md", ".py", ".ipynb", ".html", ".yaml", ".yml", ".toml", ".Dockerfile", ".js"}
 TORCH = re.search(r"^TORCH \?= (torch==\S+)$", MAKEFILE, re.MULTILINE)[1]
 
 
@@ -56,7 +58,9 @@ def test_only_the_step_that_publishes_can_write_and_it_holds_no_secret():
 def test_an_image_has_our_torch_known_extras_and_no_root(image):
     text = image.read_text()
     assert TORCH in text and "\nUSER user\n" in text
-    for extras in re.findall(r"psigrad\[([\w,]+)\]", text):
+    chosen = re.findall(r"psigrad-\*\.whl\)\[([\w,]+)\]", text)
+    assert chosen, "an image installs its own wheel by path, never by a name that an index could answer"
+    for extras in chosen:
         assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     assert f"docker/{image.name}" in text
 
@@ -68,3 +72,28 @@ def test_forms_for_issues_have_what_their_format_asks_for():
         form = yaml.safe_load(path.read_text())
         assert form["name"] and form["description"] and form["body"]
         assert all(field["id"] and field["attributes"]["label"] for field in form["body"])
+
+
+BY_NAME = re.compile(
+    r"(pip|tool) install[^`\n]*[ '\"]psigrad(?=[\[\s'\"`<=]|$)|uv add[^`\n]* psigrad\b"
+    r"|uvx (?!.*--from)[^`\n]*psigrad\b|(?<![\w/])psigrad\[[a-z]"
+)
+
+
+def test_nothing_installs_psigrad_by_its_name_which_is_registered_on_no_index():
+    """A name that nobody holds is also a danger to whoever types it."""
+    for wrong in (
+        "pip install psigrad",
+        "pip install -U 'psigrad[studio]'",
+        "uv add psigrad",
+        "uvx psigrad demo",
+        "psigrad[mcp]",
+    ):
+        assert BY_NAME.search(wrong), wrong
+    for right in ("pip install .", "pip install '.[serve]'", "uvx --from psigrad.whl psigrad"):
+        assert not BY_NAME.search(right), right
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    for name in filter(None, listed):
+        if (ROOT / name).suffix in TEXTS and name != "tests/surface/test_project_files.py" and (ROOT / name).is_file():
+            found = BY_NAME.search((ROOT / name).read_text())
+            assert not found, f"{name}: {found[0]}"

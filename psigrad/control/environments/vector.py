@@ -20,6 +20,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import TimeLimit
 
+from psigrad import extras
 from psigrad.control.environments import spaces as meanings
 from psigrad.control.networks.distributions import Array
 from psigrad.errors import UserError, kind_of, nearest
@@ -299,7 +300,7 @@ def make(
         return made
     except gym.error.DependencyNotInstalled as error:
         raise UserError(
-            f"{given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
+            f"{given} needs a package that is not installed ({error}). Run `{extras.install_command('control')}`."
         ) from error
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
         message = str(error).strip().rstrip(".")

@@ -222,8 +222,8 @@ def usual_names(raw: Mapping[str, Any], form: str) -> str:
 def for_model(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, tell: Tell | None = None
 ) -> list[list[Row]]:
-    """The rows as this model reads them (`as_turns`), part by part. `tell` hears which way plain prompts go. Without a tokenizer
-    it is a server's model, which is taken for one with a template.
+    """The rows as this model reads them (`as_turns`), part by part. `tell` hears how plain prompts go, unless `plain_prompts`
+    asks for the only way there is. Without a tokenizer it is a server's model, which is taken for one with a template.
     """
     made = [[as_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -235,7 +235,7 @@ def for_model(
             f"{several(begun, 'prompt', 'ends', 'end')} with an assistant's turn, which the model continues.",
             count=begun,
         )
-    if tell is not None and sent:
+    if tell is not None and sent and (_has_template(tokenizer) or not plain_prompts):
         turns, rest = sum(sent), len(sent) - sum(sent)
         why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
         why = why if _has_template(tokenizer) else "the tokenizer has no chat template"

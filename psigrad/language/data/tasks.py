@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 
-from psigrad import seeds
+from psigrad import extras, seeds
 from psigrad.errors import UserError, nearest
 
 TASK = "spell_backward"
@@ -61,9 +61,8 @@ def library() -> Any:
         import reasoning_gym
     except ImportError as error:
         raise UserError(
-            'Tasks need reasoning-gym; install it: pip install "psigrad[tasks]". That takes a C compiler and '
-            "Python's headers, in Debian gcc and python3-dev. Without it there is task:spell_backward,max_word_len=8, "
-            "which the demo trains on."
+            f"Tasks need reasoning-gym, which is not installed. Run `{extras.install_command('tasks')}`. It needs a C compiler "
+            "and Python's headers (on Debian gcc and python3-dev). The demo's task, task:spell_backward,max_word_len=8, does not."
         ) from error
     return reasoning_gym
 

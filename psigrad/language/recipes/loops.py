@@ -43,9 +43,10 @@ def train_online(
 
     def judge(state: State) -> None:
         if evaluate is not None:
-            for pending in state.pending if run.rollout.collector.plays else ():  # environments play for one at a time
-                pending.result()
-            evaluate(state.step)
+            with journal.interruptible():
+                for pending in state.pending if run.rollout.collector.plays else ():  # environments play for one at a time
+                    pending.result()
+                evaluate(state.step)
 
     journal.callbacks.trial = partial(with_changes, run)
     loop = Loop(
@@ -68,9 +69,10 @@ def train_offline(
     """Train on recorded data from `state` to the last step."""
 
     def judge(state: State) -> None:
-        _evaluate(apply_changes(run, state.changes), state, journal)
-        if generated is not None:
-            generated.evaluator.record(generated.model, generated.sampler, state.step, journal)
+        with journal.interruptible():
+            _evaluate(apply_changes(run, state.changes), state, journal)
+            if generated is not None:
+                generated.evaluator.record(generated.model, generated.sampler, state.step, journal)
 
     journal.callbacks.trial = partial(with_changes, run)
     loop = Loop(

@@ -176,7 +176,7 @@ def test_two_tools_of_one_name_are_refused():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(UserError, match=r"pip install 'psigrad\[mcp\]'"):
+    with pytest.raises(UserError, match=r"pip install 'mcp>=2'"):
         resolve([f"mcp:{os.devnull} missing"])
 
 

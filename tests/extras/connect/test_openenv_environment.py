@@ -164,7 +164,7 @@ def test_what_is_missing_or_full_is_said(server, monkeypatch):
     with pytest.raises(UserError, match=r"There is no OpenEnv server at http://127\.0\.0\.1:9 "):
         adapt("http://127.0.0.1:9")().reset({})
     monkeypatch.setitem(sys.modules, "openenv.core.generic_client", None)
-    with pytest.raises(UserError, match="pip install 'psigrad\\[openenv\\]'"):
+    with pytest.raises(UserError, match="pip install 'openenv-core>="):
         adapt(server.url)().reset({})
 
 

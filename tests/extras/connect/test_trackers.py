@@ -232,7 +232,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(where, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_missing_package_names_the_command(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=rf"The tracker {name} is not installed .*; run: pip install {name}$"):
+    with pytest.raises(UserError, match=rf"^The tracker {name} needs {name}, .* Run `pip install {name}`\.$"):
         open_trackers([name], tmp_path, CONFIG)
 
 

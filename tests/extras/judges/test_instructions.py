@@ -131,7 +131,7 @@ def test_without_the_library_a_language_is_refused_and_all_else_is_not(monkeypat
     monkeypatch.setitem(sys.modules, "py3langid", None)
     instructions._identify.cache_clear()
     IFEval().check_row({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]})
-    with pytest.raises(UserError, match=r'pip install "psigrad\[ifeval\]"'):
+    with pytest.raises(UserError, match="pip install 'py3langid>="):
         IFEval().check_row({"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]})
     instructions._identify.cache_clear()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psigrad import cli
+from psigrad import cli, extras
 from psigrad.kernels.products import Products
 from psigrad_extras.preflight import doctor
 from psigrad_extras.preflight.doctor import Check
@@ -33,7 +33,7 @@ def test_extras_that_are_missing_take_one_line():
     extras = [Check(f"extra {name}", "missing", "is not installed", "pip") for name in ("serve", "wandb")]
     text = doctor.report(looked=lambda: iter([*extras, Check("extra mcp", "ok", "mcp 2")])).splitlines()
     assert text[0] == "ok      extra mcp  mcp 2"
-    assert text[1].split() == ["missing", "extras", "serve,", "wandb"] and "psigrad[NAME]" in text[2] and len(text) == 3
+    assert text[1].split() == ["missing", "extras", "serve,", "wandb"] and "names its packages" in text[2] and len(text) == 3
 
 
 def test_with_kernels_in_the_package_no_compiler_is_asked_for(monkeypatch):
@@ -85,7 +85,7 @@ def test_the_command_looks_at_this_machine(capsys):
 
 def test_every_extra_that_users_install_is_looked_at():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
+    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - set(extras.DEVELOPERS)
 
 
 def test_too_little_memory_is_named_with_what_to_do():

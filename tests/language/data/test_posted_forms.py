@@ -282,6 +282,7 @@ def test_which_way_plain_prompts_go_is_said(plain_chatml: Any, bare: Any) -> Non
     ]
     assert said(plain_chatml, rows, plain=True) == ["2 plain prompts are sent as they are: plain_prompts is set."]
     assert said(bare, rows) == ["2 plain prompts are sent as they are: the tokenizer has no chat template."]
+    assert said(bare, rows, plain=True) == [], "that is the only way"
     assert said(plain_chatml, rows[2:]) == []
     begun = [Row("x", prompt=[user("a"), bot("b")])]
     assert said(plain_chatml, begun) == ["1 prompt ends with an assistant's turn, which the model continues."]

@@ -48,5 +48,5 @@ def test_it_needs_no_other_library(monkeypatch):
     columns = {name: [row[name]] for name in ("task", "answer", "metadata")}
     assert builtin.reasoning_gym([row["answer"]], **columns) == [1.0]
     for wider in ("max_word_len=9", "min_word_len=2,max_word_len=8", "min_word_len=8,max_word_len=3"):
-        with pytest.raises(UserError, match="Without it there is task:spell_backward,max_word_len=8"):
+        with pytest.raises(UserError, match="demo's task, task:spell_backward,max_word_len=8"):
             tasks.rows_by_name(f"task:spell_backward,size=1,{wider}")
