@@ -76,7 +76,7 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     if model.decoder is not None:
         model.decoder.in_shards = True
         for block in layers_of(network):  # the decoder computes, and the block's hooks gather its weights meanwhile
-            block.forward, block.gradient_checkpointing = _run_inside, False  # type: ignore[assignment, method-assign]
+            block.forward, block.gradient_checkpointing = _run_inside, False  # type: ignore[assignment]
 
 
 def _run_inside(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
