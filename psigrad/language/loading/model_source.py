@@ -23,7 +23,7 @@ from typing import Any
 from psigrad.cache_folder import cache_folder
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.data.named_datasets import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars
 from psigrad.language.models.coded_linear import CODED_BASE
