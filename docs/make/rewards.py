@@ -18,7 +18,7 @@ MARKS = ("<!-- examples: python docs/make/rewards.py -->\n", "<!-- end of exampl
 # Of each reward a rule, then (answer, completion) that it rewards, then those that it does not.
 COMPARED = {
     "exact": (
-        "The completion is the answer, letter by letter, but for white space at its ends.",
+        "The completion is an accepted answer, letter by letter, but for white space at its ends.",
         [("42", "42"), ("42", " 42\n"), ("Paris", "Paris"), ("a, b", "a, b"), ("1/2", "1/2")],
         [("42", "42."), ("42", "The answer is 42"), ("Paris", "paris"), ("a, b", "a,b"), ("1/2", "0.5")],
     ),
@@ -149,7 +149,7 @@ REFUSED = {
     "math": ["2x +", "1 2 3", "5 if n is even", "???", "9^{9^{9}}"],
 }
 SIMILAR = [("kitten", text) for text in ("kitten", "kitten ", "sitten", "sitting", "Kitten", "The answer is kitten")]
-SIMILAR += [("42", "43"), ("42", "24"), ("42", ""), ("", "")]
+SIMILAR += [("42", "43"), ("42", "24"), ("42", "")]
 # Of `code`: a test, a value of f(7) that passes it, and one that does not; then what a program should print, and the same.
 TESTED = [
     ("assert f(7) == 49", 49, 48),

@@ -17,10 +17,8 @@ from psigrad.language.data.splits import Split, parse_split, split_of, usual_spl
 SINGLE = ("train", "test")
 """Splits that a source without splits is: what trains asks for the first, what evaluates for the second."""
 # Files of data that are not read. A folder with one is refused: a part of a dataset would be missing without a word.
-_UNREAD = frozenset(
-    f".{ending}" for ending in ("parquet", "arrow", "feather", "orc", "avro", "xlsx", "xls", "zip", "tar", "tgz", "7z", "pkl", "npz",
-                                "npy", "h5", "hdf5", "db", "sqlite")
-)  # fmt: skip
+_OTHER = "parquet arrow feather orc avro xlsx xls zip tar tgz 7z pkl npz npy h5 hdf5 db sqlite"
+_UNREAD = frozenset(f".{ending}" for ending in _OTHER.split())
 _network = {"missing": False}
 
 

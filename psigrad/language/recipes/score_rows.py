@@ -20,7 +20,8 @@ from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.outcomes import Failed, Result, Scored, Unscored
-from psigrad.language.rewards.reward_pool import explain_unscored, row_faults
+from psigrad.language.rewards.reward_pool import explain_unscored
+from psigrad.language.rewards.row_checks import row_faults
 
 FORM = "prompt-completion"
 
@@ -92,7 +93,7 @@ def check_scored(scores: Sequence[RowScore]) -> None:
     """Raises `UserError` where no row has a reward, with the reason that most of them have."""
     reasons = [s.result.reason if isinstance(s.result, Unscored) else None for s in scores]
     if scores and all(reasons):
-        raise UserError(f"{explain_unscored(reasons)} Fix the reward function or the dataset.")
+        raise UserError(f"{explain_unscored(reasons, [s.source for s in scores])} Fix the reward function or the dataset.")
 
 
 def summary(scores: Sequence[RowScore]) -> str:

@@ -30,6 +30,11 @@ from psigrad.processes.workers.worker_pool import SharedWait
 
 # Seconds until a thread that waits for answers looks for groups that others have added.
 SLICE = 0.05
+WINDOW = 200
+"""Completions over which `max_unscored` is judged."""
+_ENOUGH = 8
+"""Completions after which a reward that has never worked stops a run."""
+NOT_APPLICABLE = "no reward function applies to it"
 # Groups that a worker has at once where a function is `async`.
 TOGETHER = 8
 
@@ -206,40 +211,6 @@ class PoolScoring(Scoring):
         return sum(map(len, self._parts)) < self._count * len(self._parts)
 
 
-@dataclass(frozen=True)
-class RowCheck:
-    """A function's `check_row` in the shape of a reward: None for a row that it can judge, a `Failure` for another."""
-
-    function: Any
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Failure | None]:
-        """What is wrong with each row."""
-        return [self._one({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
-
-    def _one(self, row: dict[str, Any]) -> Failure | None:
-        try:
-            self.function.check_row(row)
-        except UserError as error:
-            return Failure(str(error))
-        return None
-
-
-def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings: Any) -> list[str]:
-    """Why a row cannot be judged, for each row of the samples; empty where it can.
-
-    Asked are the functions that have a method `check_row(row)`, which is given the columns and raises `UserError`. They are
-    asked in the processes of a `RewardPool` with these settings, so that no row can hang the caller.
-    """
-    asked = [RewardSpec(spec.name, RowCheck(spec.function)) for spec in specs if hasattr(spec.function, "check_row")]
-    if not asked or not rows:
-        return [""] * sum(map(len, rows))
-    with RewardPool(asked, **settings) as pool:
-        scoring = pool.begin()
-        for some in rows:
-            scoring.add(some)
-        return scoring.faults()
-
-
 def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:
     """Enter a function's answer into `parts` (by function, then by sample).
 
@@ -267,7 +238,7 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
             faults.append(f"{name}: {part}")
     terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
     if not terms:
-        return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
+        return Unscored(f"{NOT_APPLICABLE} ({', '.join(names)} gave None or have weight 0)")
     total = sum(terms)
     if not math.isfinite(total):
         return Unscored("the weighted sum of its rewards is beyond floating point")
@@ -301,24 +272,41 @@ def check_weights(parts: Sequence[Any], weights: Sequence[float]) -> tuple[float
     return tuple(weights) or (1.0,) * len(parts)
 
 
-def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
-    """Stop a run whose rewards do not work. `reasons` has one entry per completion: why it is unscored, or None."""
-    unscored = sum(reason is not None for reason in reasons)
-    if not unscored or unscored / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
-        return
-    raise RewardError(f"{explain_unscored(reasons, f', above max_unscored {limit:g}')} Fix that or raise the limit.")
+def check_unscored(
+    reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
+) -> list[list[int]]:
+    """Raise `RewardError` if more than `limit` of the last `WINDOW` completions are unscored through a fault, or if all are.
+
+    `reasons` has one entry per completion of a step: why it is unscored, or None. One to which no function applies is no fault.
+    `before` is what the previous step returned: [faults, completions] of each of the last steps, which now ends in this one.
+    """
+    faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
+    window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
+    while sum(total for _, total in window[1:]) >= WINDOW:
+        window = window[1:]
+    bad, seen = (sum(column) for column in zip(*window, strict=True))
+    never = limit < 1 and bad == seen >= _ENOUGH
+    if any(faults) and (never or bad / max(seen, WINDOW) > limit):
+        all_of = f"; {bad} of the last {seen}" if before else ""
+        above = f"{all_of}, above max_unscored {limit:g}"
+        raise RewardError(f"{explain_unscored(faults, sources, above)} Fix that or raise the limit.")
+    return window
 
 
-def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:
-    """How many of the completions are unscored, and the reason that most of these have; `reasons` as in `check_unscored`."""
+def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
+    """Return how many of the completions are unscored, and the reason that most of these have, with their rows.
+
+    `reasons` are as in `check_unscored`. `sources` are the places of the rows in their files.
+    """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):
         if reason is not None:
             counts.setdefault(reason, []).append(i)
     reason, samples = max(counts.items(), key=lambda item: len(item[1]))
-    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
+    places = list(dict.fromkeys(sources[i] for i in samples)) if sources else list(map(str, samples))
+    shown = ", ".join(places[:5]) + (", …" if len(places) > 5 else "")
     unscored = sum(map(len, counts.values()))
-    most = f"most often ({len(samples)}, samples {shown}): {reason.rstrip('.')}."
+    most = f"most often ({len(samples)}, {'rows' if sources else 'samples'} {shown}): {reason.rstrip('.')}."
     return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"
 
 

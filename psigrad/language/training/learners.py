@@ -56,6 +56,8 @@ class State(RunState):
     ledger: dict[str, int] = field(default_factory=dict)
     pending: tuple[Pending, ...] = ()
     """Collections for the steps to come, with a lag."""
+    unscored: list[list[int]] = field(default_factory=list)
+    """[faults of rewards, completions] of each of the last steps (online; see `rewards.check_unscored`)."""
 
 
 class Saved(Protocol):

@@ -6,6 +6,7 @@ ledger says what became of each prompt.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -137,7 +138,7 @@ def collect(
         fresh = fresh if run.recorded is None else run.recorded(fresh)
         cursor += len(wanted)
         trajectories += fresh
-        check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
+        check_rewards(run, trajectories)
         scored = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
         useful = [g for g in scored if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
@@ -146,6 +147,18 @@ def collect(
         if len(groups) == config.prompts_per_step:
             break
     return Collected(trajectories, groups, cursor, dict(entries))
+
+
+def check_rewards(run: Online, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+    """Raise `RewardError` if the rewards do not work, with the rows' places; else return what the next step is judged with."""
+    reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
+    failed = any(reasons)
+    sources = (
+        [run.prompts[bisect.bisect_left(run.prompts, t.row, key=lambda p: p.index)].row.source for t in trajectories]
+        if (failed)
+        else []
+    )
+    return check_unscored(reasons, run.config.max_unscored, sources, before)
 
 
 def seed_at(seed: int, cursor: int, i: int, k: int) -> int:

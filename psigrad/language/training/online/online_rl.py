@@ -19,7 +19,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import LESS_MEMORY, Keeper, State, apply_changes, with_changes
 from psigrad.language.training.offline.preference_task import learn_preferences
-from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
+from psigrad.language.training.online.collect import ISSUED, check_rewards, next_collection, update_ledger
 from psigrad.language.training.online.figures import (
     WITHIN_GROUPS,
     Outcome,
@@ -76,6 +76,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
     lr = 0.0 if warms_up else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
     collected, pending = next_collection(run, state, clock, cache)
+    unscored = check_rewards(run, collected.trajectories, state.unscored)
     tell_overflow(run, cache, collected.trajectories)
     outcome = Outcome({}, state.algorithm)
     if collected.groups:
@@ -112,6 +113,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
         algorithm=outcome.algorithm,
         ledger=update_ledger(state.ledger, state.cursor, collected),
         pending=pending,
+        unscored=unscored,
     )
     return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
 
