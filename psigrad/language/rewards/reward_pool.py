@@ -34,6 +34,8 @@ WINDOW = 200
 """Completions over which `max_unscored` is judged."""
 _ENOUGH = 8
 """Completions after which a reward that has never worked stops a run."""
+_LARGEST = 1e150
+"""The largest reward whose square, which a standard deviation takes, is finite."""
 NOT_APPLICABLE = "no reward function applies to it"
 # Groups that a worker has at once where a function is `async`.
 TOGETHER = 8
@@ -240,8 +242,9 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
     if not terms:
         return Unscored(f"{NOT_APPLICABLE} ({', '.join(names)} gave None or have weight 0)")
     total = sum(terms)
-    if not math.isfinite(total):
-        return Unscored("the weighted sum of its rewards is beyond floating point")
+    if not abs(total) <= _LARGEST:
+        given_by = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+        return Unscored(f"the weighted sum of its rewards is beyond {_LARGEST:g} ({given_by})")
     return Failed(total, faults[0], parts) if faults else Scored(total, parts)
 
 

@@ -30,6 +30,7 @@ from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.spread import bring
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Stretch, Trajectory
 from psigrad.language.training.online.figures import Tally, TokenFigures
+from psigrad.language.training.online.reward_precision import reward_dtype
 from psigrad.language.training.update import Optimizer
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, terminal
 from psigrad.objective.preferences.online_preference import OnlinePreference
@@ -163,25 +164,27 @@ def to_batch(
         return out
 
     # what was earned on the way stands where it was earned, the rest on the last token
-    earned = torch.zeros(mask.shape)
+    names = sorted({name for t in rows for name in t.parts})
+    metric, parts = [metric_of(t, filter_metric) for t in rows], [[_part(t, name) for name in names] for t in rows]
+    precision = reward_dtype([*map(len, groups)], [[t.reward or 0.0 for t in rows], metric, *zip(*parts, strict=True)])
+    earned = torch.zeros(mask.shape, dtype=precision)
     rewarded = torch.zeros(mask.shape, dtype=torch.bool)
     for n, trajectory in enumerate(rows):
         for place, reward in trajectory.step_rewards:
             earned[n, place] += reward
             rewarded[n, place] = True
-    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows])
+    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows], dtype=precision)
     whole = (outcome != 0) | ~rewarded.any(1)  # where there are rewards of steps, an outcome of 0 is none
-    names = sorted({name for t in rows for name in t.parts})
     return Batch(
         mask=mask,
         reward=terminal(outcome, mask) + earned,
         logp_old=padded(lambda t: t.completion.logprobs),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
         logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
-        metric=torch.tensor([metric_of(t, filter_metric) for t in rows]),
+        metric=torch.tensor(metric, dtype=precision),
         truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
         rewarded=rewarded | (terminal(whole.float(), mask) != 0),
-        parts=torch.tensor([[_part(t, name) for name in names] for t in rows]) if names else None,
+        parts=torch.tensor(parts, dtype=precision) if names else None,
         part_weights=tuple((reward_weights or {}).get(name, 1.0) for name in names),
         inputs=rows,
     )
