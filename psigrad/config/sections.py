@@ -100,7 +100,8 @@ class Model:
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
     """Dropout on the adapter's input. Above 0 the first-step ratio is no longer 1."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
-    """Module names that get an adapter; "all-linear" is every linear layer but the head."""
+    """Module names that get an adapter; "all-linear" is every linear layer but the head. A regular expression, given alone, has
+    peft's meaning: it must match a module's whole name."""
     use_rslora: Annotated[bool, _ADAPTER] = False
     """Multiply the update by lora_alpha / √lora_rank instead (rank-stabilised LoRA)."""
     use_dora: Annotated[bool, _ADAPTER] = False

@@ -15,6 +15,7 @@ from psigrad.errors import UserError, reason_of
 from psigrad.language.loading.model_source import meant
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
+from psigrad.language.models.lora import is_adapted
 
 # Names of the same size in different architectures.
 _NAMES = {
@@ -74,8 +75,7 @@ class Shape:
 
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Parameters of an adapter B A of this rank on the layers that `targets` name: rank · (inputs + outputs) each."""
-        every = targets == ("all-linear",)
-        return sum(rank * (i + o) for name, i, o in self.linears if every or name.rpartition(".")[2] in targets)
+        return sum(rank * (i + o) for name, i, o in self.linears if is_adapted(name, targets))
 
 
 @cache
