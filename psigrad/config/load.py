@@ -191,7 +191,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
             within = f" in {prefix[:-1]}" if prefix else ""
             mine = our_name(OnlineConfig, str(name)).rpartition(".")[2]  # lr in optim: of those who name it so
             near = f"; did you mean {mine!r}?" if mine != name and mine in known else _other_methods(cls, str(name))
-            near = near or nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
+            near = near or nearest(str(name), {*known, *(() if prefix else dict(flat_names(cls)))} - {str(name)})
             raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):

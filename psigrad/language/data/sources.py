@@ -181,6 +181,7 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         raise UserError(f"bad_rows is {bad_rows!r}; it must be 'stop' or 'skip'.")
     rows, bad, fits, hint = [], [], "", ""
     recognised: Counter[str] = Counter()
+    renamed = {new: name for name, new in columns.items() if name != new and not posted_forms.is_template(new)}
     for record in records:
         if isinstance(record, BadRow):
             bad.append(record)
@@ -198,7 +199,8 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         except RowError as error:
             found_at = error.bad
             if isinstance(value, Mapping) and isinstance(record.value, Mapping):
-                found_at = replace(found_at, column=posted_forms.place_in(record.value, value, found_at.column))
+                own = posted_forms.place_in(record.value, value, found_at.column)
+                found_at = replace(found_at, column=renamed.get(own, own))
             bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
                 fits, hint = find_form(value), posted_forms.usual_names(value, form)
@@ -214,7 +216,7 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    cure = "mend them, or set bad_rows=skip to leave them out"
+    cure = "mend them, or leave them out with --bad-rows skip"
     if len(bad) == total:
         cure = f"none is left for the form {form}; " + (f"they fit the form {fits} (docs/data.md)" if fits else "mend them")
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
@@ -333,10 +335,22 @@ def _read_each(
     for what, count in sum((Counter(part.recognised) for part in parts), Counter[str]()).items():
         tell("rows_recognised", f"In {several(count, 'row')} {what}.", what=what, count=count)
     if bad := [row for part in parts for row in part.skipped]:
-        tell(
-            "rows_skipped", f"{several(len(bad), 'malformed row', 'is', 'are')} left out; the first is {bad[0]}.", count=len(bad)
-        )
+        tell("rows_skipped", describe_skipped(bad), count=len(bad))
     return parts
+
+
+def describe_skipped(bad: Sequence[BadRow]) -> str:
+    """Return a sentence on rows that were left out: how many for which reason, with the first place of each."""
+    first: dict[str, BadRow] = {}
+    counts: Counter[str] = Counter()
+    for row in bad:
+        reason = str(row).removeprefix(f"{row.source}: ")
+        first.setdefault(reason, row)
+        counts[reason] += 1
+    kinds = [f"{count} because {reason} ({first[reason].source})" for reason, count in counts.most_common(_SHOWN)]
+    rest = len(bad) - sum(count for _, count in counts.most_common(_SHOWN))
+    more = [f"{rest} for other reasons"] if rest else []
+    return f"{several(len(bad), 'malformed row', 'is', 'are')} left out: {'; '.join([*kinds, *more])}."
 
 
 def _read_one(data: Data, form: str, dataset: Any, split: str, single: Sequence[str] = SINGLE) -> LoadedRows:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad import extras
 from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
+from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import Tell
@@ -143,7 +144,10 @@ class RewardSetup:
         bad = [(row, fault) for row, fault in zip(rows, faults, strict=True) if fault]
         if bad and (self.config.data.bad_rows == "stop" or len(bad) == len(rows)):
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            (row, fault), cure = bad[0], "mend it, leave its answer empty where the reward does not apply, or set bad_rows=skip"
+            (row, fault), cure = (
+                bad[0],
+                "mend it, leave its answer empty where the reward does not apply, or leave it out with --bad-rows skip",
+            )
             raise UserError(f"{row.source}: {fault.rstrip('.')}; {cure}{more}.")
         if bad and tell is not None:
             text = f"{len(bad)} of {len(rows)} rows can't be judged by the rewards and are left out, such as {bad[0][0].source}."
@@ -158,7 +162,14 @@ class RewardSetup:
     def _with_golds(self, rows: Sequence[Row], tell: Tell | None) -> Sequence[Row]:
         if not any(self.needs):
             return rows
-        missing = missing_golds(self.specs, list(self.weights.values()), (row.columns for row in rows), column_names(rows))
+        there, renamed = column_names(rows), columns_of(self.config.data.columns)
+        for spec, name in ((spec, name) for spec, own in zip(self.specs, self.needs, strict=True) for name in own):
+            if name not in there and (new := renamed.get(name, "")):
+                raise UserError(
+                    f"{spec.name} needs the column {name!r}, which columns renames to {new!r}. A rename takes the old name away; "
+                    f"{new}={{{name}}} copies it."
+                )
+        missing = missing_golds(self.specs, list(self.weights.values()), (row.columns for row in rows), there)
         lacking: dict[str, list[str]] = {}
         for row, column in zip(rows, missing, strict=True):
             if column:
