@@ -412,7 +412,7 @@ def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_tu
         ('With {braces}: {"name": "add", "parameters": {"a": 1}} and so on.', ONE),
         ('I will add. {"name": "subtract", "parameters": {"a": 1}}', []),
         ('I will add. {"name": "add"}', []),
-        ('I would ask {"tool": {"name": "add", "parameters": {"a": 1}}', ONE),
+        ('I would ask {"tool": {"name": "add", "parameters": {"a": 1}}}', []),
         ("I will add {1}.", []),
     ],
 )

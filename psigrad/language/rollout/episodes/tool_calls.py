@@ -5,7 +5,6 @@ Reading is linear in the text: from each mark of a call on it is read once, and 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -99,6 +98,7 @@ class CallFamily:
             at = text.find(self.opens, at) if at >= 0 else at
 
 
+_BEGIN = re.compile(r"[{\[]")
 _GAP, _SEPARATOR = re.compile(r"[^\s]"), re.compile(r"[^\s;]")
 _TOO_DEEP = f"the arguments are nested more than {DEEPEST} deep"
 
@@ -197,14 +197,18 @@ def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[Tool
 
 
 def _read_behind_words(text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
-    """Yield the first call of an offered tool in a text, and those right behind it."""
-    for start in (found.start() for found in itertools.islice(re.finditer(r"\{", text), MOST_CALLS)):
+    """Yield the first call of an offered tool behind words, and those right behind it. What is inside other JSON is no call."""
+    at = 0 if text.lstrip()[:1] not in ("{", "[") else len(text)
+    for _ in range(MOST_CALLS):  # a text of braces alone would take the square of its length
+        if (found := _BEGIN.search(text, at)) is None:
+            return
         try:
-            value, _ = _json(text, start)
+            value, at = _json(text, found.start())
         except CallError:
+            at = found.end()
             continue
         if isinstance(value, dict) and {"arguments", "parameters"} & set(value) and value.get("name") in parameters:
-            yield from _read_bare(text[start:], parameters, "")
+            yield from _read_bare(text[found.start() :], parameters, "")
             return
 
 
