@@ -12,7 +12,7 @@ from psigrad.errors import UserError, name_reason, nearest
 from psigrad.language.data import tasks
 from psigrad.language.data.dataset_rows import show
 from psigrad.language.data.row_files import READERS, Raw, Records, kind_of_file, read_file
-from psigrad.language.data.splits import Split, parse_split, split_of, usual_split
+from psigrad.language.data.splits import SplitSlice, parse_split, split_of, usual_split
 
 SINGLE = ("train", "test")
 """Splits that a source without splits is: what trains asks for the first, what evaluates for the second."""
@@ -56,7 +56,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
     return _hub(dataset, split, streaming)
 
 
-def _check_single(part: Split, name: str, own: str, single: Sequence[str]) -> None:
+def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
     """Raise `UserError` for a split that a source without splits does not have."""
     if usual_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
@@ -68,7 +68,7 @@ def _neighbour(path: Path) -> str:
     return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
 
 
-def _folder(path: Path, part: Split, single: Sequence[str]) -> Records:
+def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         yield from _read_saved(path, part, single)
         return
@@ -97,7 +97,7 @@ def _folder(path: Path, part: Split, single: Sequence[str]) -> Records:
         yield from read_file(path / name, name)
 
 
-def _read_saved(path: Path, part: Split, single: Sequence[str]) -> Records:
+def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     from datasets import DatasetDict, load_from_disk
 
     try:

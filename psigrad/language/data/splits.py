@@ -14,7 +14,7 @@ _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words.s
 _SLICE = re.compile(r"([^\[\]]*)\[\s*(-?\d+%?)?\s*:\s*(-?\d+%?)?\s*\]")
 
 
-class Split(NamedTuple):
+class SplitSlice(NamedTuple):
     """A split's name, and the bounds of a slice of it: a number of rows, or a share such as 90%; empty for none."""
 
     name: str
@@ -43,14 +43,14 @@ class Split(NamedTuple):
         return iter(held[start:stop])
 
 
-def parse_split(split: str) -> Split:
+def parse_split(split: str) -> SplitSlice:
     """Return the split that is meant. Raises `UserError` for a slice that is none."""
     if "[" not in split or "+" in split:  # of a sum of splits the hub knows
-        return Split(split)
+        return SplitSlice(split)
     found = _SLICE.fullmatch(split.strip())
     if found is None:
         raise UserError(f"The split {split!r} is no slice; write train[:90%], train[100:200] or train[-100:].")
-    return Split(found[1].strip(), found[2] or "", found[3] or "")
+    return SplitSlice(found[1].strip(), found[2] or "", found[3] or "")
 
 
 def split_of(name: str) -> str:
