@@ -414,6 +414,7 @@ def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_tu
         ('I will add. {"name": "add"}', []),
         ('I would ask {"tool": {"name": "add", "parameters": {"a": 1}}}', []),
         ("I will add {1}.", []),
+        ('<call>{"name": "add", "parameters": {"a": 1}}</call>', []),
     ],
 )
 def test_llamas_call_may_stand_behind_words(text, read):

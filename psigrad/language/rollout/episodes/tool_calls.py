@@ -197,10 +197,13 @@ def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[Tool
 
 
 def _read_behind_words(text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
-    """Yield the first call of an offered tool behind words, and those right behind it. What is inside other JSON is no call."""
+    """Yield the first call of an offered tool behind words, and those right behind it.
+
+    What is inside other JSON is no call, nor what stands behind a tag: an unknown form of calls.
+    """
     at = 0 if text.lstrip()[:1] not in ("{", "[") else len(text)
     for _ in range(MOST_CALLS):  # a text of braces alone would take the square of its length
-        if (found := _BEGIN.search(text, at)) is None:
+        if (found := _BEGIN.search(text, at)) is None or "<" in text[: found.start()]:
             return
         try:
             value, at = _json(text, found.start())
