@@ -13,6 +13,8 @@ from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, Reward, RewardConfig
 from psigrad.config.methods import of_spec
 from psigrad.errors import UserError, kind_of
+from psigrad.language.data.sources import unformatted
+from psigrad.language.data.splits import parse_split
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
 from psigrad.language.recipes import running
@@ -87,7 +89,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
     overrides: dict[str, Any] = {
         "data.dataset": _rows("" if dataset is None else dataset, splits[0]),
-        "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split"),
+        "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split", "test"),
     }
     if declared.settings is not RewardConfig:
         overrides["reward"] = _several(reward)
@@ -158,10 +160,10 @@ def score(
     if rewards:
         from psigrad.language.recipes import score_rows
 
-        return score_rows.score(rewards, _rows(dataset), **settings)
+        return score_rows.score(rewards, _judged(dataset, settings), **settings)
     from psigrad.language.recipes import reward as rewarding
 
-    return [row["reward"] for row in rewarding.score_rows(os.fspath(model), _rows(dataset), **settings)]
+    return [row["reward"] for row in rewarding.score_rows(os.fspath(model), _judged(dataset, settings), **settings)]
 
 
 def evaluate(
@@ -172,31 +174,38 @@ def evaluate(
 
     given = {
         "model.path": model,
-        "data.dataset": _rows(dataset),
+        "data.dataset": _judged(dataset, settings),
         "reward": _several(reward),
         **resolve_names(EvalConfig, settings),
     }
     return recipe.run(load(EvalConfig, flags=given)).figures
 
 
-def _rows(dataset: Dataset, split: str = "train", setting: str = "split") -> Any:
-    """A name as it is; rows as a list, since they are read more than once. Of a `DatasetDict` those of `split`, which `setting`
-    names.
+def _judged(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
+    return _rows(dataset, str(settings.get("split", "test")), usual="test")
+
+
+def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual: str = "train") -> Any:
+    """Return a name as it is, and rows as a list, since they are read more than once. Of a `DatasetDict` those of `split`, which
+    `setting` names. A slice is left to the recipe.
     """
+    name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):
         return dataset
     if type(dataset).__name__ == "DataFrame":
         frame: Any = dataset
         return _plain(frame.to_dict("records"))
     if isinstance(dataset, Mapping):
-        if split not in dataset:
+        if name not in dataset:
             raise UserError(
-                f"The dataset has the splits {', '.join(map(str, dataset))} and none is {split!r}; name one of them as {setting}."
+                f"The dataset has the splits {', '.join(map(str, dataset))} and none is {name!r}; name one of them as {setting}."
             )
-        dataset = dataset[split]
+        dataset = dataset[name]
+    elif name != usual:
+        raise UserError(f"{setting} is {split!r}, and the rows that are given have no splits; leave it out.")
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
-    return list(dataset)
+    return list(unformatted(dataset))
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from psigrad.errors import UserError
-from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.data.named_datasets import go_offline_without_network
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models.backbone import read_tokenizer
 from psigrad.language.models.sizes import size

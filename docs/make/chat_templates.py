@@ -144,12 +144,14 @@ def two_turns(case: Case) -> None:
 
 
 def thinking(case: Case) -> None:
-    """What was thought is trained before the answer, in both turns."""
+    """What was thought is trained before the answer, in both turns, and as well where it stands in <think> tags."""
     talk = [user(SAID), bot(ANSWER, reasoning_content=THOUGHT), user(MORE), bot(LAST, reasoning_content=RULE)]
     first, second = case.turns(messages=talk)
     for (context, trained), thought, said in ((first, THOUGHT, ANSWER), (second, RULE, LAST)):
         assert trained.count(thought) == 1 and trained.index(thought) < trained.index(said) and thought not in context
     assert first[0] == case.prompt(talk[:1]) and second[0] == case.prompt(talk[:3])
+    tagged = [bot(f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}") for turn in talk[1::2]]
+    assert case.turns(messages=[talk[0], tagged[0], talk[2], tagged[1]]) == [first, second]
 
 
 def _instructed(case: Case, role: str) -> None:
@@ -177,7 +179,8 @@ def answers(case: Case) -> None:
     """A call is trained, the tool's answer is not, and the answer to that is."""
     messages = [user(SAID), bot("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "content": RULE}, bot(LAST)]
     called, last = case.turns(messages=messages, tools=[TOOL])
-    assert CITY in called[1] and PLACE in called[1] and RULE not in called[1]
+    assert CITY in called[1] and called[1].count(PLACE) == 1 and RULE not in called[1]
+    assert called[1].rstrip() in last[0], "the call is trained as the template writes it before the answer"
     assert PLACE in last[0] and RULE in last[0].partition(PLACE)[2] and LAST in last[1] and RULE not in last[1]
 
 

@@ -9,7 +9,7 @@ import argparse
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from psigrad.compat.entrances import split_flags
@@ -17,13 +17,14 @@ from psigrad.compat.foreign_names import load
 from psigrad.config import shortcuts
 from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_of
 from psigrad.config.methods import other_methods
-from psigrad.config.nested import read_value
+from psigrad.config.nested import names_of, read_value
 from psigrad.errors import UserError, nearest
 
 T = TypeVar("T")
 _NUMBERS = {int: "N", float: "X"}
 # What an override looks like: a dotted name of a setting, and a value.
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
+_PAIR = re.compile(r"\w[\w.-]*=")
 # A number below 0, -1e-3 too, which argparse before Python 3.14 takes for a flag.
 _NEGATIVE = re.compile(r"-\.?\d")
 
@@ -69,6 +70,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, told=asks_for_help(arguments))
     parser.description = about or parser.description
+    arguments = join_columns(arguments, names_of(cls))
     # taken out first: a flag with several values would swallow an override that follows it; a column mapping only looks like one
     is_override = [bool(_OVERRIDE.match(text)) and before != "--columns" for before, text in itertools.pairwise(["", *arguments])]
     overrides = list(itertools.compress(arguments, is_override))
@@ -94,9 +96,21 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], a
             parser.add_argument(
                 flag, type=type(value), default=value, metavar=shown, help=f"(default {value})" if value else None
             )
-    known, rest = parser.parse_known_args(list(arguments))
+    known, rest = parser.parse_known_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
     return vars(known)
+
+
+def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> list[str]:
+    """Return the arguments with `--columns a=b c=d` as `--columns a=b,c=d`. What sets a setting is an override and no column."""
+    made: list[str] = []
+    for text in arguments:
+        behind = made[-2:-1] == ["--columns"] or (made[-1:] and made[-1].startswith("--columns="))
+        if behind and _PAIR.match(text) and text.partition("=")[0] not in settings:
+            made[-1] += f",{text}"
+        else:
+            made.append(text)
+    return made
 
 
 def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:

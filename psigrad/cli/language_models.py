@@ -55,7 +55,7 @@ def score(arguments: list[str]) -> int:
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
     texts = ("reward", "dataset", "split", "output", "columns", "tokenizer")
-    defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "reward_timeout": 10.0}
+    defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "bad_rows": "stop", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
         defaults |= {"attack": False, "max_rows": 50}
     given = flags.plain("score", rest, {"model": "", **defaults}, _SCORE)
@@ -64,7 +64,7 @@ def score(arguments: list[str]) -> int:
     check_output(given["output"])
     rewards, dataset = listed["--reward"], given.pop("dataset")
     how = {"weights": [flags.number("--reward-weights", text, float) for text in listed["--reward-weights"]],
-           "timeout": given["reward_timeout"], "split": given["split"], "columns": given["columns"]}  # fmt: skip
+           "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
             raise UserError("score --attack counts no tokens; leave out --tokenizer, and rewards of lengths alone.")
@@ -91,7 +91,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
 
 
 def _score_by_model(arguments: list[str]) -> int:
-    defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "output": "", "device": "auto"}
+    defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "bad_rows": "stop", "output": "", "device": "auto"}
     given = flags.plain("score", arguments, defaults)
     check_output(output := given.pop("output"))
     from psigrad.language.recipes import reward

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values
-from psigrad.config.fields import types_of
+from psigrad.config.fields import settings_of, types_of
 from psigrad.config.nested import Given, names_of, read_value
 from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
@@ -38,17 +38,18 @@ def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple
         elif name in hints and not (name == "optim" and isinstance(value, str)):
             nested[name] = value
         else:
-            flat += [Given(leaf, inner, source) for leaf, inner in _leaves(str(name), value)]
+            flat += [Given(leaf, inner, source) for leaf, inner in _leaves(cls, str(name), value)]
     sections = [(name, value if isinstance(value, Mapping) else {"": value}) for name, value in nested.items()]
     deep = [(f"{name}.{key}".rstrip("."), inner) for name, section in sections for key, inner in section.items()]
     refuse_two_values(cls, [*((one.name, one.value) for one in flat), *deep], f"{source}: ")
     return nested, flat
 
 
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    if is_known(name) or not isinstance(value, Mapping) or not value:
+def _leaves(cls: type[Any], name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the settings of a tree. A mapping under the name of a setting is that setting's value: `columns: {a: prompt}`."""
+    if is_known(name) or our_name(cls, name) in settings_of(cls) or not isinstance(value, Mapping) or not value:
         return [(name, value)]
-    return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
+    return [leaf for key, inner in value.items() for leaf in _leaves(cls, f"{name}.{key}", inner)]
 
 
 def split_flags(

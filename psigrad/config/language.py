@@ -256,7 +256,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
     """Taken from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
-    """Share of completions in one step that may stay unscored before the run stops."""
+    """Share of the last 200 completions for which a reward may fail (an exception, a time-out) before the run stops."""
     prompts_per_step: Annotated[Count, MAIN] = 16
     """Prompts collected per step."""
     num_generations: Annotated[Count, MAIN] = 8

@@ -159,7 +159,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
             theirs = names.own(OnlineConfig, str(name))
             mine = theirs.rpartition(".")[2]  # lr in optim, as some libraries name it
             near = f"; did you mean {mine!r}?" if mine != name and mine in known else other_methods(cls, theirs)
-            near = near or nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
+            near = near or nearest(str(name), {*known, *(() if prefix else dict(flat_names(cls)))} - {str(name)})
             raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):

@@ -100,7 +100,8 @@ class Model:
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
     """Dropout on the adapter's input. Above 0 the first-step ratio is no longer 1."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
-    """Module names that get an adapter; "all-linear" is every linear layer but the head."""
+    """Module names that get an adapter; "all-linear" is every linear layer but the head. A regular expression, given alone, has
+    peft's meaning: it must match a module's whole name."""
     use_rslora: Annotated[bool, _ADAPTER] = False
     """Multiply the update by lora_alpha / √lora_rank instead (rank-stabilised LoRA)."""
     use_dora: Annotated[bool, _ADAPTER] = False
@@ -136,11 +137,11 @@ class Data:
     """Send plain prompts to a chat model as they are. Otherwise each is one user turn of the chat template, and plain answers are
     the assistant's; a model without a template gets them as they are."""
     split: str = "train"
-    """Split to train on, for hub datasets."""
+    """Split to train on, or a slice of it: train[:90%], train[100:]. A file has the split train alone."""
     eval_dataset: Annotated[str | Any, SEVERAL] = ""
     """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
-    """Split to evaluate on, for hub datasets."""
+    """Split to evaluate on, or a slice of it. A file has the splits train and test."""
     max_rows: CountOrZero = 0
     """Read only so many rows of each dataset; one of the hub is then streamed, and not downloaded whole. 0: all."""
     max_prompt_length: CountOrZero = 0

@@ -194,7 +194,9 @@ class PolicyGradient:
             new_state |= remembered
         else:
             advantage = self.psi(shaped)
-        advantage = advantage.detach() if batch.whole else zero_outside(batch.mask, advantage.detach())
+        # rewards may be float64 beside log-probs in float32: the difference of close rewards survives until here
+        advantage = advantage.detach().to(batch.logp_old.dtype)
+        advantage = advantage if batch.whole else zero_outside(batch.mask, advantage)
         keep, counts, marks = self._choose(batch, advantage)
         beta = None if self.kl is None else self.kl.coefficient
         adapts = isinstance(beta, ratio.adaptive)
@@ -205,6 +207,7 @@ class PolicyGradient:
         felt = felt if counts is None else felt & counts
         needs_gradient = keep if self._always_has_gradient() else keep & felt.any(1)
         returns = self._returns(shaped, advantage)
+        returns = returns if returns is None else returns.to(batch.logp_old.dtype)
         if metrics and returns is not None and batch.value is not None:
             figures["explained_variance"] = explained_variance(batch.value, returns, batch.mask)
             figures["value/mean"] = float(masked_mean(batch.value, batch.mask))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from psigrad.config import Reward
 from psigrad.config.sections import columns_of
@@ -15,8 +15,9 @@ from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, Samples, Scored, Unscored, resolve
-from psigrad.language.rewards.numeric import blank, equal, find_marked, gold_number, unwrap
-from psigrad.language.rewards.reward_pool import row_faults
+from psigrad.language.rewards.golds import accepted, blank
+from psigrad.language.rewards.numeric import equal, find_marked, gold_number, unwrap
+from psigrad.language.rewards.row_checks import row_faults
 from psigrad.records.read import prompt_text
 
 FORM = "prompt-only"
@@ -104,6 +105,7 @@ def attack(
     timeout: float = 10.0,
     max_rows: int = 50,
     columns: str | Mapping[str, str] = "",
+    bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[Attempt]:
     """Every answer to each of the first `max_rows` rows, judged by the rewards in a worker process.
 
@@ -114,10 +116,10 @@ def attack(
         raise UserError(f"max_rows is {max_rows}; at least one row was expected.")
     specs = [resolve(reward) for reward in rewards]
     if isinstance(dataset, str):
-        rows = load(dataset, form=FORM, split=split, max_rows=max_rows, columns=columns_of(columns)).rows
+        rows = load(dataset, form=FORM, split=split, max_rows=max_rows, columns=columns_of(columns), bad_rows=bad_rows).rows
     else:
-        rows = from_rows([*dataset][:max_rows], FORM, columns=columns_of(columns)).rows
-    golds = [next((str(row.columns[name]) for name in GOLDS if not blank(row.columns.get(name))), "") for row in rows]
+        rows = from_rows([*dataset][:max_rows], FORM, columns=columns_of(columns), bad_rows=bad_rows).rows
+    golds = [next((accepted(row.columns[name])[0] for name in GOLDS if not blank(row.columns.get(name))), "") for row in rows]
     found, names = [], column_names(rows)
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:
         faults = row_faults(specs, [_samples(row, [""], names) for row in rows], timeout=timeout)

@@ -20,7 +20,7 @@ from psigrad.config.nested import names_of
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.language.data import sources
+from psigrad.language.data import named_datasets
 
 
 def parsed(*arguments: str, cls=OnlineConfig, **defaults):
@@ -387,17 +387,17 @@ def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeyp
     known = lambda *given: [given]  # noqa: E731
     for answers, offline in ((known, False), (nobody, True), (nobody, True), (known, False)):
         monkeypatch.setattr(socket, "getaddrinfo", answers)
-        sources.go_offline_without_network()
+        named_datasets.go_offline_without_network()
         assert constants.HF_HUB_OFFLINE is offline
     assert capsys.readouterr().err.count("No network: huggingface.co has no address here.") == 1
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    sources.go_offline_without_network()
+    named_datasets.go_offline_without_network()
     assert constants.HF_HUB_OFFLINE is False, "a proxy finds the name"
     monkeypatch.setattr(urllib.request, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(socket, "getaddrinfo", known)
-    sources.go_offline_without_network()
+    named_datasets.go_offline_without_network()
     assert constants.HF_HUB_OFFLINE is True, "the user's own choice stays"
 
 

@@ -37,6 +37,7 @@ _FOREIGN_ROLES = {
     "bard": "assistant",
     "observation": "tool",
 }
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 MAX_DEPTH = 100
 """Levels of lists and objects in a column: what walks them recursively, JSON and pickle among it, must not run out of stack."""
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a string", "dict": "an object", "list": "a list"}
@@ -234,6 +235,8 @@ def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _label(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     made, value = _completion(check, raw), check.present(raw, "label")
+    if isinstance(value, str):  # a cell of CSV
+        value = _LABELS.get(value.strip().lower(), value)
     if not isinstance(value, bool) and value not in (0, 1):
         check.fail("label", f"is {show(value)}; it must be true (desirable) or false")
     return {**made, "label": bool(value)}
@@ -297,7 +300,7 @@ class _Check:
         if column not in raw:
             self.fail(column, f"is missing (found: {name_columns(raw)}{nearest(column, raw)})")
         if raw[column] is None:
-            self.fail(column, "is null; it must be a string or a list of messages")
+            self.fail(column, "is empty (null); it must be a string or a list of messages")
         return raw[column]
 
     def text(self, value: object, column: str, expected: str = "a string or a list of messages") -> str:

@@ -26,13 +26,15 @@ Tell = Callable[..., None]
 ANSWERS = ("completion", "chosen", "rejected")
 SYSTEM = ("system", "system_prompt")
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
+_COPY = re.compile(r"\{([^{}]+)\}")
 _USUAL = ("question", "problem", "query", "instruction", "input", "user")
 _USUAL_ANSWERS = ("answer", "final_answer", "solution", "ground_truth", "target", "response", "output")
 
 
 def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
-    """The row under the names that `columns` gives: {"question": "prompt"} renames a column, {"prompt": "{question} Think."}
-    makes one of others. "a.b" is the entry b of the object in column a; {{ and }} are braces.
+    """Return the row under the names that `columns` gives: {"question": "prompt"} renames a column, which takes the old name
+    away; {"prompt": "{question} Think."} makes one of others, and {"new": "{old}"} copies one. "a.b" is the entry b of the object
+    in column a; {{ and }} are braces.
 
     Raises `RowError` naming the columns that are there.
     """
@@ -48,31 +50,38 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         if found[1] is None:
             return found[0][0]
         value = at(found[1])
-        if value is None or isinstance(value, Mapping | list):
-            _fail(source, found[1], f"is {show(value)}; a template takes text and numbers")
+        if value is None or value == "" or isinstance(value, Mapping | list):
+            _fail(
+                source,
+                found[1],
+                f"is {'empty' if value is None or value == '' else show(value)}; a template takes text and numbers",
+            )
         return str(value)
 
-    renamed = {name: new for name, new in columns.items() if not _is_template(new)}
+    renamed = {name: new for name, new in columns.items() if not is_template(new)}
     if len(twice := [name for name, new in renamed.items() if list(columns.values()).count(new) > 1]) > 1:
         raise UserError(f"The columns {', '.join(twice)} are all renamed {columns[twice[0]]}; rename one of them.")
-    if both := next((name for name, new in renamed.items() if _is_template(columns.get(new, ""))), ""):
+    if both := next((name for name, new in renamed.items() if is_template(columns.get(new, ""))), ""):
         new = columns[both]
         raise UserError(f"columns makes {new!r} twice, of {both!r} and by the template {columns[new]!r}; leave one of them out.")
-    asked = [*renamed, *(name for text in columns.values() if _is_template(text) for name in _FIELD.findall(text) if name)]
+    asked = [*renamed, *(name for text in columns.values() if is_template(text) for name in _FIELD.findall(text) if name)]
     if absent := [name for name in asked if at(name) is _MISSING]:
         name, wanted = absent[0], renamed.get(absent[0], "")
         turned = f"; to rename {wanted!r} write {wanted}={name}" if wanted in raw else nearest(name, raw)
         nor = "".join(f", nor is {show(other)}" for other in absent[1:])
         _fail(source, name, f"is named in columns and is not there{nor} (found: {name_columns(raw)}{turned})")
     made = {new: at(name) for name, new in renamed.items()}
-    made |= {name: _FIELD.sub(fill, text) for name, text in columns.items() if _is_template(text)}
+    for name, text in ((name, text) for name, text in columns.items() if is_template(text)):
+        copied = _COPY.fullmatch(text) if name != "prompt" else None
+        made[name] = at(copied[1]) if copied else _FIELD.sub(fill, text)
     return {**{name: value for name, value in row.items() if name not in renamed}, **made}
 
 
 _MISSING = object()
 
 
-def _is_template(text: str) -> bool:
+def is_template(text: str) -> bool:
+    """Return True if a value of `columns` makes a column out of others, as "{question} Think." does."""
     return any(found[1] is not None for found in _FIELD.finditer(text))
 
 

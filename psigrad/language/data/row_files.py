@@ -1,18 +1,26 @@
 """Files of rows: JSON lines, JSON, Parquet, CSV and TSV, with the line of each row and of each fault.
 
 JSON is read here and not through `datasets`: Arrow can't hold a lone surrogate, and its errors name no line. In CSV and TSV the
-first line names the columns, and every value is text.
+first line names the columns and shows the delimiter, and every value is text. All but Parquet may be compressed.
 """
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import csv
+import gzip
+import io
+import itertools
 import json
+import lzma
+import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from psigrad.errors import UserError, name_reason
 from psigrad.language.data.dataset_rows import BadRow, show
@@ -23,8 +31,8 @@ MAX_LINE_BYTES = 32 * 2**20
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
-# Labels of unpaired preferences, which other files hold as true and false.
-_LABELS = {"true": True, "false": False, "1": True, "0": False}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Endings that may follow that of a text file: rows.jsonl.gz."""
 
 
 class Raw(NamedTuple):
@@ -38,14 +46,34 @@ Records = Iterator["Raw | BadRow"]
 
 
 def read_file(path: Path, name: str) -> Records:
-    """The rows of a file, called `name` in messages. Raises `UserError` where nothing can be read on."""
-    if path.suffix not in READERS:
+    """Yield the rows of a file, called `name` in messages. Raises `UserError` if the file is not readable to its end."""
+    kind = kind_of_file(path.name)
+    if kind not in READERS:
         known = ", ".join(READERS)
         raise UserError(f"{path} ends in {path.suffix or 'nothing'}; it must be one of {known}; convert or rename it.")
     try:
-        yield from READERS[path.suffix](path, name)
-    except OSError as error:
+        yield from READERS[kind](path, name)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path} can't be read ({error}); check that it is a whole, readable {path.suffix} file.") from error
+
+
+def kind_of_file(name: str) -> str:
+    """Return the ending that says how a file is read, a key of `READERS`; empty for a file that is not read."""
+    stem, ending = os.path.splitext(name.lower())
+    inner = os.path.splitext(stem)[1] if ending in COMPRESSED else ending
+    return inner if inner in READERS and (inner == ending or inner != ".parquet") else ""
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open a file for reading, and decompress it if its last ending says so."""
+    ending = path.suffix.lower()
+    if ending == ".zst":  # Python reads it from 3.14 on
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.CompressedInputStream(str(path), "zstd"))
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    opened: IO[bytes] = openers[ending](path) if ending in openers else path.open("rb")
+    return opened
 
 
 class _DuplicateKeyError(ValueError):
@@ -71,7 +99,7 @@ def _refuse_utf16(start: bytes, path: Path) -> None:
 
 
 def _json_lines(path: Path, name: str) -> Records:
-    with path.open("rb") as file:
+    with _open(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
@@ -104,7 +132,8 @@ def _flaw(error: Exception) -> str:
 
 
 def _json(path: Path, name: str) -> Records:
-    data = path.read_bytes()
+    with _open(path) as file:
+        data = file.read()
     _refuse_utf16(data, path)
     if not data.removeprefix(_BOM).lstrip().startswith(b"["):
         _refuse_one_object(data, path)
@@ -210,18 +239,20 @@ def _cells(batch: Any, i: int, source: str) -> Raw | BadRow:
     return Raw(source, raw)
 
 
-def _csv(delimiter: str, path: Path, name: str) -> Records:
-    for line, row in _csv_rows(path, delimiter):
+def _csv(usual: str, path: Path, name: str) -> Records:
+    for line, row in _csv_rows(path, usual):
         source = f"{name}:{line}"
         yield BadRow(source, "", row) if isinstance(row, str) else Raw(source, row)
 
 
-def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, object] | str]]:
-    """(line, row) of each row, or what is wrong with it. An empty cell is no value. Raises `UserError` where the file is none."""
+def _csv_rows(path: Path, usual: str) -> Iterator[tuple[int, dict[str, object] | str]]:
+    """Yield (line, row) of each row, or (line, its fault). An empty cell is null. Raises `UserError` if there are no columns."""
     csv.field_size_limit(32 * 2**20)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
+            first = file.readline(MAX_LINE_BYTES)
+            delimiter = _delimiter(first, usual)
+            reader = csv.DictReader(itertools.chain([first], file), delimiter=delimiter, strict=True)
             columns = list(reader.fieldnames or ())
             if not columns or any(not name for name in columns) or len(set(columns)) < len(columns):
                 raise UserError(f"The first line of {path} must name its columns, each once; it has {columns}.")
@@ -230,15 +261,22 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, objec
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8.") from error
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num} is not {'TSV' if delimiter != ',' else 'CSV'} ({error}).") from error
+        raise UserError(f"{path}:{reader.line_num} is not {'TSV' if usual != ',' else 'CSV'} ({error}).") from error
+
+
+def _delimiter(header: str, usual: str) -> str:
+    """Return the usual delimiter if it separates names in the header, else one that does: Excel writes ; where , is decimal."""
+    for delimiter in (usual, ",", ";", "\t", "|"):
+        with contextlib.suppress(csv.Error):
+            if len(next(csv.reader([header], delimiter=delimiter), ())) > 1:
+                return delimiter
+    return usual
 
 
 def _csv_row(row: dict[str, str | None], columns: list[str]) -> dict[str, object] | str:
     if len(row) > len(columns) or None in row.values():
         return f"has {'more' if len(row) > len(columns) else 'fewer'} values than the first line has columns"
-    values: dict[str, object] = {name: value for name, value in row.items() if value != ""}
-    label = str(values.get("label", "")).lower()
-    return {**values, "label": _LABELS[label]} if label in _LABELS else values
+    return {name: value or None for name, value in row.items()}
 
 
 READERS: dict[str, Callable[[Path, str], Records]] = {

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, islice, takewhile
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from psigrad import redaction
 from psigrad.config import Data
 from psigrad.config.sections import columns_of
-from psigrad.errors import UserError, name_reason, nearest, several
-from psigrad.language.data import posted_forms, tasks
+from psigrad.errors import UserError, nearest, several
+from psigrad.language.data import posted_forms
 from psigrad.language.data.chat.messages import is_trained
-from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, find_form, rows_of, show
+from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
+from psigrad.language.data.named_datasets import SINGLE, read_named
 from psigrad.language.data.posted_forms import Tell, as_turns
-from psigrad.language.data.row_files import READERS, Raw, Records, read_file
+from psigrad.language.data.row_files import Raw, Records
+from psigrad.language.data.splits import parse_split
 from psigrad.seeds import permutation
 
 _SHOWN = 5
-_SPLITS = {"train": "train training", "validation": "validation valid val dev", "test": "test testing eval evaluation"}
-_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words.split()}
 _WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
-_network = {"missing": False}
 
 
 @dataclass(frozen=True)
@@ -51,17 +47,19 @@ def load(
     bad_rows: Literal["stop", "skip"] = "stop",
     max_rows: int = 0,
     columns: Mapping[str, str] | None = None,
+    single: Sequence[str] = SINGLE,
 ) -> LoadedRows:
-    """The rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
+    """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
-    In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split`
-    are read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows
-    of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed; `columns` renames some
-    (`posted_forms.map_columns`).
+    `split` may be a slice, as in `datasets`: train[:90%], train[100:]. In a folder whose file names carry split words (train,
+    validation, test and their usual variants) only the files of the split are read. A source without splits, such as a file,
+    has the split that its name carries, and those of `single`. A hub configuration is named after a colon: "openai/gsm8k:main".
+    "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed;
+    `columns` renames some (`posted_forms.map_columns`).
     Raises UserError naming file, line, column and reason; with `bad_rows="skip"` malformed rows are left out and returned as
     `skipped`, and only a file that can't be read on raises.
     """
-    records = _records(dataset, split, streaming=max_rows > 0)
+    records = read_named(dataset, split, streaming=max_rows > 0, single=single)
     return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows, columns or {})
 
 
@@ -72,11 +70,35 @@ def from_rows(
     bad_rows: Literal["stop", "skip"] = "stop",
     columns: Mapping[str, str] | None = None,
 ) -> LoadedRows:
-    """The same checks for rows that are in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
+    """Check rows in memory likewise: a list of dicts, a `datasets.Dataset`, any iterable of mappings.
+
+    Rewards get plain values: tensors and arrays, as a `Dataset` with a format gives them, become numbers and lists.
+    """
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
         raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
-    return _collect((Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows, columns or {})
+    records = (Raw(f"{source}:{i}", _plain(raw)) for i, raw in enumerate(unformatted(iterable), 1))
+    return _collect(records, form, source, bad_rows, columns or {})
+
+
+def unformatted(rows: Any) -> Any:
+    """Return rows that give Python's values: a `datasets.Dataset` loses its format, such as "torch"."""
+    return rows.with_format(None) if hasattr(rows, "with_format") else rows
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return a value with arrays, tensors and their scalars as lists and numbers; the same object if it has none."""
+    if depth > MAX_DEPTH:  # which the checks refuse
+        return value
+    if isinstance(value, dict):
+        made = {name: _plain(inner, depth + 1) for name, inner in value.items()}
+        return made if any(made[name] is not inner for name, inner in value.items()) else value
+    if isinstance(value, list | tuple):
+        items = [_plain(inner, depth + 1) for inner in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if value is None or type(value) in (str, bool, int, float) or not callable(getattr(value, "tolist", None)):
+        return value
+    return _plain(value.tolist(), depth + 1)
 
 
 def holdout(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
@@ -159,6 +181,7 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         raise UserError(f"bad_rows is {bad_rows!r}; it must be 'stop' or 'skip'.")
     rows, bad, fits, hint = [], [], "", ""
     recognised: Counter[str] = Counter()
+    renamed = {new: name for name, new in columns.items() if name != new and not posted_forms.is_template(new)}
     for record in records:
         if isinstance(record, BadRow):
             bad.append(record)
@@ -176,7 +199,8 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         except RowError as error:
             found_at = error.bad
             if isinstance(value, Mapping) and isinstance(record.value, Mapping):
-                found_at = replace(found_at, column=posted_forms.place_in(record.value, value, found_at.column))
+                own = posted_forms.place_in(record.value, value, found_at.column)
+                found_at = replace(found_at, column=renamed.get(own, own))
             bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
                 fits, hint = find_form(value), posted_forms.usual_names(value, form)
@@ -192,124 +216,10 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    cure = "mend them, or set bad_rows=skip to leave them out"
+    cure = "mend them, or leave them out with --bad-rows skip"
     if len(bad) == total:
         cure = f"none is left for the form {form}; " + (f"they fit the form {fits} (docs/data.md)" if fits else "mend them")
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
-
-
-def _records(dataset: str, split: str, streaming: bool = False) -> Records:
-    if dataset.startswith("task:"):
-        return (Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.rows_by_name(dataset), 1))
-    try:
-        path = Path(dataset).expanduser()
-        is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"The dataset {show(dataset)} can't be a path ({error}); give a file, a folder or a hub name.") from None
-    if not dataset.strip():
-        raise UserError("The dataset name is empty; give a JSONL, JSON, Parquet or CSV file, a folder of them, or a hub name.")
-    if is_folder:
-        return _folder(path, split)
-    if exists:
-        return read_file(path, path.name)
-    if path.suffix in READERS or dataset.startswith((".", "/", "~")) or "\\" in dataset:
-        raise UserError(
-            f"There is no file or folder {show(dataset)}; give an existing path or a hub name{_neighbour(path) or '.'}"
-        )
-    file, _, behind = dataset.partition(":")
-    if Path(file).suffix in READERS:
-        raise UserError(
-            f"The dataset {show(dataset)} has {show(behind)} behind a file's name. A weight stands there, a number, and only "
-            "beside other datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
-        )
-    return _hub(dataset, split, streaming)
-
-
-def _neighbour(path: Path) -> str:
-    """The most similar name in the folder that the path points into."""
-    return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
-
-
-def _folder(path: Path, split: str) -> Records:
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        yield from _read_saved(path, split)
-        return
-    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix in READERS and file.is_file())
-    names = [name for name in names if not any(part.startswith((".", "dataset_info")) for part in name.split("/"))]
-    if not names:
-        raise UserError(f"The folder {path} holds no {', '.join(READERS)} file; put the data there or name another folder.")
-    splits = {name: _split_of(name) for name in names}
-    if any(splits.values()):
-        wanted = _SPLIT_OF.get(split, split)
-        names = [name for name in names if splits[name] == wanted]
-        if not names:
-            found = ", ".join(sorted({found for found in splits.values() if found}))
-            raise UserError(f"The folder {path} holds no files of the split {split!r}; it has {found}. Name one of these.")
-    for name in names:
-        yield from read_file(path / name, name)
-
-
-def _split_of(name: str) -> str:
-    """The split that a file's name speaks of, as on the hub: data/train-00000-of-00002.parquet is train."""
-    words = re.split(r"[^a-z]+", name.rsplit(".", 1)[0].lower())
-    return next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), "")
-
-
-def _read_saved(path: Path, split: str) -> Records:
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        saved = load_from_disk(str(path))
-        if isinstance(saved, DatasetDict):
-            if split not in saved:
-                raise UserError(f"{path} has no split {split!r}; it has {', '.join(saved)}. Name one of these.")
-            saved = saved[split]
-        yield from (Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(saved, 1))
-    except UserError:
-        raise
-    except Exception as error:  # a damaged folder fails in Arrow, json or datasets, each with types of its own
-        raise UserError(
-            f"The saved dataset {path} can't be read ({name_reason(error)}); save it again with save_to_disk."
-        ) from error
-
-
-def _hub(dataset: str, split: str, streaming: bool) -> Records:
-    import datasets
-
-    name, _, config = dataset.partition(":")
-    go_offline_without_network()
-    try:
-        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
-        yield from (Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(rows, 1))
-    except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
-        raise UserError(
-            f"{show(dataset)} is neither a file or folder here{_neighbour(Path(dataset))} nor a dataset that the hub could load "
-            f"(split {split!r}: {name_reason(error)}); check the name, the split and the network."
-        ) from error
-
-
-def go_offline_without_network() -> None:
-    """Use what was downloaded before where the hub's name leads nowhere, as without a network.
-
-    huggingface_hub would ask for every file five times, a minute in all, before it looks at what is there.
-    """
-    import socket
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
-
-    from huggingface_hub import constants
-
-    if (constants.HF_HUB_OFFLINE and not _network["missing"]) or {"http", "https", "all"} & getproxies().keys():
-        return  # asked for by the user; or the proxy knows the name
-    hub = urlsplit(constants.ENDPOINT).hostname or ""
-    try:
-        socket.getaddrinfo(hub, None)
-        _network["missing"] = False
-    except OSError:
-        if not _network["missing"]:
-            redaction.say(f"No network: {hub} has no address here. What was downloaded before is used.")
-        _network["missing"] = True
-    constants.HF_HUB_OFFLINE = _network["missing"]
 
 
 class Share(NamedTuple):
@@ -372,7 +282,7 @@ def read_rows(
     Of several datasets each gives its share of both. `tell` hears what was recognised, left out and held out.
     """
     shares = parse_mixture(data.dataset)
-    parts = _read_each(data, form, shares, data.split, tell)
+    parts = _read_each(data, form, shares, data.split, tell, single=SINGLE[:1])
     total = sum(len(part.rows) for part in parts)
     usual = _HELD_OUT_PAIRS if form in ("preference", "unpaired-preference", "stepwise") else HELD_OUT
     usual = usual if data.eval_dataset else min(usual, total // ONE_OF)
@@ -415,27 +325,43 @@ def form_of(data: Data) -> str:
     return ""
 
 
-def _read_each(data: Data, form: str, shares: Sequence[Share], split: str, tell: Tell | None) -> list[LoadedRows]:
+def _read_each(
+    data: Data, form: str, shares: Sequence[Share], split: str, tell: Tell | None, single: Sequence[str] = SINGLE
+) -> list[LoadedRows]:
     """The rows of each dataset. `tell` hears what form other than ours they have, and how many were left out."""
-    parts = [_read_one(data, form, share.dataset, split) for share in shares]
+    parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
     if tell is None:
         return parts
     for what, count in sum((Counter(part.recognised) for part in parts), Counter[str]()).items():
         tell("rows_recognised", f"In {several(count, 'row')} {what}.", what=what, count=count)
     if bad := [row for part in parts for row in part.skipped]:
-        tell(
-            "rows_skipped", f"{several(len(bad), 'malformed row', 'is', 'are')} left out; the first is {bad[0]}.", count=len(bad)
-        )
+        tell("rows_skipped", describe_skipped(bad), count=len(bad))
     return parts
 
 
-def _read_one(data: Data, form: str, dataset: Any, split: str) -> LoadedRows:
+def describe_skipped(bad: Sequence[BadRow]) -> str:
+    """Return a sentence on rows that were left out: how many for which reason, with the first place of each."""
+    first: dict[str, BadRow] = {}
+    counts: Counter[str] = Counter()
+    for row in bad:
+        reason = str(row).removeprefix(f"{row.source}: ")
+        first.setdefault(reason, row)
+        counts[reason] += 1
+    kinds = [f"{count} because {reason} ({first[reason].source})" for reason, count in counts.most_common(_SHOWN)]
+    rest = len(bad) - sum(count for _, count in counts.most_common(_SHOWN))
+    more = [f"{rest} for other reasons"] if rest else []
+    return f"{several(len(bad), 'malformed row', 'is', 'are')} left out: {'; '.join([*kinds, *more])}."
+
+
+def _read_one(data: Data, form: str, dataset: Any, split: str, single: Sequence[str] = SINGLE) -> LoadedRows:
     columns = columns_of(data.columns)
     if not isinstance(dataset, str):
-        some = islice(dataset, data.max_rows) if data.max_rows else dataset
+        part = parse_split(split)
+        some = part.take(unformatted(dataset)) if part.is_slice and not isinstance(dataset, Mapping) else dataset
+        some = islice(unformatted(some), data.max_rows) if data.max_rows else some
         return from_rows(some, form, bad_rows=data.bad_rows, columns=columns)
     if not dataset:
         raise UserError(
             "No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset)."
         )
-    return load(dataset, form=form, split=split, bad_rows=data.bad_rows, max_rows=data.max_rows, columns=columns)
+    return load(dataset, form=form, split=split, bad_rows=data.bad_rows, max_rows=data.max_rows, columns=columns, single=single)

@@ -20,16 +20,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from psigrad import redaction
 from psigrad.cache_folder import cache_folder
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.data.named_datasets import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
 from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars, write
 from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, ends_in, has_head
 from psigrad.language.models.language_model import load
-from psigrad.language.models.lora import CONFIG, Lora, check_untied, is_adapter, read_adapter_config, without_peft_warning
+from psigrad.language.models.lora import (
+    CONFIG,
+    Lora,
+    check_untied,
+    describe_merging,
+    is_adapter,
+    read_adapter_config,
+    without_peft_warning,
+)
 from psigrad.language.models.towers import keep_towers
 from psigrad.records.rows import parse_row
 
@@ -415,6 +424,8 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     with without_peft_warning():
         wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
         check_untied(wrapped.get_base_model())
+        if lost := describe_merging(wrapped):
+            redaction.say(lost)
         model = wrapped.merge_and_unload()
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)

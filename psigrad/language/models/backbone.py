@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 import pickle
 from abc import ABC, abstractmethod
@@ -25,7 +26,7 @@ from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.lora import Lora, merge_adapter, with_lora
+from psigrad.language.models.lora import Lora, describe_merging, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
 from psigrad.language.models.sizes import size
@@ -53,6 +54,20 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     if not set(found.get_vocab()) - set(found.all_special_tokens):
         raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
     return found
+
+
+@torch.no_grad()
+def check_finite(network: nn.Module) -> None:
+    """Raise `UserError` if a weight is NaN or infinite: every log-prob would be, and the first step would say so of itself."""
+    for name, weight in network.named_parameters():
+        if weight.is_meta or not weight.is_floating_point() or not weight.numel():
+            continue
+        least, most = weight.aminmax()  # in one pass, with no tensor as large
+        if not math.isfinite(float(least) + float(most)):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise UserError(
+                f"The weight {name} has {bad} of {weight.numel()} numbers that are NaN or infinite; export the model again."
+            )
 
 
 @dataclass
@@ -216,6 +231,7 @@ class Pretrained(ABC):
         A `known` model (`fused.families.load`) runs packed and fused at once; any other is compared with its own modules first.
         The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
         """
+        check_finite(self.network)
         hf, known = self.network, known and lora is None
         switch_dropout_off(hf)
         if known:
@@ -227,6 +243,7 @@ class Pretrained(ABC):
             self.why_padded = choose_attention(hf, self._texts, self._probe)
         if lora is not None:
             self.adapter = with_lora(hf, lora, adapter, task)
+            check_finite(self.adapter)
         freeze_towers(hf)
         if gradient_checkpointing:
             recompute_activations(hf)
@@ -293,6 +310,8 @@ class Pretrained(ABC):
 
     def save_merged(self, folder: Path) -> None:
         """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
+        if self.adapter is not None and (lost := describe_merging(self.adapter)):
+            redaction.say(lost)
         write(merge_adapter(self.network, self.adapter), self.tokenizer, folder)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import nn
 
 from psigrad.errors import UserError, kind_of, reason_of
@@ -41,7 +43,8 @@ _DESCRIBES = frozenset(
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA adapter: W + s·B A on the named modules ("all-linear": every linear layer but the head).
+    """A LoRA adapter: W + s·B A on the named modules ("all-linear": every linear layer but the head; a regular expression alone:
+    those whose whole name it matches, as in peft).
 
     Formula: s = alpha / rank, with `rslora` alpha / √rank; with `dora` the sum is scaled so that each of its rows has a learnt
     length. Modules named in `modules_to_save` are trained whole.
@@ -66,11 +69,39 @@ class Lora:
             rank=int(config["r"]),
             alpha=float(config["lora_alpha"]),
             dropout=float(config.get("lora_dropout") or 0.0),
-            target_modules=(named,) if isinstance(named, str) else tuple(sorted(named)),
+            target_modules=(_as_pattern(named),) if isinstance(named, str) else tuple(sorted(named)),
             rslora=bool(config.get("use_rslora")),
             dora=bool(config.get("use_dora")),
             modules_to_save=tuple(config.get("modules_to_save") or ()),
         )
+
+
+def _as_pattern(name: str) -> str:
+    """Return a string of peft's `target_modules`, a regular expression over whole names, in a form that is none of a module."""
+    return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
+
+
+def _is_pattern(name: str) -> bool:
+    return re.search(r"[^\w.-]", name) is not None
+
+
+def is_adapted(name: str, targets: Sequence[str]) -> bool:
+    """Return True if a linear layer of this whole name gets an adapter, as peft decides. The caller leaves the head out."""
+    if len(targets) == 1 and _is_pattern(targets[0]):
+        return re.fullmatch(targets[0], name) is not None
+    return tuple(targets) == ("all-linear",) or any(f".{name}".endswith(f".{target}") for target in targets)
+
+
+def _peft_targets(targets: Sequence[str]) -> str | list[str]:
+    """Return what peft takes for the targets. Raises `UserError` for a regular expression that is none, or not alone."""
+    patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
+    if patterns and len(targets) > 1:
+        raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give it alone.")
+    try:
+        re.compile(patterns[0] if patterns else "")
+    except re.error as error:
+        raise UserError(f"lora_target_modules is {targets[0]!r}, which is no regular expression ({error}).") from error
+    return targets[0] if patterns or tuple(targets) == ("all-linear",) else list(targets)
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -141,7 +172,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         return wrapped
     if hf.name_or_path and Path(hf.name_or_path).is_dir():  # the adapter names its base, and is read from other folders too
         hf.name_or_path = str(Path(hf.name_or_path).resolve())
-    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    targets = _peft_targets(lora.target_modules)
     alpha: Any = lora.alpha  # peft takes any number
     config = peft.LoraConfig(
         r=lora.rank,
@@ -195,6 +226,36 @@ def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
         return network
     uncode_linears(wrapped, network.dtype)
     return wrapped.merge_and_unload()
+
+
+@torch.no_grad()
+def merging_loss(adapter: Any) -> float:
+    """Return the share of an adapter's update ΔW that merging rounds away: ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖ over all layers.
+
+    0 for a base in float32. DoRA scales the sum, so its update is not known by itself, and counts as 0.
+    """
+    lost = whole = 0.0
+    for module in adapter.modules():
+        base = getattr(getattr(module, "base_layer", None), "weight", None)
+        if base is None or base.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        for name in getattr(module, "active_adapters", ()):
+            if hasattr(module, "get_delta_weight") and name in module.lora_A and not module.use_dora.get(name):
+                update = module.get_delta_weight(name).float()
+                kept = (base + update.to(base.dtype)).float() - base.float()
+                lost, whole = lost + float((kept - update).square().sum()), whole + float(update.square().sum())
+    return float((lost / whole) ** 0.5) if whole else 0.0
+
+
+def describe_merging(adapter: Any) -> str:
+    """Return a sentence on what merging into half precision rounds away; empty where it is below a hundredth."""
+    lost = merging_loss(adapter)
+    if lost < 0.01:
+        return ""
+    return (
+        f"Merging rounds away {lost:.0%} of the adapter's update, since the base is in half precision; keep the adapter beside "
+        "its base, or merge into float32, to keep all of it."
+    )
 
 
 def base_of(module: Any) -> Any:

@@ -64,7 +64,7 @@ class Report:
     def unscored(self) -> str:
         """How many completions have no reward, and why most of these have none; empty where each has one."""
         reasons = [t.reason or "no reason was given" if t.reward is None else None for t in self.trajectories]
-        return explain_unscored(reasons) if any(reasons) else ""
+        return explain_unscored(reasons, [self.rows[t.row].source for t in self.trajectories]) if any(reasons) else ""
 
     @property
     def prompts(self) -> list[str]:
@@ -160,7 +160,7 @@ def _by_model(
     episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """`size` completions of each prompt by a model here."""
-    rows = rewards.judgeable(_rows(config, episodes, model.tokenizer))
+    rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.tell)
     if isinstance(config, EvalConfig) and config.likelihood:
         letters = extras.load("likelihood").likeliest_letters(model, rows)
         found = score(scorer, [Trajectory(i, 0, *own) for i, own in enumerate(letters)], dict(enumerate(rows)))
@@ -179,7 +179,7 @@ def _by_server(
         raise UserError("Episodes and agents need a model here; leave out --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
         raise UserError("eval_kl needs the model's own distribution, which a server does not tell; leave it out.")
-    rows = rewards.judgeable(_rows(config, None, None))
+    rows = rewards.judgeable(_rows(config, None, None), redaction.tell)
     for row in rows:
         if row.prompt is None:
             raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")

@@ -210,9 +210,10 @@ def _prepare_rows(
 
     asked = [one for judge in setup if judge for one in judge.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
+    needs = [(judge.needs, [*judge.weights.values()]) for judge in setup if judge]
     tools = schemas(list_tools(config))
     room = model.max_length, completion_room(config)
-    settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges]
+    settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges, needs]
     return prepare(config.data, model.tokenizer, settings, journal, make)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from psigrad import redaction
 from psigrad.config import Data, Model, RewardConfig, Run
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
@@ -71,17 +72,19 @@ def score_rows(
     device: str = "auto",
     budget: int = 16384,
     columns: str | Mapping[str, str] = "",
+    bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[dict[str, Any]]:
     """Every prompt-completion row, in order, with the reward model's score r(x, y) in the column `reward`; higher is better.
 
     `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` where
     `model` has no trained scalar head.
     """
-    data = Data(dataset=rows, columns=columns, split=split)
+    data = Data(dataset=rows, columns=columns, split=split, bad_rows=bad_rows)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))
     machine.prepare_torch(config.run)
     loaded = load_trained_scalar_model(config.model, config.run)
-    read = read_dataset(config.data, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
+    given = rows if isinstance(rows, str | os.PathLike) else list(rows)
+    read = read_dataset(config.data, "prompt-completion", given, split, redaction.tell)
     pairs: list[tuple[Ids, Ids]] = [([], judged_ids(loaded, row)) for row in read.rows]
     for row, pair in zip(read.rows, pairs, strict=True):
         if why := beyond_positions(loaded, pair):

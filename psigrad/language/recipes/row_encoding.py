@@ -93,7 +93,7 @@ def encode_rows(
         refused, counts = [bad for _, some, _ in found for bad in some], sum((more for _, _, more in found), Counter[str]())
     if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
         more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
-        raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or leave such rows out with bad_rows=skip.")
+        raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or leave such rows out with --bad-rows skip.")
     if refused and tell is not None:
         kept = len(rows) - len(refused)
         text = f"{len(refused)} of {len(rows)} rows are refused and left out; the first: {refused[0]}."

@@ -6,20 +6,21 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from psigrad import redaction
 from psigrad.config import Reward
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import as_turns
-from psigrad.language.data.sources import from_rows, load
+from psigrad.language.data.sources import describe_skipped, from_rows, load
 from psigrad.language.data.templates import example
 from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.recipes.scorers import samples_of
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
-from psigrad.language.rewards.reward_pool import row_faults
+from psigrad.language.rewards.row_checks import row_faults
 from psigrad.language.rollout.scoring import Failed, Result, Scored, Unscored, explain_unscored
 
 FORM = "prompt-completion"
@@ -56,12 +57,14 @@ def score(
     tokenizer: str = "",
     timeout: float = 10.0,
     columns: str | Mapping[str, str] = "",
+    bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[RowScore]:
     """What the reward functions give to each prompt-completion row, in order and one row after the other, in a worker process.
 
     `rows` is a file, folder or hub dataset, or rows from Python; columns beside prompt and completion go to the functions.
     `columns` renames some first. `tokenizer` names a model whose tokens the functions are shown as `completion_ids`; without one
-    they are empty. Raises `UserError` where a reward counts tokens and no tokenizer is given.
+    they are empty. `bad_rows="skip"` leaves malformed rows out. Raises `UserError` if a reward counts tokens and no tokenizer is
+    given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")
@@ -73,7 +76,12 @@ def score(
     if named and not rows:
         raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
     renamed = columns_of(columns)
-    read = load(str(rows), form=FORM, split=split, columns=renamed) if named else from_rows(list(rows), FORM, columns=renamed)
+    if named:
+        read = load(str(rows), form=FORM, split=split, columns=renamed, bad_rows=bad_rows)
+    else:
+        read = from_rows(list(rows), FORM, columns=renamed, bad_rows=bad_rows)
+    if read.skipped:
+        redaction.tell("rows_skipped", describe_skipped(read.skipped))
     ids_of, names = _ids(tokenizer), column_names(read.rows)
     samples = [replace(samples_of([row], names), completion_ids=[ids_of(row)]) for row in read.rows]
     faults = row_faults(specs, samples, timeout=timeout)
@@ -92,7 +100,7 @@ def check_scored(scores: Sequence[RowScore]) -> None:
     """Raises `UserError` where no row has a reward, with the reason that most of them have."""
     reasons = [s.result.reason if isinstance(s.result, Unscored) else None for s in scores]
     if scores and all(reasons):
-        raise UserError(f"{explain_unscored(reasons)} Fix the reward function or the dataset.")
+        raise UserError(f"{explain_unscored(reasons, [s.source for s in scores])} Fix the reward function or the dataset.")
 
 
 def summary(scores: Sequence[RowScore]) -> str:

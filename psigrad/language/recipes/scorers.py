@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from psigrad import extras
 from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
-from psigrad.errors import UserError
+from psigrad.config.sections import columns_of
+from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.loading.load_model import load_trained_scalar_model
@@ -25,7 +26,9 @@ from psigrad.language.recipes.model_scorer import Mixture, ModelScorer
 from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.code import Code
-from psigrad.language.rewards.reward_pool import check_weights, names_apart, row_faults
+from psigrad.language.rewards.reward_pool import check_weights, names_apart
+from psigrad.language.rewards.reward_worker import needed_columns
+from psigrad.language.rewards.row_checks import missing_golds, row_faults
 from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.scoring import Samples
@@ -126,9 +129,13 @@ class RewardSetup:
         }
 
     def judgeable(self, rows: Sequence[Row], tell: Tell | None = None) -> Sequence[Row]:
-        """The rows that the functions can judge; one that they can't is refused by its place in the file, or left out and counted
-        with `bad_rows: skip`. An answer that is read in part would reward wrong ones.
+        """Return the rows that the functions can judge.
+
+        A row without a gold is dropped, and counted by the empty column: no function would apply to it. One with a gold that is
+        not read whole raises `UserError` with its place in the file, or is dropped and counted with `bad_rows: skip`: an answer
+        that is read in part would reward wrong ones.
         """
+        rows = self._with_golds(rows, tell)
         if not any(hasattr(function, "check_row") for function in self.functions):
             return rows
         names, starts = column_names(rows), range(0, len(rows), _ROWS_AT_ONCE)
@@ -137,12 +144,46 @@ class RewardSetup:
         bad = [(row, fault) for row, fault in zip(rows, faults, strict=True) if fault]
         if bad and (self.config.data.bad_rows == "stop" or len(bad) == len(rows)):
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            (row, fault), cure = bad[0], "mend it, leave its answer empty where the reward does not apply, or set bad_rows=skip"
+            (row, fault), cure = (
+                bad[0],
+                "mend it, leave its answer empty where the reward does not apply, or leave it out with --bad-rows skip",
+            )
             raise UserError(f"{row.source}: {fault.rstrip('.')}; {cure}{more}.")
         if bad and tell is not None:
             text = f"{len(bad)} of {len(rows)} rows can't be judged by the rewards and are left out, such as {bad[0][0].source}."
             tell("rows_left_out", text, unjudged=len(bad), kept=len(rows) - len(bad))
-        return [row for row, fault in zip(rows, faults, strict=True) if not fault]
+        return [row for row, fault in zip(rows, faults, strict=True) if not fault] if bad else rows
+
+    @property
+    def needs(self) -> list[list[str]]:
+        """The columns that each function needs; with a reward model, which judges every row, none."""
+        return [] if self.config.reward_model else [needed_columns(function) for function in self.functions]
+
+    def _with_golds(self, rows: Sequence[Row], tell: Tell | None) -> Sequence[Row]:
+        if not any(self.needs):
+            return rows
+        there, renamed = column_names(rows), columns_of(self.config.data.columns)
+        for spec, name in ((spec, name) for spec, own in zip(self.specs, self.needs, strict=True) for name in own):
+            if name not in there and (new := renamed.get(name, "")):
+                raise UserError(
+                    f"{spec.name} needs the column {name!r}, which columns renames to {new!r}. A rename takes the old name away; "
+                    f"{new}={{{name}}} copies it."
+                )
+        missing = missing_golds(self.specs, list(self.weights.values()), (row.columns for row in rows), there)
+        lacking: dict[str, list[str]] = {}
+        for row, column in zip(rows, missing, strict=True):
+            if column:
+                lacking.setdefault(column, []).append(row.source)
+        for column, places in lacking.items():
+            shown = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+            text = f"dropped for an empty column {column!r}, which the reward needs: {shown}."
+            if all(missing):
+                raise UserError(f"All {len(rows)} rows would be {text.rstrip('.')}; fill it, or name another column.")
+            if tell is not None:
+                kept = len(rows) - len(places)
+                text = f"{several(len(places), 'row', 'is', 'are')} {text}"
+                tell("rows_left_out", text, column=column, without_gold=len(places), kept=kept)
+        return [row for row, column in zip(rows, missing, strict=True) if not column] if lacking else rows
 
 
 _ROWS_AT_ONCE = 64

@@ -13,8 +13,9 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, name_columns
+from psigrad.language.rewards.golds import accepted, blank
 from psigrad.language.rewards.math_answers import Math
-from psigrad.language.rewards.numeric import blank, without_emphasis
+from psigrad.language.rewards.numeric import without_emphasis
 from psigrad.language.rollout.scoring import text_of
 
 _SAID = re.compile(
@@ -26,7 +27,8 @@ _FIRST = re.compile(r"\W*([A-Za-z])\b(?!['’])")
 
 @dataclass(frozen=True)
 class Choice:
-    r"""1 where the letter that the completion chooses is the column `answer`, a letter or the number of a choice from 0; else 0.
+    r"""1 where the letter that the completion chooses is the column `answer`, or in the list there: letters, or numbers of
+    choices from 0; else 0.
 
     That is the letter that is the first line, else the last letter in a \boxed{…} or behind "answer is", "choice" or "option",
     else the one that the completion begins with. None where the answer is empty.
@@ -34,15 +36,13 @@ class Choice:
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
         """1.0, 0.0 or None for each completion."""
-        golds = [None if blank(a) else letter_of(a) for a in answer]
-        return [
-            None if gold is None else float(read_choice(text_of(c)) == gold) for c, gold in zip(completions, golds, strict=True)
-        ]
+        golds = [[letter_of(one) for one in accepted(a)] for a in answer]
+        return [float(read_choice(text_of(c)) in own) if own else None for c, own in zip(completions, golds, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises `UserError` for an answer that is no choice."""
-        if not blank(answer := row.get("answer")):
-            letter_of(answer)
+        for gold in accepted(row.get("answer")):
+            letter_of(gold)
 
 
 def letter_of(answer: Any) -> str:

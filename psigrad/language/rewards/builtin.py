@@ -15,24 +15,39 @@ from psigrad.importing import imported_callable
 from psigrad.language.data import tasks
 from psigrad.language.rewards.benchmarks import Choice
 from psigrad.language.rewards.code import Code
+from psigrad.language.rewards.golds import accepted, normalise, spellings
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.numeric import Numeric
 from psigrad.language.rewards.reward_worker import finish
 from psigrad.language.rollout.scoring import Failure, text_of, transcript_of
 
 
-def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 where the completion, stripped of white space at its ends, is the column `answer`; else 0. None where there is no
-    answer.
+@dataclass(frozen=True)
+class Exact:
+    """1 where the completion is an accepted answer of the column `answer`, which holds one or a list; else 0.
+
+    White space at both ends does not count, nor how Unicode writes a letter or a space (NFC, no-break spaces). A number may have
+    an exponent or plain decimals. None where there is no answer.
     """
-    return [None if a is None else float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
+
+    __name__ = "exact"
+    quick_check = True
+
+    def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+        """1.0, 0.0 or None for each completion."""
+        golds = [spellings(one) for one in answer]
+        return [float(normalise(text_of(c)) in ways) if ways else None for c, ways in zip(completions, golds, strict=True)]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises `UserError` for an answer that cannot be compared."""
+        accepted(row.get("answer"))
 
 
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
 _THOUGHT_AND_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
-math = Math()
+exact, math = Exact(), Math()
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Format:
 
 
 def reasoning_gym(
-    completions: Sequence[Any], task: Sequence[str], answer: Sequence[Any], metadata: Sequence[Any], **columns: Any
+    completions: Sequence[Any], task: Sequence[str], metadata: Sequence[Any], answer: Sequence[Any] = (), **columns: Any
 ) -> list[float | Failure | None]:
     """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.language.data.tasks`; None where
     a row has no task.
@@ -66,7 +81,7 @@ def reasoning_gym(
     Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text that they cannot read. One that reads
     its own answer is sound, so the completion is at fault: a `Failure`.
     """
-    entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer, metadata, strict=True)]
+    entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer or [None] * len(task), metadata, strict=True)]
     return [
         None if name is None else _reasoning_gym(name, _scorer(name), text_of(c).strip(), entry)
         for c, name, entry in zip(completions, task, entries, strict=True)
@@ -90,12 +105,25 @@ def _scorer(task: str) -> Callable[..., float]:
     return scorer
 
 
-def similarity(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 − edits / length: how near the completion is to the column `answer`. Edits are Levenshtein's (1966), the length is the
-    longer text's. None where there is no answer.
+@dataclass(frozen=True)
+class Similarity(Exact):
+    """1 − edits / length: how near the completion is to the nearest accepted answer of the column `answer`. Edits are
+    Levenshtein's (1966), the length is the longer text's. None where there is no answer.
     """
-    pairs = [(text_of(c).strip(), None if a is None else str(a).strip()) for c, a in zip(completions, answer, strict=True)]
-    return [None if b is None else 1 - _edits(a, b) / max(len(a), len(b), 1) for a, b in pairs]
+
+    __name__ = "similarity"
+
+    def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+        """A share from 0 to 1, or None, for each completion."""
+        texts, golds = [normalise(text_of(c)) for c in completions], [spellings(one) for one in answer]
+        return [max((_alike(text, way) for way in ways), default=None) for text, ways in zip(texts, golds, strict=True)]
+
+
+similarity = Similarity()
+
+
+def _alike(a: str, b: str) -> float:
+    return 1 - _edits(a, b) / max(len(a), len(b), 1)
 
 
 def _edits(a: str, b: str) -> int:

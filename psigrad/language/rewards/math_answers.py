@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.language.rewards.numeric import Number, blank, equal, find_marked, read_number, unwrap, without_emphasis
+from psigrad.language.rewards.golds import accepted, normalise
+from psigrad.language.rewards.numeric import Number, equal, find_marked, read_number, unwrap, without_emphasis
 from psigrad.language.rollout.scoring import text_of
 
 _LATEX = r"\sqrt |\infty |\pi |\cdot |\times |\cup |\cap |\emptyset |\le |\ge |\pm |\in |^{2}|^{3}|^\circ|-| "
@@ -57,7 +58,7 @@ class MathAnswer:
 
 @dataclass(frozen=True)
 class Math:
-    r"""1 where the completion's answer equals the column `answer` in mathematics, else 0.
+    r"""1 where the completion's answer equals the column `answer`, or one of the list there, in mathematics; else 0.
 
     Numbers are compared as `numeric` does, words as words, and all else by math-verify, which finds out whether two expressions
     are equal. The completion's answer is its last \boxed{…}, what stands behind its last ####, in its last <answer>, behind "the
@@ -67,16 +68,17 @@ class Math:
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
         """1.0, 0.0 or None for each completion."""
-        return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
+        return [self._one(normalise(text_of(c)), a) for c, a in zip(completions, answer, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises `UserError` for an answer that cannot be compared."""
-        if not blank(answer := row.get("answer")) and gold_answer(str(answer)) is None:
-            raise UserError(f"the answer {str(answer)[:80]!r} can't be read whole, as a number, as LaTeX or as words")
+        for gold in accepted(row.get("answer")):
+            if gold_answer(gold) is None:
+                raise UserError(f"the answer {gold[:80]!r} can't be read whole, as a number, as LaTeX or as words")
 
     def _one(self, text: str, answer: Any) -> float | None:
-        gold = None if blank(answer) else gold_answer(str(answer))
-        return None if gold is None else float(_matches(gold, text))
+        golds = [gold for one in accepted(answer) if (gold := gold_answer(one)) is not None]
+        return float(any(_matches(gold, text) for gold in golds)) if golds else None
 
 
 @lru_cache(1 << 16)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.language.rewards.golds import accepted
 from psigrad.language.rollout.scoring import text_of
 
 _SEPARATOR = r"(?:[,_ '’\u00a0\u2009\u202f]|\{,\}|\\[,:; !])"
@@ -184,7 +185,7 @@ def _digits(text: str) -> str:
 
 @dataclass(frozen=True)
 class Numeric:
-    r"""1 where the completion's number equals the one that the column `answer` is, else 0.
+    r"""1 where the completion's number equals the column `answer`, or one of the list there; else 0.
 
     The completion's number is the last in its last \boxed{…}, in its last <answer>, behind its last ####, or in all of it. Whole
     answers must be met exactly, others within `tolerance` times their size. None where the answer is null; an answer that is
@@ -203,28 +204,21 @@ class Numeric:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises `UserError` for an answer that cannot be compared."""
-        if not blank(answer := row.get("answer")) and gold_number(answer) is None:
-            raise UserError(f"the answer {str(answer)[:80]!r} is more than a number; take the reward math for expressions")
+        for gold in accepted(row.get("answer")):
+            if gold_number(gold) is None:
+                raise UserError(f"the answer {gold[:80]!r} is more than a number; take the reward math for expressions")
 
     def _one(self, text: str, answer: Any) -> float | None:
-        wanted = gold_number(answer)
-        if wanted is None:
+        wanted = [number for gold in accepted(answer) if (number := gold_number(gold)) is not None]
+        if not wanted:
             return None  # the row has no number to compare with: not applicable, and not the policy's fault
         own = find_marked(text := without_emphasis(text))
         found = last_number(text) if own is None else _in_mark(own)
-        return float(equal(found, wanted, self.tolerance))
+        return float(any(equal(found, number, self.tolerance) for number in wanted))
 
 
-def blank(answer: Any) -> bool:
-    """Whether a row has no answer."""
-    return answer is None or not str(answer).strip()
-
-
-def gold_number(answer: Any) -> Number | None:
-    """The number that an answer is, or that a worked solution marks; None for anything else."""
-    if blank(answer):
-        return None
-    text = str(answer)
+def gold_number(text: str) -> Number | None:
+    """Return the number that an answer is, or that a worked solution marks; None for anything else."""
     return read_number(text if (own := find_marked(text)) is None else own)
 
 

@@ -65,7 +65,7 @@ def _with_parameters(mapping: dict[str, Any]) -> RewardSpec:
     if not mapping:
         return base
     kind = type(base.function)
-    if not dataclasses.is_dataclass(kind):
+    if not dataclasses.is_dataclass(kind) or not dataclasses.fields(kind):
         raise UserError(f"The reward {name!r} takes no parameters and got {', '.join(mapping)}.")
     known = [f.name for f in dataclasses.fields(kind)]
     for key in mapping:

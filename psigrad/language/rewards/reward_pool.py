@@ -14,6 +14,7 @@ from psigrad.errors import UserError
 from psigrad.language.rewards.resolve import RewardSpec
 from psigrad.language.rewards.reward_worker import Part, is_async
 from psigrad.language.rollout.scoring import (
+    NOT_APPLICABLE,
     Failed,
     Failure,
     Preparable,
@@ -30,6 +31,8 @@ from psigrad.processes.workers.worker_pool import SharedWait
 
 # Seconds until a thread that waits for answers looks for groups that others have added.
 SLICE = 0.05
+_LARGEST = 1e150
+"""The largest reward whose square, which a standard deviation takes, is finite."""
 # Groups that a worker has at once where a function is `async`.
 TOGETHER = 8
 
@@ -206,40 +209,6 @@ class PoolScoring(Scoring):
         return sum(map(len, self._parts)) < self._count * len(self._parts)
 
 
-@dataclass(frozen=True)
-class RowCheck:
-    """A function's `check_row` in the shape of a reward: None for a row that it can judge, a `Failure` for another."""
-
-    function: Any
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Failure | None]:
-        """What is wrong with each row."""
-        return [self._one({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
-
-    def _one(self, row: dict[str, Any]) -> Failure | None:
-        try:
-            self.function.check_row(row)
-        except UserError as error:
-            return Failure(str(error))
-        return None
-
-
-def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings: Any) -> list[str]:
-    """Why a row cannot be judged, for each row of the samples; empty where it can.
-
-    Asked are the functions that have a method `check_row(row)`, which is given the columns and raises `UserError`. They are
-    asked in the processes of a `RewardPool` with these settings, so that no row can hang the caller.
-    """
-    asked = [RewardSpec(spec.name, RowCheck(spec.function)) for spec in specs if hasattr(spec.function, "check_row")]
-    if not asked or not rows:
-        return [""] * sum(map(len, rows))
-    with RewardPool(asked, **settings) as pool:
-        scoring = pool.begin()
-        for some in rows:
-            scoring.add(some)
-        return scoring.faults()
-
-
 def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:
     """Enter a function's answer into `parts` (by function, then by sample).
 
@@ -267,10 +236,11 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
             faults.append(f"{name}: {part}")
     terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
     if not terms:
-        return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
+        return Unscored(f"{NOT_APPLICABLE} ({', '.join(names)} gave None or have weight 0)")
     total = sum(terms)
-    if not math.isfinite(total):
-        return Unscored("the weighted sum of its rewards is beyond floating point")
+    if not abs(total) <= _LARGEST:
+        given_by = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+        return Unscored(f"the weighted sum of its rewards is beyond {_LARGEST:g} ({given_by})")
     return Failed(total, faults[0], parts) if faults else Scored(total, parts)
 
 

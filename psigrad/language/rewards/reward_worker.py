@@ -14,6 +14,7 @@ from typing import Any
 
 from psigrad.errors import kind_of, nearest
 from psigrad.language.rewards.code import Code, Wrong
+from psigrad.language.rewards.golds import blank
 from psigrad.language.rollout.scoring import Failure, Preparable, Unscored, transcript_of, turns_of
 from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import message_of, reason_for
@@ -114,7 +115,8 @@ def encode(answer: list[Part] | Unscored) -> Any:
 def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part] | Unscored:
     """What `function` gives to each sample, or why it gives nothing.
 
-    Whatever it raises, SystemExit included, is such a reason; only Ctrl-C passes.
+    Whatever it raises, SystemExit included, is such a reason; only Ctrl-C passes. On a sample whose row lacks a column that the
+    function needs, an exception means that the function does not apply.
     """
     try:
         return call(name, function, samples)
@@ -123,6 +125,8 @@ def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> lis
     except Malformed as error:
         return Unscored(str(error))
     except BaseException as error:
+        if len(samples["completions"]) == 1 and any(blank(*samples[c]) for c in needed_columns(function) if c in samples):
+            return [None]
         return Unscored(reason_for(name, error))
 
 
@@ -219,6 +223,19 @@ def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str
 _ALWAYS = ("prompts", "completions", "completion_ids")
 # What TRL's trainer gives them besides.
 _TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
+_TEXTS = ("last_turns", "policy_texts", "transcripts", "policy_ids", "opened_thoughts")
+GIVEN = frozenset((*_ALWAYS, *_TRAINERS, *_TEXTS))
+"""Arguments of reward functions that are no columns."""
+
+
+def needed_columns(function: Callable[..., Any]) -> list[str]:
+    """Return the columns that a reward function cannot do without: its parameters without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
+    return [name for name in named if name not in GIVEN]
 
 
 def _part_of(name: str, value: Any) -> Part:

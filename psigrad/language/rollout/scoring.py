@@ -8,6 +8,13 @@ from typing import Any, Protocol
 
 from psigrad.errors import UserError
 
+WINDOW = 200
+"""Completions over which `max_unscored` is judged."""
+_ENOUGH = 8
+"""Completions after which a reward that has never worked stops a run."""
+NOT_APPLICABLE = "no reward function applies to it"
+"""The reason of a completion that no reward function gave a number."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -151,24 +158,41 @@ class Scorer(Protocol):
         ...
 
 
-def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
-    """Stop a run whose rewards do not work. `reasons` has one entry per completion: why it is unscored, or None."""
-    unscored = sum(reason is not None for reason in reasons)
-    if not unscored or unscored / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
-        return
-    raise RewardError(f"{explain_unscored(reasons, f', above max_unscored {limit:g}')} Fix that or raise the limit.")
+def check_unscored(
+    reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
+) -> list[list[int]]:
+    """Raise `RewardError` if more than `limit` of the last `WINDOW` completions are unscored through a fault, or if all are.
+
+    `reasons` has one entry per completion of a step: why it is unscored, or None. One to which no function applies is no fault.
+    `before` is what the previous step returned: [faults, completions] of each of the last steps, which now ends in this one.
+    """
+    faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
+    window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
+    while sum(total for _, total in window[1:]) >= WINDOW:
+        window = window[1:]
+    bad, seen = (sum(column) for column in zip(*window, strict=True))
+    never = limit < 1 and bad == seen >= _ENOUGH
+    if any(faults) and (never or bad / max(seen, WINDOW) > limit):
+        all_of = f"; {bad} of the last {seen}" if before else ""
+        above = f"{all_of}, above max_unscored {limit:g}"
+        raise RewardError(f"{explain_unscored(faults, sources, above)} Fix that or raise the limit.")
+    return window
 
 
-def explain_unscored(reasons: Sequence[str | None], above: str = "") -> str:
-    """How many of the completions are unscored, and the reason that most of these have; `reasons` as in `check_unscored`."""
+def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
+    """Return how many of the completions are unscored, and the reason that most of these have, with their rows.
+
+    `reasons` are as in `check_unscored`. `sources` are the places of the rows in their files.
+    """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):
         if reason is not None:
             counts.setdefault(reason, []).append(i)
     reason, samples = max(counts.items(), key=lambda item: len(item[1]))
-    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
+    places = list(dict.fromkeys(sources[i] for i in samples)) if sources else list(map(str, samples))
+    shown = ", ".join(places[:5]) + (", …" if len(places) > 5 else "")
     unscored = sum(map(len, counts.values()))
-    most = f"most often ({len(samples)}, samples {shown}): {reason.rstrip('.')}."
+    most = f"most often ({len(samples)}, {'rows' if sources else 'samples'} {shown}): {reason.rstrip('.')}."
     return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"
 
 

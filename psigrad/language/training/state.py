@@ -20,3 +20,5 @@ class State(RunState):
     """The fate of the prompts drawn so far, of online runs; see `online/ledger.py`."""
     pending: tuple[Pending, ...] = ()
     """Collections for later steps, in runs with a lag."""
+    unscored: list[list[int]] = field(default_factory=list)
+    """[faults of rewards, completions] of each of the last steps; see `rollout.scoring.check_unscored`."""

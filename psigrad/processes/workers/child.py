@@ -124,9 +124,10 @@ def read_request(stream: BinaryIO) -> tuple[int, Any]:
 
 
 def reason_for(name: str, error: BaseException) -> str:
-    """Why a user's function gave nothing: what it raised, and where in its own code."""
-    frames_of = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OURS, "<frozen"))]
-    where = f" ({os.path.basename(frames_of[-1].filename)}, line {frames_of[-1].lineno})" if frames_of else ""
+    """Return why a user's function gave nothing: what it raised, and the last line of the user's own code on the way."""
+    foreign = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OURS, "<frozen"))]
+    own = [f for f in foreign if not f.filename.startswith(_PYTHON) and "-packages" + os.sep not in f.filename] or foreign
+    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
     hint = ""
     if isinstance(error, KeyError) and error.args and error.args[0] in _withheld:
         hint = "; workers get few environment variables: name this one in worker_env"
@@ -147,4 +148,5 @@ def message_of(error: BaseException) -> str:
     return text if len(text) <= _REASON else text[:_REASON] + "…"
 
 
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

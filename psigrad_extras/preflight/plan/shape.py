@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.loading.model_source import meant
+from psigrad.language.models.lora import is_adapted
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
 from psigrad.language.models.towers import towers_of, why_not_text
 
@@ -70,8 +71,7 @@ class Shape:
 
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Parameters of an adapter B A of this rank on the layers that `targets` name: rank · (inputs + outputs) each."""
-        every = targets == ("all-linear",)
-        return sum(rank * (i + o) for name, i, o in self.linears if every or name.rpartition(".")[2] in targets)
+        return sum(rank * (i + o) for name, i, o in self.linears if is_adapted(name, targets))
 
 
 @cache

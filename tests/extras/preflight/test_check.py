@@ -270,7 +270,7 @@ def test_rows_that_the_template_cannot_say_are_named_as_in_the_file_or_left_out_
     talks[1][0]["name"] = "Al"
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     data = Data(dataset=str(tmp_path / "talks.jsonl"))
-    with pytest.raises(UserError, match=r"talks\.jsonl:2: column 'messages\[0\]\.name' is left out.*bad_rows=skip"):
+    with pytest.raises(UserError, match=r"talks\.jsonl:2: column 'messages\[0\]\.name' is left out.*--bad-rows skip"):
         check.load_subject(config(tmp_path, data=data))
     subject = check.load_subject(config(tmp_path, data=replace(data, bad_rows="skip")))
     assert [prompt.row.source[-1] for prompt in subject.dataset] == ["1", "3"] and check.check_data(subject).verdict == "ok"

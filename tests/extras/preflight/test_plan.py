@@ -54,7 +54,9 @@ def test_parameters_are_counted_without_weights(architecture, tied):
     assert shape.matrices + shape.embeddings + (0 if tied else shape.head) + small == shape.parameters
 
 
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
+@pytest.mark.parametrize(
+    "targets", [("all-linear",), ("q_proj", "down_proj"), ("layers.0.mlp.up_proj",), (r".*\.1\..*[qv]_proj",)]
+)
 def test_an_adapters_parameters_are_counted(targets):
     hf = tiny.model("qwen3", 100)
     expected = count_shape(hf.config).lora_parameters(4, targets)

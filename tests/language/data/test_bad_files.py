@@ -318,7 +318,7 @@ def test_many_bad_rows_are_counted_and_the_first_five_shown(tmp_path: Path) -> N
     with pytest.raises(UserError) as caught:
         load(str(path), form="prompt-only")
     message = str(caught.value)
-    assert "12 malformed of 14 rows" in message and "and 7 more" in message and "bad_rows=skip" in message
+    assert "12 malformed of 14 rows" in message and "and 7 more" in message and "--bad-rows skip" in message
     assert [n for n in range(1, 15) if f"my.jsonl:{n}:" in message] == [2, 3, 4, 5, 6]
 
 

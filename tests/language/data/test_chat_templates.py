@@ -219,3 +219,58 @@ def test_a_tokenizer_that_gets_another_eos_is_asked_again() -> None:
     assert dialect.dialect_of(tokenizer, {"tools": None}).turn_end == "<|im_end|>"
     tokenizer.eos_token = "<|endoftext|>" if "<|endoftext|>" in tokenizer.get_vocab() else "<|im_start|>"
     assert dialect.dialect_of(tokenizer, {"tools": None}).turn_end == tokenizer.eos_token
+
+
+def _call(arguments: dict[str, Any], content: str = "", **more: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return maker.bot(content, tool_calls=[{"id": "c1", "type": "function", "function": function}], **more)
+
+
+_ROME = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+_GPT_CALL = '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
+
+
+@pytest.mark.parametrize(
+    ("name", "called", "trained"),
+    [
+        ("glm4moe", _call({"city": "Rome"}), f"{_ROME}<|observation|>"),
+        ("glm4moe", _call({}), "<tool_call>weather\n</tool_call><|observation|>"),
+        ("glm4moe", _call({"city": "Rome"}, "I look."), f"I look.\n{_ROME}<|observation|>"),
+        ("gptoss", _call({"city": "Rome"}), _GPT_CALL.removeprefix("<|start|>assistant")),
+        (
+            "gptoss",
+            _call({"city": "Rome"}, reasoning_content="I look."),
+            f"<|channel|>analysis<|message|>I look.<|end|>{_GPT_CALL}",
+        ),
+    ],
+)
+def test_a_call_is_trained_as_the_template_writes_it(name: str, called: dict[str, Any], trained: str) -> None:
+    """By hand. GLM ends no turn by itself; gpt-oss hides the thought beside a call once an answer follows, which was sampled
+    where the thought is shown.
+    """
+    case, tool = maker.Case(maker.tokenizer_of(name)), {"role": "tool", "name": "weather", "tool_call_id": "c1", "content": "sun"}
+    talk = [maker.user("go"), called, tool, maker.bot("Sunny.")]
+    first, last = case.turns(messages=talk)
+    assert first[1] == trained
+    maker._same_context(last[0], case.prompt(talk[:3]))
+    assert trained in last[0]
+    assert last[1] == {"glm4moe": "Sunny.<|user|>", "gptoss": "<|channel|>final<|message|>Sunny.<|return|>"}[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "opened"),
+    [
+        ("deepseek_r1_distill", "<｜end▁of▁sentence｜>", "<think>\n"),
+        ("deepseekv3", "<｜end▁of▁sentence｜>", "<think>\n"),
+        ("qwen3_8", "<|im_end|>", "<think>\n"),
+        ("qwen3", "<|im_end|>", ""),
+    ],
+)
+@pytest.mark.parametrize("field", [True, False])
+def test_a_thought_in_the_content_is_a_thought(field: bool, name: str, ends: str, opened: str) -> None:
+    """By hand: one empty line behind the thought, in the context that is sampled, however the row says it."""
+    case = maker.Case(maker.tokenizer_of(name))
+    said = maker.bot("It is 5.", reasoning_content="sum") if field else maker.bot("<think>\nsum\n</think>\n\nIt is 5.")
+    ((context, trained),) = case.turns(messages=[maker.user("2+3?"), said])
+    assert trained == f"{'' if opened else '<think>' + chr(10)}sum\n</think>\n\nIt is 5.{ends}"
+    assert context == case.prompt([maker.user("2+3?")]) and context.endswith(opened)

@@ -6,6 +6,7 @@ import pytest
 
 from psigrad.errors import UserError
 from psigrad.language.data.sources import load
+from psigrad.language.rewards.builtin import exact
 
 
 def write(tmp_path, text: str | bytes, name: str = "rows.csv") -> str:
@@ -17,7 +18,7 @@ def write(tmp_path, text: str | bytes, name: str = "rows.csv") -> str:
 def test_cells_are_text_whatever_is_in_them(tmp_path):
     text = 'prompt,answer,note\n"2 + 2, quickly\nplease",04,\n"say ""yes""",yes,x\n'
     first, second = load(write(tmp_path, text), form="prompt-only").rows
-    assert first.prompt == "2 + 2, quickly\nplease" and first.columns == {"answer": "04"}
+    assert first.prompt == "2 + 2, quickly\nplease" and first.columns == {"answer": "04", "note": None}
     assert second.prompt == 'say "yes"' and second.columns == {"answer": "yes", "note": "x"}
     assert first.source == "rows.csv:3" and second.source == "rows.csv:4"
 
@@ -31,6 +32,23 @@ def test_tabs_separate_a_tsv_and_a_byte_order_mark_is_no_part_of_a_name(tmp_path
 def test_labels_are_read_as_such(tmp_path, cell, label):
     (row,) = load(write(tmp_path, f"prompt,completion,label\na,b,{cell}\n"), form="unpaired-preference").rows
     assert row.label is label
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+@pytest.mark.parametrize("delimiter", [";", ",", "\t", "|"])
+def test_the_header_shows_the_delimiter(tmp_path, suffix, delimiter):
+    text = 'prompt,answer\n"2, 3; 4|5\t6",7\n'.replace("t,a", f"t{delimiter}a").replace('",', f'"{delimiter}')
+    (row,) = load(write(tmp_path, text, f"rows.{suffix}"), form="prompt-only").rows
+    assert (row.prompt, row.columns) == ("2, 3; 4|5\t6", {"answer": "7"})
+
+
+def test_a_column_named_label_is_a_boolean_in_unpaired_preferences_alone(tmp_path):
+    path = write(tmp_path, "prompt,completion,label\na,b,0\nc,d,1\ne,f,2\n")
+    rows = load(path, form="prompt-only", columns={"label": "answer"}).rows
+    assert [row.columns["answer"] for row in rows] == ["0", "1", "2"]
+    assert exact(["0", "1", "1"], [row.columns["answer"] for row in rows]) == [1, 1, 0]
+    with pytest.raises(UserError, match="column 'label' is '2'; it must be true"):
+        load(path, form="unpaired-preference")
 
 
 @pytest.mark.parametrize(

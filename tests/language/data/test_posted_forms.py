@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from cases import repeat_for
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +18,7 @@ from psigrad import cli
 from psigrad.cli import flags
 from psigrad.compat.foreign_names import load as settings
 from psigrad.config import Data, EvalConfig, OnlineConfig, SampleConfig
+from psigrad.config.fields import settings_of
 from psigrad.config.load import to_dict
 from psigrad.config.methods import list_declarations
 from psigrad.config.sections import columns_of
@@ -27,6 +29,7 @@ from psigrad.language.data.pairs import encode_pair
 from psigrad.language.data.posted_forms import as_turns, for_model, map_columns
 from psigrad.language.data.sources import from_rows, read_dataset
 from psigrad.language.data.templates import example, examples, prompt_ids
+from psigrad.language.recipes.scorers import RewardSetup
 
 
 def user(text: str) -> dict[str, str]:
@@ -145,7 +148,7 @@ def test_what_was_recognised_is_said_and_counted() -> None:
     data = Data(dataset=rows, bad_rows="skip")
     read_dataset(data, "sft", rows, "", lambda kind, text, **_: said.append(text))
     assert said[:2] == ["In 2 rows conversations are messages.", "In 1 row system is the system turn."]
-    assert said[2].startswith("1 malformed row is left out; the first is rows:4: column 'messages' is a number")
+    assert said[2].startswith("1 malformed row is left out: 1 because column 'messages' is a number")
     quiet: list[str] = []
     read_dataset(Data(), "sft", [{"messages": OURS}], "", lambda kind, text, **_: quiet.append(text))
     assert quiet == []
@@ -199,7 +202,7 @@ def test_all_that_a_mapping_names_in_vain_is_named_at_once() -> None:
         ("prompt=question", ["'prompt'", "write question=prompt"]),
         ("prompt={quest} a", ["'quest'", "found: question"]),
         ("prompt={extra}", ["'extra'", "text and numbers"]),
-        ("prompt={extra.by}", ["'extra.by'", "None"]),
+        ("prompt={extra.by}", ["'extra.by'", "is empty"]),
         ("extra.none=x", ["'extra.none'", "is not there"]),
     ],
 )
@@ -219,9 +222,61 @@ def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
     assert settings(OnlineConfig, flags={"data.columns": "a=b"}).data.columns == {"a": "b"}
     config = settings(OnlineConfig, flags={"columns": made})
     assert to_dict(config)["data"]["columns"] == made and settings(OnlineConfig, flags=to_dict(config)) == config
+    (tmp_path / "flat.yaml").write_text(f"columns: {json.dumps(made)}\nlearning_rate: 1e-5\n")
+    flat = settings(OnlineConfig, tmp_path / "flat.yaml")
+    assert flat.data.columns == made and flat.optim.learning_rate == 1e-5
+    for words in (
+        ["--columns", "a=prompt", "B.c=answer"],
+        ["--columns=a=prompt", "B.c=answer"],
+        ["--columns", "a=prompt,B.c=answer"],
+    ):
+        parsed = flags.parse(OnlineConfig, "grpo", [*words, "run.seed=2", "--max-steps", "3"])
+        assert columns_of(parsed.data.columns) == {"a": "prompt", "B.c": "answer"} and parsed.run.seed == 2
     for wrong in ("question", "=prompt", "question="):
         with pytest.raises(UserError, match="expected pairs such as"):
             settings(OnlineConfig, flags={"columns": wrong})
+
+
+MAPPINGS = {name for name, setting in settings_of(OnlineConfig).items() if "Mapping" in str(setting.type) and "." in name}
+
+
+@pytest.mark.parametrize("name", sorted(MAPPINGS))
+def test_every_flat_name_of_a_yaml_file_takes_a_mapping(name: str, tmp_path: Path) -> None:
+    leaf, value = name.rpartition(".")[2], {"question": "prompt"}
+    (tmp_path / "a.yaml").write_text(f"{leaf}: {json.dumps(value)}\n")
+    (tmp_path / "b.yaml").write_text(f"{name.partition('.')[0]}: {{{leaf}: {json.dumps(value)}}}\n")
+    flat, nested = (settings(OnlineConfig, tmp_path / file) for file in ("a.yaml", "b.yaml"))
+    assert flat == nested != OnlineConfig()
+
+
+def test_rows_are_counted_by_reason_and_an_empty_cell_is_no_missing_column(tmp_path: Path) -> None:
+    """An empty message has one fate in CSV, JSON lines and Parquet, and the reason names the column of the file."""
+    rows = [{"q": "", "a": "1"}, {"q": "2?", "a": None}, {"q": None, "a": "3"}, {"q": "4?", "a": "4"}]
+    table = "q,a\n" + "".join(f"{row['q'] or ''},{row['a'] or ''}\n" for row in rows)
+    (tmp_path / "rows.csv").write_text(table)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    for name, line in (("rows.csv", 2), ("rows.jsonl", 1), ("rows.parquet", 1)):
+        said: list[str] = []
+        mapping = {"prompt": "Classify: {q}", "a": "completion"}
+        data = Data(dataset=str(tmp_path / name), columns=mapping, bad_rows="skip")
+        read = read_dataset(data, "sft", data.dataset, "train", lambda kind, text, said=said, **_: said.append(text))
+        assert [(row.prompt, row.completion) for row in read.rows] == [("Classify: 4?", "4")]
+        assert said == [
+            f"3 malformed rows are left out: 2 because column 'q' is empty; a template takes text and numbers ({name}:{line}); "
+            f"1 because column 'a' is empty (null); it must be a string or a list of messages ({name}:{line + 1})."
+        ]
+
+
+def test_a_reward_gets_a_copied_column_and_a_renamed_one_is_gone() -> None:
+    row = {"q": "2?", "a": ["2", "two"]}
+    (copied,) = from_rows([row], "prompt-only", columns=columns_of("q=prompt,answer={a}")).rows
+    (renamed,) = from_rows([row], "prompt-only", columns=columns_of("q=prompt,a=answer")).rows
+    assert copied.columns == {"a": row["a"], "answer": row["a"]} and renamed.columns == {"answer": row["a"]}
+    setup = RewardSetup.of(OnlineConfig(reward=("exact",), data=Data(columns="q=prompt,answer=gold")))
+    (gone,) = from_rows([{"q": "2?", "answer": "2"}], "prompt-only", columns=columns_of("q=prompt,answer=gold")).rows
+    with pytest.raises(UserError, match=r"needs the column 'answer', which columns renames to 'gold'.*gold=\{answer\} copies it"):
+        setup.judgeable([gone])
 
 
 def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
@@ -230,7 +285,7 @@ def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.Monke
         assert columns_of(flags.parse(cls, "it", ["--columns", "question=prompt"]).data.columns) == {"question": "prompt"}
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"question": "6 times 7?", "said": "42", "truth": "42", "rating": 1}) + "\n")
-    mapped = ["--dataset", str(file), "--columns", "question=prompt,said=completion,truth=answer"]
+    mapped = ["--dataset", str(file), "--columns", "question=prompt", "said=completion", "truth=answer"]
     assert cli.main(["score", "--reward", "exact", *mapped]) == 0
     assert json.loads(capsys.readouterr().out)["reward"] == 1.0
     assert cli.main(["score", "--attack", "--reward", "exact", *mapped]) == 0
@@ -242,7 +297,7 @@ def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.Monke
     assert cli.main(["score", "--model", "m", *mapped]) == 0
     with pytest.raises(ZeroDivisionError):
         cli.main(["pairs", *mapped])
-    assert seen == [mapped[-1]] * 2
+    assert seen == [",".join(mapped[-3:])] * 2
 
 
 def test_a_row_without_a_prompt_says_how_to_map_one() -> None:

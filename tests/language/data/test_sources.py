@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,12 +13,13 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from huggingface_hub import constants
 
 from psigrad.config import Data
 from psigrad.errors import UserError
-from psigrad.language.data import sources
+from psigrad.language.data import named_datasets, tasks
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import LoadedRows, from_rows, holdout, load, read_rows
 from psigrad.seeds import permutation
@@ -150,6 +154,134 @@ def test_a_folder_is_read_in_name_order_and_by_split(tmp_path: Path) -> None:
         load(str(tmp_path / "empty"), form="prompt-only")
 
 
+def compress(path: Path, ending: str) -> None:
+    """Replace a file by a compressed one."""
+    data = path.read_bytes()
+    packed = path.with_name(path.name + ending)
+    if ending == ".zst":
+        with pa.CompressedOutputStream(str(packed), "zstd") as file:
+            file.write(data)
+    else:
+        packed.write_bytes({".gz": gzip, ".bz2": bz2, ".xz": lzma}[ending].compress(data))
+    path.unlink()
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_folder_of_mixed_kinds_is_read_whole(ending: str, tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    compress(jsonl(tmp_path / "b.jsonl", [{"prompt": "b"}]), ending)
+    jsonl(tmp_path / "C.JSONL", [{"prompt": "c"}])
+    (tmp_path / "d.csv").write_text("prompt\nd\n")
+    compress(tmp_path / "d.csv", ending)
+    (tmp_path / "e.json").write_text('[{"prompt": "e"}]')
+    compress(tmp_path / "e.json", ending)
+    datasets.Dataset.from_list([{"prompt": "f"}]).to_parquet(tmp_path / "f.Parquet")
+    jsonl(tmp_path / ".cache" / "left.jsonl", [{"prompt": "hidden"}])
+    jsonl(tmp_path / "._a.jsonl", [{"prompt": "hidden"}])
+    rows = load(str(tmp_path), form="prompt-only").rows
+    assert sorted((row.prompt, row.source) for row in rows) == [
+        ("a", "a.jsonl:1"), ("b", f"b.jsonl{ending}:1"), ("c", "C.JSONL:1"), ("d", f"d.csv{ending}:2"),
+        ("e", f"e.json{ending}:1"), ("f", "f.Parquet:1"),
+    ]  # fmt: skip
+    cut = tmp_path / f"b.jsonl{ending}"
+    cut.write_bytes(cut.read_bytes()[:-3])
+    with pytest.raises(UserError, match=r"b.jsonl.* can't be read"):
+        load(str(tmp_path), form="prompt-only")
+
+
+@pytest.mark.parametrize("name", ["b.arrow", "b.xlsx", "b.parquet.gz", "sub/b.zip"])
+def test_a_folder_with_data_that_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=f"holds a.jsonl and {name}, which is not read"):
+        load(str(tmp_path), form="prompt-only")
+
+
+def test_a_file_of_no_split_beside_files_of_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("train", "test", "extra"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    with pytest.raises(UserError, match=r"files of the splits test, train, and extra\.jsonl says none"):
+        load(str(tmp_path), form="prompt-only")
+
+
+@pytest.fixture(params=["file", "folder", "folder of splits", "saved", "saved splits", "hub", "task"])
+def ten(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A source of ten rows p0 … p9, which is the split train."""
+    rows, path = [{"prompt": f"p{i}"} for i in range(10)], tmp_path / "rows"
+    whole = datasets.Dataset.from_list(rows)
+    whole.to_json(tmp_path / "hub.jsonl")
+    match request.param:
+        case "file":
+            return str(jsonl(tmp_path / "rows.jsonl", rows))
+        case "folder":
+            jsonl(path / "a.jsonl", rows[:3])
+            jsonl(path / "b.jsonl", rows[3:])
+        case "folder of splits":
+            jsonl(path / "train.jsonl", rows)
+            jsonl(path / "test.jsonl", [{"prompt": "other"}])
+        case "saved":
+            whole.save_to_disk(path)
+        case "saved splits":
+            datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(path)
+        case "hub":
+            true, file = datasets.load_dataset, {"train": str(tmp_path / "hub.jsonl")}
+            monkeypatch.setattr(
+                datasets,
+                "load_dataset",
+                lambda name, config, **asked: true("json", data_files=file, cache_dir=str(tmp_path / "cache"), **asked),
+            )
+            return "org/name"
+        case "task":
+            monkeypatch.setattr(tasks, "rows_by_name", lambda name: rows)
+            return "task:made"
+    return str(path)
+
+
+@pytest.mark.parametrize("streamed", [0, 100])
+@pytest.mark.parametrize(
+    ("split", "first", "behind"),
+    [("train", 0, 10), ("train[:4]", 0, 4), ("train[4:]", 4, 10), ("train[2:5]", 2, 5), ("train[:90%]", 0, 9),
+     ("train[90%:]", 9, 10), ("train[:25%]", 0, 2), ("train[25%:]", 2, 10), ("train[-3:]", 7, 10), ("train[-20%:]", 8, 10)],
+)  # fmt: skip
+def test_a_slice_of_a_split_is_obeyed_in_every_source(split: str, first: int, behind: int, streamed: int, ten: str) -> None:
+    rows = load(ten, form="prompt-only", split=split, max_rows=streamed)
+    assert prompts(rows) == [f"p{i}" for i in range(first, behind)]
+
+
+@pytest.mark.parametrize("split", ["nonsense", "validation", "nonsense[:4]", "train[:x]", "train[4]"])
+def test_a_split_that_does_not_exist_is_refused_in_every_source(split: str, ten: str) -> None:
+    with pytest.raises(UserError, match="split"):
+        load(ten, form="prompt-only", split=split)
+
+
+def test_a_file_without_splits_trains_as_train_and_evaluates_as_test_too(tmp_path: Path) -> None:
+    path = str(jsonl(tmp_path / "d.jsonl", RECORDS))
+    rows, held = read_rows(Data(dataset=path, eval_dataset=path), "prompt-only", None, 0)
+    assert len(rows) == len(held) == 5
+    with pytest.raises(UserError, match=r"d\.jsonl has no split 'test', for it has no splits"):
+        read_rows(Data(dataset=path, split="test"), "prompt-only", 0, 0)
+    own = str(jsonl(tmp_path / "test.jsonl", RECORDS))
+    assert len(read_rows(Data(dataset=own, split="test[:2]"), "prompt-only", 0, 0)[0]) == 2
+    in_memory = Data(dataset=RECORDS, split="train[:2]", eval_dataset=RECORDS, eval_split="test[2:]")
+    assert [*map(len, read_rows(in_memory, "prompt-only", None, 0))] == [2, 3]
+
+
+@pytest.mark.parametrize("format", ["torch", "numpy", None])
+def test_rewards_get_plain_values_of_a_dataset_in_any_format(format: str | None, tmp_path: Path) -> None:
+    record = {"prompt": "5?", "answer": 5, "share": 0.5, "list": [1, 2], "info": {"x": [1.5]}}
+    made = datasets.Dataset.from_list([record]).with_format(format)
+    made.save_to_disk(tmp_path / "saved")
+    wanted = {name: value for name, value in record.items() if name != "prompt"}
+    given = [
+        from_rows(made, "prompt-only"),
+        from_rows(list(made), "prompt-only"),
+        load(str(tmp_path / "saved"), form="prompt-only"),
+    ]
+    for (row,) in (one.rows for one in given):
+        assert row.columns == wanted and json.loads(json.dumps(row.columns)) == wanted
+
+
 def test_a_dataset_saved_to_disk_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:
     one = datasets.Dataset.from_list(RECORDS)
     one.save_to_disk(str(tmp_path / "one"))
@@ -224,7 +356,7 @@ def test_without_a_network_the_hub_is_not_asked_over_and_over(monkeypatch: pytes
         raise OSError
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(sources, "_network", {"missing": False})
+    monkeypatch.setattr(named_datasets, "_network", {"missing": False})
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("socket.getaddrinfo", nobody)
     asked = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import peft
 import pytest
 import ranks
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad import api
@@ -19,8 +20,8 @@ from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import locate
-from psigrad.language.models import language_model, sharded, tiny
-from psigrad.language.models.lora import Lora, settings_of
+from psigrad.language.models import language_model, scalar_model, sharded, tiny
+from psigrad.language.models.lora import Lora, merging_loss, settings_of
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -244,3 +245,83 @@ def test_a_peft_config_becomes_settings():
     with pytest.raises(UserError, match=r"expected a peft.LoraConfig"):
         settings_of({"r": 8})
     assert language_model.Lora is Lora
+
+
+@pytest.mark.parametrize(
+    "named", ["all-linear", r".*layers\.0\..*\.[qv]_proj", r"model\.layers\.1\.mlp\.(up|down)_proj", ["q_proj"], "q_proj"]
+)
+def test_target_modules_have_pefts_meaning(named, base):
+    """A string is a regular expression over whole names; `q_proj` matches none, a list of it the last part of some."""
+
+    def adapted_by(wrapped):
+        return sorted(name.removeprefix("base_model.model.") for name, m in wrapped.named_modules() if hasattr(m, "lora_A"))
+
+    config = peft.LoraConfig(r=2, target_modules=named, task_type="CAUSAL_LM")
+    settings = settings_of(config)
+    lora = Lora(2, target_modules=settings["lora_target_modules"])
+    if named == "q_proj":
+        with pytest.raises(ValueError, match="not found"):
+            peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        with pytest.raises(UserError, match="No LoRA adapter could be put on"):
+            language_model.load(str(base), lora=lora)
+        return
+    theirs = adapted_by(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config))
+    assert theirs and adapted_by(language_model.load(str(base), lora=lora).adapter) == theirs
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"), [((r".*\.q_proj", "v_proj"), "give it alone"), (("(q_proj",), "no regular expression")]
+)
+def test_a_regular_expression_of_targets_is_sound_and_alone(targets, said, base):
+    with pytest.raises(UserError, match=said):
+        language_model.load(str(base), lora=Lora(2, target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "update", "lost"),
+    [("bfloat16", 0.001, 1.0), ("bfloat16", 2**-7, 0.0), ("bfloat16", 0.011, 0.29), ("float32", 0.001, 0.0)],
+)
+def test_merging_says_what_half_precision_rounds_away(dtype, update, lost, base, tmp_path, capsys):
+    """Above 1 bfloat16 counts in steps of 2⁻⁷ = 0.0078: 1.001 becomes 1, and 1.011 becomes 1.0078: 0.0032 / 0.011 is lost."""
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for layer in whole.model.layers:
+            layer.self_attn.q_proj.weight.fill_(1.0)
+    whole.to(getattr(torch, dtype)).save_pretrained(base)
+    model = language_model.load(str(base), dtype=dtype, lora=Lora(1, alpha=1.0, target_modules=("q_proj",)))
+    with torch.no_grad():
+        for name, weight in model.adapter.named_parameters():
+            if "lora_" in name:
+                weight.fill_(update if "lora_B" in name else 1.0)
+    assert merging_loss(model.adapter) == pytest.approx(lost, abs=2e-3)
+    model.save_merged(tmp_path / "merged")
+    said = capsys.readouterr().err
+    assert (f"Merging rounds away {lost:.0%} of the adapter's update" in said) == (lost > 0) == ("Merging" in said)
+    adapter = tmp_path / "adapter"
+    model.save(adapter)
+    locate(Model(path=str(adapter), adapter="merge"))
+    assert ("Merging rounds away" in capsys.readouterr().err) == (lost > 0)
+
+
+@pytest.mark.parametrize("load", [language_model.load, scalar_model.load], ids=["language", "scalar"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(value, load, base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, :3] = value
+    model.save_pretrained(base)
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has 3 of \d+ numbers that are NaN or infinite"):
+        load(str(base))
+    with pytest.raises(UserError, match=r"up_proj.*weight has 3 of"):
+        load(str(base), lora=Lora(2))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, :3] = 0.0
+    model.save_pretrained(base)
+    adapted(base, tmp_path / "adapter")
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = next(name for name in held if "lora_B" in name)
+    held[name][0, 0] = value
+    save_file(held, tmp_path / "adapter" / "adapter_model.safetensors")
+    if load is language_model.load:
+        with pytest.raises(UserError, match=r"lora_B.*weight has 1 of \d+ numbers"):
+            load(str(base), lora=Lora(2, target_modules=("q_proj", "down_proj")), adapter=tmp_path / "adapter")

@@ -71,7 +71,7 @@ def test_a_row_that_the_template_cannot_say_stops_the_run_or_is_left_out_and_cou
     named = [{"role": "user", "content": "two?", "name": "Al"}, {"role": "assistant", "content": "2"}]
     rows = [{"messages": talk("2")}, {"messages": named}, {"messages": talk("4")}]
     config = sft_config(tmp_path, folder, rows)
-    with pytest.raises(UserError, match=r"rows.jsonl:2: column 'messages\[0\].name' is left out .*bad_rows=skip"):
+    with pytest.raises(UserError, match=r"rows.jsonl:2: column 'messages\[0\].name' is left out .*--bad-rows skip"):
         sft.run(config)
     sft.run(replace(config, data=replace(config.data, bad_rows="skip"), run=replace(config.run, output_dir=str(tmp_path / "on"))))
     told = events(tmp_path / "on")["rows_refused"]

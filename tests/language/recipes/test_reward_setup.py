@@ -48,3 +48,48 @@ def test_rows_whose_columns_differ_are_judged_each_by_its_own():
 def test_lengths_count_against_the_runs_own_unless_they_are_given_another(given, meant):
     config = OnlineConfig(reward=(given,), sampling=Sampling(max_completion_length=2048))
     assert RewardSetup.of(config).functions == [meant]
+
+
+def wants_label(completions, label, **columns):
+    return [1.0 for _ in completions]
+
+
+def wants_nothing(completions, hint=None, **columns):
+    return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "kept"),
+    [
+        (("exact",), (), "0 2"),
+        ((wants_label,), (), "0 1"),
+        (("exact", wants_label), (), "0 1 2"),
+        (("exact", wants_label), (1.0, 0.0), "0 2"),
+        (("exact", wants_nothing), (), "0 1 2 3 4"),
+        ((wants_nothing,), (), "0 1 2 3 4"),
+    ],
+)
+def test_rows_without_a_gold_are_dropped_and_counted_before_the_first_step(rewards, weights, kept):
+    golds = [("5", "{}"), (None, "{}"), (["5"], None), (" ", ""), (None, None)]
+    rows = [Row(f"t.csv:{i}", prompt="q", columns={"answer": a, "label": b, "hint": None}) for i, (a, b) in enumerate(golds)]
+    told = []
+    setup = RewardSetup.of(OnlineConfig(reward=rewards, reward_weights=weights))
+    found = setup.judgeable(rows, lambda kind, text, **fields: told.append((kind, text, fields)))
+    assert [row.source for row in found] == [f"t.csv:{i}" for i in kept.split()]
+    assert (found is rows) == (not told) == (len(found) == 5)
+    assert sum(fields["without_gold"] for *_, fields in told) == 5 - len(found)
+    if rewards == ("exact",):
+        assert told == [
+            (
+                "rows_left_out",
+                "3 rows are dropped for an empty column 'answer', which the reward needs: t.csv:1, t.csv:3, t.csv:4.",
+                {"column": "answer", "without_gold": 3, "kept": 2},
+            )
+        ]
+        with pytest.raises(UserError, match=r"All 1 rows would be dropped for an empty column 'answer'.*: t\.csv:4; fill it"):
+            setup.judgeable(rows[4:])
+
+
+def test_a_reward_model_judges_rows_without_a_gold():
+    rows = [Row("t.csv:2", prompt="q", columns={"answer": None}), Row("t.csv:3", prompt="q", columns={"answer": "1"})]
+    assert RewardSetup.of(OnlineConfig(reward=("exact",), reward_model=("m",))).judgeable(rows) is rows

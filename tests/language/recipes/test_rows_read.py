@@ -12,6 +12,7 @@ import pytest
 from in_memory import rollout_of
 from tiny_chat import HEAD, save_chat_model
 from tiny_jobs import online_config
+from tiny_rewards import has_label
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Run, SFTConfig
 from psigrad.errors import UserError
@@ -21,6 +22,7 @@ from psigrad.language.data.rendered_rows import Segment, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.recipes import conversation, online, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
+from psigrad.language.rewards import RewardError
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes
 
@@ -159,7 +161,7 @@ def test_steps_that_a_template_cannot_say_are_left_out_when_asked(chat: Path) ->
     encoder = Encoder(tokenizer, partial(pairs.encode_steps, tokenizer))
     made, _ = encode_rows(rows, encoder, Data(bad_rows="skip"), lambda kind, text, **more: told.append(kind))
     assert len(made) == 2 and told == ["rows_refused"]
-    with pytest.raises(UserError, match=r"x:b: .*no b.*bad_rows=skip"):
+    with pytest.raises(UserError, match=r"x:b: .*no b.*--bad-rows skip"):
         encode_rows(rows, encoder, Data())
 
 
@@ -194,3 +196,22 @@ def rows_of_environment(chat: Path, count: int, asked: int | None) -> tuple[list
     parts = conversation.rows_for(config, Episodes(InProcess(factory)), tokenizer, hear)
     train, kept = ([row.plain_prompt for row in part] for part in parts)
     return train, kept, told
+
+
+def test_dirty_rows_end_no_run_and_are_named(job: Path, tmp_path: Path, capsys: Any, rewards_here: None) -> None:
+    """Of 40 rows 5 have no label, which are dropped before the first step, and 3 one that the reward can't read."""
+    table = tmp_path / "t.csv"
+    labels = [""] * 5 + ["{"] * 3 + ["{}"] * 32
+    table.write_text("prompt;label\n" + "".join(f"say {'abcde'[i % 5]}:;{label}\n" for i, label in enumerate(labels)))
+    config = online_config(job, tmp_path / "run", max_steps=8, save_steps=8)
+    config = replace(config, data=Data(dataset=str(table)), reward=(has_label,), evaluation=Evaluation(eval_prompts=0))
+    done = online.run(config)
+    said = "5 rows are dropped for an empty column 'label', which the reward needs: t.csv:2, t.csv:3, t.csv:4, t.csv:5, t.csv:6."
+    assert said in capsys.readouterr().err
+    rows = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    faults = [row["unscored"] for row in rows]
+    assert len(rows) == 8 and 0 < sum(faults) <= 12 and {n % 4 for n in faults} == {0}
+    state = json.loads(next(done.folder.glob("checkpoints/*/state.json")).read_text())
+    assert state["unscored"] == [[n, 16] for n in faults]
+    with pytest.raises(RewardError, match=r"rows t\.csv:[789]\b.*JSONDecodeError.*\(tiny_rewards\.py, line"):
+        online.run(replace(config, max_unscored=0.0, run=replace(config.run, output_dir=str(tmp_path / "strict"))))

@@ -62,7 +62,7 @@ def test_all_functions_at_fault_give_their_reasons_in_their_order_whatever_the_n
     for workers in (1, 3):
         (result,) = score(pool_of(zoo("act"), RewardSpec("boom", boom), timeout=30.0, workers=workers), ["raise"])
         second = f"boom raised OSError: second (test_apart.py, line {line})"
-        assert result == Unscored(f"act raised ValueError: boom (zoo.py, line 33); {second}")
+        assert result == Unscored(f"act raised ValueError: boom (zoo.py, line 34); {second}")
 
 
 def test_ours_outweighs_the_policys_fault(scorer_of, zoo, score):

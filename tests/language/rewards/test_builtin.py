@@ -6,10 +6,12 @@ import itertools
 import random
 import time
 
+import numpy as np
 import pytest
 import reasoning_gym
 from cases import repeat_for
 
+from psigrad.errors import UserError
 from psigrad.language.data import tasks
 from psigrad.language.rewards import builtin
 
@@ -23,7 +25,7 @@ from psigrad.language.rewards import builtin
         ("42", 42, 1),
         ("42.", "42", 0),
         ("the 42", "42", 0),
-        ("", "", 1),
+        ("", "", None),
         ("None", None, None),
         ([{"role": "assistant", "content": "42 "}], "42", 1),
         ([{"role": "assistant", "content": None}], "42", 0),
@@ -31,6 +33,55 @@ from psigrad.language.rewards import builtin
 )
 def test_exact(completion, answer, reward):
     assert builtin.exact([completion], [answer]) == [reward]
+
+
+COMPOSED, DECOMPOSED = "caf\u00e9", "cafe\u0301"
+
+
+@pytest.mark.parametrize("name", ["exact", "similarity", "math", "numeric", "choice"])
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward", "of"),
+    [
+        ("5", 5.0, 1, "exact similarity math numeric"),
+        ("5.0", 5.0, 1, "exact similarity math numeric"),
+        ("6", 5.0, 0, "exact similarity math numeric"),
+        ("true", True, 1, "exact similarity math"),
+        ("True", True, 1, "exact similarity math"),
+        ("false", True, 0, "exact math"),
+        ("five", ["5", "five"], 1, "exact similarity math"),
+        ("6", ["5", "6"], 1, "exact similarity math numeric"),
+        ("7", ["5", "6"], 0, "exact similarity math numeric"),
+        ("['5', '6']", ["5", "6"], 0, "exact"),
+        ("6", [5, 6.0, None], 1, "exact similarity math numeric"),
+        ("6", np.array([5.0, 6.0]), 1, "exact similarity math numeric"),
+        ("B", ["A", 1], 1, "choice"),
+        ("C", ["A", "B"], 0, "choice"),
+        ("1e-7", 1e-07, 1, "exact similarity math numeric"),
+        ("0.0000001", 1e-07, 1, "exact similarity math numeric"),
+        ("2", 2.5, 0, "exact math numeric"),
+        ("C", 2.0, 1, "choice"),
+        (COMPOSED, DECOMPOSED, 1, "exact similarity math"),
+        (DECOMPOSED, COMPOSED, 1, "exact similarity math"),
+        ("cafe", COMPOSED, 0, "exact math"),
+        ("5\u00a0km", "5 km", 1, "exact similarity math"),
+        ("5 km", "5\u202fkm", 1, "exact similarity math"),
+        ("5km", "5 km", 0, "exact"),
+        ("x", [], None, "exact similarity math numeric choice"),
+        ("x", " ", None, "exact similarity math numeric choice"),
+    ],
+)  # fmt: skip
+def test_golds_that_are_no_plain_text(name, completion, answer, reward, of):
+    if name in of.split():
+        function = builtin.find_reward(name)
+        function.check_row({"answer": answer})
+        assert function([completion], answer=[answer]) == [reward]
+
+
+@pytest.mark.parametrize("name", ["exact", "similarity", "math", "numeric", "choice"])
+@pytest.mark.parametrize("answer", [{"value": "5"}, [["5"], ["6"]], [{"value": "5"}], b"5"])
+def test_golds_that_are_no_answer_are_refused(name, answer):
+    with pytest.raises(UserError, match="the answer"):
+        builtin.find_reward(name).check_row({"answer": answer})
 
 
 @repeat_for(
@@ -253,9 +304,9 @@ def test_similarity_counts_levenshteins_edits():
     draw = random.Random(0)
     texts = ["".join(draw.choices("ab c", k=draw.randint(0, 9))).strip() for _ in range(400)]
     pairs = list(itertools.pairwise(texts))
-    expected = [1 - levenshtein(a, b) / max(len(a), len(b), 1) for a, b in pairs]
+    expected = [1 - levenshtein(a, b) / max(len(a), len(b), 1) if b else None for a, b in pairs]
     assert builtin.similarity([a for a, _ in pairs], [b for _, b in pairs]) == expected
-    assert builtin.similarity(["sitting", "x", ""], ["kitten", None, ""]) == [1 - 3 / 7, None, 1.0]
+    assert builtin.similarity(["sitting", "x", ""], ["kitten", None, "ab"]) == [1 - 3 / 7, None, 0.0]
 
 
 def test_similarity_of_long_texts_takes_no_run_along():

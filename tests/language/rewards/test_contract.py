@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 from math import inf, nan
 
@@ -87,9 +89,10 @@ def test_a_wrong_number_of_rewards_is_unscored_and_not_asked_for_again(kinds, ki
     assert results == [Unscored(f"of_kind returned {returned} rewards for 3 completions")] * 3
 
 
-def test_nothing_but_none_is_unscored_and_not_zero(kinds, score):
+def test_nothing_but_none_is_unscored_and_neither_zero_nor_a_fault(kinds, score):
     for result in score(kinds["of_kind"], ["a"] * 3, kind=["nones"] * 3):
         assert isinstance(result, Unscored) and "no reward function applies" in result.reason
+        assert check_unscored([result.reason] * 300, 0.0) == [[0, 300]]
 
 
 def test_order_is_that_of_the_completions(scorer_of, zoo, score):
@@ -138,7 +141,7 @@ def test_failures_are_counted_sample_by_sample(scorer_of, zoo, score, share):
     texts = ["raise" if i % 100 < share else "ok" for i in range(100)]
     results = score(scorer_of(zoo("act")), texts, size=8)
     assert [isinstance(r, Unscored) for r in results] == [t == "raise" for t in texts]
-    assert {r.reason for r in results if isinstance(r, Unscored)} == {"act raised ValueError: boom (zoo.py, line 33)"}
+    assert {r.reason for r in results if isinstance(r, Unscored)} == {"act raised ValueError: boom (zoo.py, line 34)"}
 
 
 @pytest.mark.parametrize("how", ["fail", "failure", "fussy", "fussy value"])
@@ -187,7 +190,7 @@ def test_a_sum_beyond_floating_point_is_unscored(scorer_of, score):
         return [1.5e308] * len(completions)
 
     (result,) = score(scorer_of(RewardSpec("a", vast), RewardSpec("b", vast)), ["x"])
-    assert isinstance(result, Unscored) and "beyond floating point" in result.reason
+    assert isinstance(result, Unscored) and "rewards is beyond 1e+150 (" in result.reason
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\0b", "\u202eevil", "x" * 1_000_000, "", "\U0001f600", "</s><|im_end|>"])
@@ -231,28 +234,50 @@ def reasons(unscored: int, total: int) -> list[str | None]:
 
 
 @pytest.mark.parametrize(
-    ("unscored", "total", "limit"), [(0, 10, 0.0), (1, 10, 0.1), (3, 30, 0.1), (29, 100, 0.29), (7, 10, 0.7), (0, 0, 0.1)]
+    ("unscored", "total", "limit"),
+    [(0, 10, 0.0), (7, 7, 0.1), (20, 24, 0.1), (20, 200, 0.1), (58, 200, 0.29), (300, 3000, 0.1), (9, 9, 1.0), (0, 0, 0.1)],
 )
-def test_up_to_the_limit_a_run_goes_on(unscored, total, limit):
-    check_unscored(reasons(unscored, total), limit)
+def test_up_to_the_limit_of_200_completions_a_run_goes_on(unscored, total, limit):
+    assert check_unscored(reasons(unscored, total), limit) == [[unscored, total]]
 
 
 @pytest.mark.parametrize(
-    ("unscored", "total", "limit"), [(1, 10, 0.0), (2, 10, 0.1), (4, 30, 0.1), (30, 100, 0.29), (8, 8, 0.99)]
+    ("unscored", "total", "limit"), [(1, 10, 0.0), (8, 8, 0.99), (21, 24, 0.1), (21, 200, 0.1), (59, 200, 0.29), (301, 3000, 0.1)]
 )
 def test_above_the_limit_a_run_stops(unscored, total, limit):
     with pytest.raises(RewardError, match=f"^{unscored} of {total} completions stayed unscored"):
         check_unscored(reasons(unscored, total), limit)
 
 
-def test_the_message_names_the_commonest_reason_and_its_samples():
-    mixed = [None, "late", "boom", "boom", None, "boom", "boom", "boom", "boom", None]
+@pytest.mark.parametrize(("each", "last"), [(3, 7), (2, None)])
+def test_the_limit_is_judged_over_the_last_steps(each, last):
+    """Of 24 completions a step 3 are 21 after seven steps; 2 are 18 in the nine steps that hold 200."""
+    window, passed = [], 0
+    with contextlib.suppress(RewardError):
+        for _ in range(30):
+            window = check_unscored(reasons(each, 24), 0.1, before=window)
+            passed += 1
+    assert (passed, len(window)) == ((last - 1, last - 1) if last else (30, 9))
+
+
+def test_the_message_names_the_commonest_reason_and_its_rows():
+    mixed = [None, "late", *["boom"] * 21]
     with pytest.raises(RewardError) as caught:
-        check_unscored(mixed, 0.1)
+        check_unscored(mixed, 0.1, [f"t.csv:{2 + i // 4}" for i in range(23)], [[1, 30]])
     assert str(caught.value) == (
-        "7 of 10 completions stayed unscored, above max_unscored 0.1; most often (6, samples 2, 3, 5, 6, 7, …): boom. "
-        "Fix that or raise the limit."
+        "22 of 23 completions stayed unscored; 23 of the last 53, above max_unscored 0.1; most often (21, rows t.csv:2, t.csv:3, "
+        "t.csv:4, t.csv:5, t.csv:6, …): boom. Fix that or raise the limit."
     )
+
+
+@pytest.mark.parametrize(("label", "reward"), [('{"a": 1}', 3.0), (None, 1.0), (" ", 1.0), ("{", None)])
+def test_a_function_does_not_apply_to_a_row_without_the_column_that_it_needs(scorer_of, zoo, score, label, reward):
+    (result,) = score(scorer_of(zoo("json_fields"), zoo("one")), ["{}"], label=[label])
+    if reward is None:
+        line = inspect.getsourcelines(zoo("json_fields").function)[1] + 1
+        assert result.reason.endswith(f"(zoo.py, line {line})") and "JSONDecodeError" in result.reason
+    else:
+        assert result.value == reward
 
 
 def test_what_only_trls_trainer_passes_is_named_as_such(scorer_of, zoo, score):

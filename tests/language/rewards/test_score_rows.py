@@ -122,3 +122,14 @@ def test_the_columns_of_a_file_are_gathered_once(monkeypatch):
     monkeypatch.setattr(score_rows, "column_names", lambda rows: looked.append(len(rows)) or real(rows))
     found = score([strict], [*ROWS, {**ROWS[0], "note": "n"}])
     assert looked == [4] and [one.result.value for one in found] == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_score_leaves_malformed_rows_out_as_its_message_advises(tmp_path, capsys):
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt,completion,answer\na,b,b\n,b,b\nc,,d\n")
+    command = ["score", "--reward", "exact", "--dataset", str(file)]
+    assert cli.main(command) == 2 and "leave them out with --bad-rows skip" in capsys.readouterr().err
+    assert cli.main([*command, "--bad-rows", "skip"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["source"] == "rows.csv:2"
+    assert "2 malformed rows are left out: 1 because column 'prompt' is empty (null)" in found.err

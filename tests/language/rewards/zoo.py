@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import decimal
 import fractions
+import json
 import os
 import signal
 import sys
@@ -140,6 +141,14 @@ def rank_in_group(completions: list[str]) -> list[float]:
 
 def columns_only(answer: list[str], prompts: list[str]) -> list[float]:
     return [float(a == p) for a, p in zip(answer, prompts, strict=True)]
+
+
+def json_fields(completions: list[str], label: list[str]) -> list[float]:
+    return [2.0 * bool(json.loads(own)) for own in label]
+
+
+def one(completions: list[str]) -> list[float]:
+    return [1.0 for _ in completions]
 
 
 def positional_default(completions: list[str], scale: float = 2.0) -> list[float]:

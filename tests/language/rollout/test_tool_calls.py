@@ -403,3 +403,22 @@ def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_tu
     assert ToolBox([add]).step(text).observation[0]["content"] == "4"
     tokenizer.chat_template = turn.replace("<|end|>", "<|user|>")  # another end: what was known of the old one is forgotten
     assert decode(tokenizer, ended) == said + "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('I will add. {"name": "add", "parameters": {"a": 1}}', ONE),
+        ('With {braces}: {"name": "add", "parameters": {"a": 1}} and so on.', ONE),
+        ('I will add. {"name": "subtract", "parameters": {"a": 1}}', []),
+        ('I will add. {"name": "add"}', []),
+        ('I would ask {"tool": {"name": "add", "parameters": {"a": 1}}}', []),
+        ("I will add {1}.", []),
+        ('<call>{"name": "add", "parameters": {"a": 1}}</call>', []),
+    ],
+)
+def test_llamas_call_may_stand_behind_words(text, read):
+    """As vLLM's llama3_json and TRL read it; negative control: Hermes' bare JSON is a whole turn."""
+    offered = {"add": {"a": {"type": "integer"}}}
+    assert BY_NAME["Llama"].calls(text, offered) == read
+    assert BY_NAME["Hermes"].calls(text, offered) == []

@@ -316,8 +316,8 @@ def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
     lines = [line for line in log_of(run).lines if line["status"] == "unscored"]
     assert len(lines) == row["unscored"]
     assert all(line["reward"] is None and "the judge is out" in line["reason"] for line in lines)
-    with pytest.raises(UserError, match=r"of 16 completions stayed unscored, above max_unscored 0.1; most often .*judge is out"):
-        after(make(tokenizer, "grpo", function=failing(0.5)))
+    with pytest.raises(UserError, match=r"of 16 completions stayed unscored, above max_unscored 0; most often .*judge is out"):
+        after(make(tokenizer, "grpo", function=failing(0.5), max_unscored=0.0))
 
 
 def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
@@ -341,6 +341,32 @@ def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
         )
         assert batch.logp_old[n, :size].tolist() == pytest.approx(list(t.completion.logprobs))
         assert bool(batch.truncated[n]) == (t.completion.finish_reason == "length")
+
+
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo", "dapo", "gdpo", "reinforce_pp", "opo", "process_grpo", "ppo"])
+@pytest.mark.parametrize(
+    ("rewards", "precision", "centred", "std"),
+    [
+        ([1e6, 1e6 + 0.001, 1e6, 1e6], torch.float64, [-0.00025, 0.00075, -0.00025, -0.00025], 0.0005),
+        ([1e20, 0.0, -1e20, 0.0], torch.float64, [1e20, 0.0, -1e20, 0.0], 1e20 * (2 / 3) ** 0.5),
+        ([0.7, 0.1, 0.1, 0.1], torch.float32, [0.45, -0.15, -0.15, -0.15], 0.3),
+        ([1e6, 1e6, 1e6, 1e6], torch.float32, [0.0, 0.0, 0.0, 0.0], 0.0),
+    ],
+)
+def test_close_and_large_rewards_reach_the_advantage(method, rewards, precision, centred, std, tokenizer):
+    run = make(tokenizer, method)
+    (group, *_) = group_scored(collect(run, 0, 0, Clock()).trajectories, 4, 2)
+    group = [replace(t, reward=r, parts={"only": r}) for t, r in zip(group, rewards, strict=True)]
+    batch = to_batch([group])
+    assert {batch.reward.dtype, batch.metric.dtype, batch.parts.dtype} == {precision}
+    needed = {"logp_ref": batch.logp_old, "truncated": torch.zeros(4, dtype=torch.bool), "value": torch.zeros(batch.mask.shape)}
+    prepared = run.algorithm.prepare(replace(batch, **needed), run.algorithm.initial_state())
+    assert prepared.keep.tolist() == [method != "dapo" or std > 0] * 4
+    assert prepared.advantage.dtype == torch.float32 and (prepared.returns is None or prepared.returns.dtype == torch.float32)
+    found = prepared.advantage[:, 0].tolist()
+    scale = {"grpo": 1 / (std + 1e-4), "dapo": 1 / (std + 1e-4), "dr_grpo": 1.0, "rloo": 4 / 3}.get(method)
+    assert scale is None or found == pytest.approx([x * scale for x in centred], rel=1e-4)
+    assert all(map(math.isfinite, found))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", {"preset": "grpo", "kl": {"estimator": "exact"}}], ids=str)

@@ -25,6 +25,8 @@ SENTINEL, OTHER, THIRD = "Zanzibar", "Yokohama", "Xanadu"
 """Words that no template has of its own."""
 USER: Message = {"role": "user", "content": "a"}
 THINK = "<think>\n{}\n</think>\n\n"
+THOUGHT = re.compile(r"\s*<think>(?=.*?\S.*?</think>)(.*?)</think>\n*", re.DOTALL)
+"""A thought in the content, which is not empty, and the line breaks behind it."""
 CHANNEL = "<|channel>thought"
 """What Gemma 4 opens a thought with; it shows <think> tags as any other text."""
 _OFFER = (
@@ -68,6 +70,9 @@ class Dialect:
     """What is written behind an assistant's last word, up to the special token that ends the turn; empty where none does."""
     call_end: str = ""
     """The same behind a turn that calls a tool, before the tool's answer."""
+    turn_next: str = ""
+    call_next: str = ""
+    """The part of these that the next turn writes, where a turn has no end of its own (GLM); else all of it."""
     header: str = ""
     """What opens the assistant's turn, where the template cannot be asked to: add_generation_prompt changes nothing."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -198,20 +203,24 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
     )
     # a header is a special token or words, as in "Assistant: "; white space alone is neither
     header = header if special.search(header) or re.search(r"\w", header) else ""
-    return replace(found, turn_end=ends["turn_end"], call_end=ends["call_end"], header=header)
+    (turn_end, turn_next), (call_end, call_next) = ends["turn_end"], ends["call_end"]
+    return replace(found, turn_end=turn_end, turn_next=turn_next, call_end=call_end, call_next=call_next, header=header)
 
 
-def _closing(special: re.Pattern[str], last: str, followed: str) -> str:
-    """What ends a turn whose last word is the sentinel: what its renderings as the `last` turn and as one that is `followed`
-    share, else what the last one ends with (gpt-oss: <|return|>), else what the next turn begins with (GLM: <|user|>).
+def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
+    """Return (what ends a turn whose last word is the sentinel, the part of it that the next turn writes).
+
+    The end is what the renderings as the `last` turn and as one that is `followed` share, else what the last one ends with
+    (gpt-oss: <|return|>), else what the next turn begins with (GLM: <|user|>). Only of that does the next turn write a part.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
     for text in (ending[:shared], ending):
         if found := list(special.finditer(text)):
-            return text[: found[-1].end()]
+            return text[: found[-1].end()], text[: found[-1].end()]
     first = special.search(behind)
-    return behind[: first.end()] if first else ""
+    end, own = behind[: first.end()] if first else "", behind[:shared].rstrip()
+    return end, end.removeprefix(own)
 
 
 def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
@@ -265,6 +274,9 @@ def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) ->
 
 def _assistant(said: Message, dialect: Dialect) -> Message:
     thought = next((said[name] for name in REASONING if said.get(name)), "")
+    if not thought and dialect.reasoning != "content" and (found := THOUGHT.match(str(said.get("content") or ""))):
+        # the same as the field: a template that has a form for thoughts may take tags in the content for words
+        said = {**said, "reasoning_content": found[1].strip("\n"), "content": said["content"][found.end() :]}
     if thought and dialect.reasoning == "content":
         said = {name: value for name, value in said.items() if name not in REASONING}
         said["content"] = THINK.format(thought.strip("\n")) + said.get("content", "")

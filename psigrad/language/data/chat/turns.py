@@ -169,14 +169,17 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     as_rendered = text
     thought = _thought_of(said)
     if not text.startswith(before):
-        before, text = _behind_open_thought(talk, said, before, text, len(messages))
+        own_words = None if OPEN.search(before) else _own_words(talk, messages, before, text)
+        if own_words is None:
+            before, text = _behind_open_thought(talk, said, before, text, len(messages))
+        else:
+            text = before + own_words
     elif talk.dialect.reasoning == "hidden" and thought and thought not in text[len(before) :]:
         form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
         text = before + form.format(thought) + text[len(before) :]
-    closing = talk.closing(said)
-    ends = talk.special.findall(closing)
+    ends = talk.special.findall(talk.closing(said))
     if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
-        text = text.rstrip() + closing
+        text = text.rstrip() + (talk.dialect.call_next if said.get("tool_calls") else talk.dialect.turn_next)
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
         raise refuse(talk.row, "", "is a thought that the chat template writes behind the call; use another template")
@@ -185,6 +188,20 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
         start = empty.end() if empty else start
     # the policy continues the prompt from its very end, wherever the template's first block starts
     return before, text, [(start, own[0][1]), *own[1:]] if own and text.startswith(as_rendered) else [(start, len(text))]
+
+
+def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) -> str | None:
+    """Return what the template writes of the last turn behind its generation prompt, where that turn changes what is shown of the
+    past: gpt-oss drops the thought beside a call once an answer follows. None where the turn's beginning is not found.
+    """
+    past, asked = talk.render(messages[:-1]), talk.render([USER], generation_prompt=True)
+    stem, found, _ = talk.render([*messages[:-1], {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
+    alone, _, _ = talk.render([USER, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
+    if not (found and before.startswith(past) and alone.startswith(asked)):
+        return None
+    opener, lead = before.removeprefix(past), alone.removeprefix(asked)
+    head = stem.removesuffix(lead)
+    return text[len(head) :] if opener and head.endswith(opener) and stem.endswith(lead) and text.startswith(head) else None
 
 
 def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:

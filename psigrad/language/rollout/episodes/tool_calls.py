@@ -60,6 +60,8 @@ class CallFamily:
     """The calls from a place of the text on, and where they end. Raises `CallError`."""
     bare: bool = False
     """A turn that is only a JSON object, without the marks, is a call too."""
+    behind_words: bool = False
+    """Such an object is a call behind words, too, if it has arguments and the name of a tool that is offered."""
     thought: str = "</think>"
     """What ends the thinking; what is called before it is not meant."""
     lead: str = ""
@@ -76,6 +78,8 @@ class CallFamily:
         found = list(self._read_marked(behind if ended else text, parameters))
         if not found and self.bare:
             found = list(_read_bare((behind if ended else text).strip(), parameters, self.shown))
+        if not found and self.behind_words and not any(family.opens in text for family in FAMILIES):
+            found = list(_read_behind_words(behind if ended else text, parameters))
         if len(found) > MOST_CALLS:
             found[MOST_CALLS:] = [BrokenCall(f"only the first {MOST_CALLS} calls of a turn are run")]
         return found
@@ -94,6 +98,7 @@ class CallFamily:
             at = text.find(self.opens, at) if at >= 0 else at
 
 
+_BEGIN = re.compile(r"[{\[]")
 _GAP, _SEPARATOR = re.compile(r"[^\s]"), re.compile(r"[^\s;]")
 _TOO_DEEP = f"the arguments are nested more than {DEEPEST} deep"
 
@@ -189,6 +194,25 @@ def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[Tool
             yield BrokenCall(f"{error}; write a call as {example}")
             return
         at = _skip(text, at, _SEPARATOR)
+
+
+def _read_behind_words(text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
+    """Yield the first call of an offered tool behind words, and those right behind it.
+
+    What is inside other JSON is no call, nor what stands behind a tag: an unknown form of calls.
+    """
+    at = 0 if text.lstrip()[:1] not in ("{", "[") else len(text)
+    for _ in range(MOST_CALLS):  # a text of braces alone would take the square of its length
+        if (found := _BEGIN.search(text, at)) is None or "<" in text[: found.start()]:
+            return
+        try:
+            value, at = _json(text, found.start())
+        except CallError:
+            at = found.end()
+            continue
+        if isinstance(value, dict) and {"arguments", "parameters"} & set(value) and value.get("name") in parameters:
+            yield from _read_bare(text[found.start() :], parameters, "")
+            return
 
 
 def _is_answer(item: Any, parameters: Parameters) -> bool:
@@ -323,7 +347,7 @@ FAMILIES = (
     CallFamily("Nemotron", "Nemotron Nano 2", "<TOOLCALL>", f"[{_OBJECT}]", "</TOOLCALL>", _objects),
     CallFamily("Phi", "Phi-4-mini, Granite 3", "<|tool_call|>", f"[{_OBJECT}]", "", _objects),
     CallFamily("Command", "Command R7B, A", "<|START_ACTION|>", _ACTION, "<|END_ACTION|>", _objects, thought="<|END_THINKING|>"),
-    CallFamily("Llama", "Llama 3.1 to 3.3", "<|python_tag|>", _PARAMETERS, "", _LLAMA, bare=True),
+    CallFamily("Llama", "Llama 3.1 to 3.3", "<|python_tag|>", _PARAMETERS, "", _LLAMA, bare=True, behind_words=True),
 )
 """All forms; which is a model's, its chat template tells (`tools.call_form_of`)."""
 

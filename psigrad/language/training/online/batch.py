@@ -18,6 +18,7 @@ from psigrad.errors import UserError
 from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.rollout.spread import bring
 from psigrad.language.rollout.types import Stretch, Trajectory
+from psigrad.language.training.online.reward_precision import reward_dtype
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
@@ -48,25 +49,27 @@ def to_batch(
         return out
 
     # rewards of steps are on the token where they were earned, the rest is on the last token
-    earned = torch.zeros(mask.shape)
+    names = sorted({name for t in rows for name in t.parts})
+    metric, parts = [metric_of(t, filter_metric) for t in rows], [[_part(t, name) for name in names] for t in rows]
+    precision = reward_dtype([*map(len, groups)], [[t.reward or 0.0 for t in rows], metric, *zip(*parts, strict=True)])
+    earned = torch.zeros(mask.shape, dtype=precision)
     rewarded = torch.zeros(mask.shape, dtype=torch.bool)
     for n, trajectory in enumerate(rows):
         for place, reward in trajectory.step_rewards:
             earned[n, place] += reward
             rewarded[n, place] = True
-    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows])
+    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows], dtype=precision)
     ends = (outcome != 0) | ~rewarded.any(1)  # beside rewards of steps, an outcome of 0 is no reward
-    names = sorted({name for t in rows for name in t.parts})
     return Batch(
         mask=mask,
         reward=terminal(outcome, mask) + earned,
         logp_old=padded(lambda t: t.completion.logprobs),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
         logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
-        metric=torch.tensor([metric_of(t, filter_metric) for t in rows]),
+        metric=torch.tensor(metric, dtype=precision),
         truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
         rewarded=rewarded | (terminal(ends.float(), mask) != 0),
-        parts=torch.tensor([[_part(t, name) for name in names] for t in rows]) if names else None,
+        parts=torch.tensor(parts, dtype=precision) if names else None,
         part_weights=tuple((reward_weights or {}).get(name, 1.0) for name in names),
         inputs=rows,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ def collect(run: Online, cursor: int, version: int, clock: Clock, cache: Activat
             fresh = [penalise_cut(t, config.missing_eos_penalty) for t in fresh]
         cursor += len(wanted)
         trajectories += fresh
-        check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
+        check_rewards(run, trajectories)
         scored = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
         useful = [g for g in scored if not run.refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
@@ -47,6 +48,16 @@ def collect(run: Online, cursor: int, version: int, clock: Clock, cache: Activat
         if len(groups) == config.prompts_per_step:
             break
     return Collected(trajectories, groups, cursor, dict(entries))
+
+
+def check_rewards(run: Online, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+    """Return the counts of faults that the next step is judged with. Raise `RewardError` if the rewards do not work; it names
+    the rows.
+    """
+    reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
+    place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
+    sources = [run.prompts[place(t.row)].row.source for t in trajectories] if any(reasons) else []
+    return check_unscored(reasons, run.config.max_unscored, sources, before)
 
 
 def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:

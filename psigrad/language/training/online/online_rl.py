@@ -46,6 +46,7 @@ from psigrad.language.training.online.batch import (
     share_of,
     to_batch,
 )
+from psigrad.language.training.online.collect import check_rewards
 from psigrad.language.training.online.figures import (
     WITHIN_GROUPS,
     Learned,
@@ -73,6 +74,7 @@ def step(run: Online, state: State) -> Outcome[State]:
     lr = 0.0 if critic_warms_up(run, state) else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
     collected, pending = next_collection(run, state, clock, cache)
+    unscored = check_rewards(run, collected.trajectories, state.unscored)
     notes = note_overflow(run, cache, collected.trajectories)
     learned = Learned({}, state.algorithm)
     if collected.groups:
@@ -103,6 +105,7 @@ def step(run: Online, state: State) -> Outcome[State]:
         algorithm=learned.algorithm,
         ledger=update_ledger(state.ledger, state.cursor, collected),
         pending=pending,
+        unscored=unscored,
     )
     return Outcome(
         state=after,

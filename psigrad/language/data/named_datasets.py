@@ -1,0 +1,161 @@
+"""Records of a dataset by its name: a file, a folder, a dataset of the hub, or a task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from psigrad import redaction
+from psigrad.errors import UserError, name_reason, nearest
+from psigrad.language.data import tasks
+from psigrad.language.data.dataset_rows import show
+from psigrad.language.data.row_files import READERS, Raw, Records, kind_of_file, read_file
+from psigrad.language.data.splits import SplitSlice, parse_split, split_of, usual_split
+
+SINGLE = ("train", "test")
+"""Splits that a source without splits is: what trains asks for the first, what evaluates for the second."""
+# Files of data that are not read. A folder with one is refused: a part of a dataset would be missing without a word.
+_OTHER = "parquet arrow feather orc avro xlsx xls zip tar tgz 7z pkl npz npy h5 hdf5 db sqlite"
+_UNREAD = frozenset(f".{ending}" for ending in _OTHER.split())
+_network = {"missing": False}
+
+
+def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
+    """Return the records of a split, or of a slice of it. A source without splits is its own, and those of `single`.
+
+    Raises `UserError` for a name or a split that does not exist.
+    """
+    part = parse_split(split)
+    if dataset.startswith("task:"):
+        _check_single(part, dataset, "", single)
+        return part.take(Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.rows_by_name(dataset), 1))
+    try:
+        path = Path(dataset).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"The dataset {show(dataset)} can't be a path ({error}); give a file, a folder or a hub name.") from None
+    if not dataset.strip():
+        raise UserError("The dataset name is empty; give a JSONL, JSON, Parquet or CSV file, a folder of them, or a hub name.")
+    if is_folder:
+        return part.take(_folder(path, part, single))
+    if exists:
+        _check_single(part, path.name, split_of(path.stem), single)
+        return part.take(read_file(path, path.name))
+    if kind_of_file(path.name) or dataset.startswith((".", "/", "~")) or "\\" in dataset:
+        raise UserError(
+            f"There is no file or folder {show(dataset)}; give an existing path or a hub name{_neighbour(path) or '.'}"
+        )
+    file, _, behind = dataset.partition(":")
+    if kind_of_file(file):
+        raise UserError(
+            f"The dataset {show(dataset)} has {show(behind)} behind a file's name. A weight stands there, a number, and only "
+            "beside other datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
+        )
+    return _hub(dataset, split, streaming)
+
+
+def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
+    """Raise `UserError` for a split that a source without splits does not have."""
+    if usual_split(part.name) not in (own, *single):
+        cut = f"{own or single[0]}[:90%]"
+        raise UserError(f"{name} has no split {part.name!r}, for it has no splits; leave the split out, or give a slice: {cut}.")
+
+
+def _neighbour(path: Path) -> str:
+    """The most similar name in the folder that the path points into."""
+    return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
+
+
+def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        yield from _read_saved(path, part, single)
+        return
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    names = [name for name in names if not any(word.startswith((".", "dataset_info")) for word in name.split("/"))]
+    read = [name for name in names if kind_of_file(name)]
+    if not read:
+        raise UserError(f"The folder {path} holds no {', '.join(READERS)} file; put the data there or name another folder.")
+    if unread := next(
+        (name for name in names if name not in read and _UNREAD.intersection(Path(name.lower()).suffixes[-2:])), ""
+    ):
+        raise UserError(f"The folder {path} holds {read[0]} and {unread}, which is not read; convert it or move it elsewhere.")
+    splits = {name: split_of(name.rsplit(".", 1)[0]) for name in read}
+    if not any(splits.values()):
+        _check_single(part, f"The folder {path}", "", single)
+    else:
+        read = [name for name in read if splits[name] == usual_split(part.name)]
+        found = ", ".join(sorted({found for found in splits.values() if found}))
+        if not read:
+            raise UserError(f"The folder {path} holds no files of the split {part.name!r}; it has {found}. Name one of these.")
+        if other := next((name for name, own in splits.items() if not own), ""):
+            raise UserError(
+                f"The folder {path} has files of the splits {found}, and {other} says none; rename it, or move it elsewhere."
+            )
+    for name in read:
+        yield from read_file(path / name, name)
+
+
+def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        saved = load_from_disk(str(path))
+        if isinstance(saved, DatasetDict):
+            if part.name not in saved:
+                raise UserError(f"{path} has no split {part.name!r}; it has {', '.join(saved)}. Name one of these.")
+            saved = saved[part.name]
+        else:
+            _check_single(part, str(path), str(saved.split or ""), single)
+        # a format such as "torch" is saved too, and rewards get plain values
+        yield from (Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(saved.with_format(None), 1))
+    except UserError:
+        raise
+    except Exception as error:  # a damaged folder fails in Arrow, json or datasets, each with types of its own
+        raise UserError(
+            f"The saved dataset {path} can't be read ({name_reason(error)}); save it again with save_to_disk."
+        ) from error
+
+
+def _hub(dataset: str, split: str, streaming: bool) -> Records:
+    import datasets
+
+    name, _, config = dataset.partition(":")
+    part = parse_split(split)
+    streaming = streaming and not part.needs_total
+    go_offline_without_network()
+    try:  # a stream has no slices
+        asked = part.name if streaming else split
+        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=asked, streaming=streaming)
+        records = (Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(rows, 1))
+        yield from part.take(records) if streaming else records
+    except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
+        raise UserError(
+            f"{show(dataset)} is neither a file or folder here{_neighbour(Path(dataset))} nor a dataset that the hub could load "
+            f"(split {split!r}: {name_reason(error)}); check the name, the split and the network."
+        ) from error
+
+
+def go_offline_without_network() -> None:
+    """Use what was downloaded before where the hub's name leads nowhere, as without a network.
+
+    huggingface_hub would ask for every file five times, a minute in all, before it looks at what is there.
+    """
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if (constants.HF_HUB_OFFLINE and not _network["missing"]) or {"http", "https", "all"} & getproxies().keys():
+        return  # asked for by the user; or the proxy knows the name
+    hub = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        socket.getaddrinfo(hub, None)
+        _network["missing"] = False
+    except OSError:
+        if not _network["missing"]:
+            redaction.say(f"No network: {hub} has no address here. What was downloaded before is used.")
+        _network["missing"] = True
+    constants.HF_HUB_OFFLINE = _network["missing"]

@@ -1,0 +1,64 @@
+"""Names of splits, and slices of them in the words of `datasets`: train, train[:90%], test[100:200]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from psigrad.errors import UserError
+
+_SPLITS = {"train": "train training", "validation": "validation valid val dev", "test": "test testing eval evaluation"}
+_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words.split()}
+_SLICE = re.compile(r"([^\[\]]*)\[\s*(-?\d+%?)?\s*:\s*(-?\d+%?)?\s*\]")
+
+
+class SplitSlice(NamedTuple):
+    """A split's name, and the bounds of a slice of it: a number of rows, or a share such as 90%; empty for none."""
+
+    name: str
+    start: str = ""
+    stop: str = ""
+
+    @property
+    def is_slice(self) -> bool:
+        """Return True if only a part of the split is asked for."""
+        return bool(self.start or self.stop)
+
+    @property
+    def needs_total(self) -> bool:
+        """Return True if the number of rows must be known: for a share, and for a bound that counts from the end."""
+        return "%" in self.start + self.stop or "-" in self.start + self.stop
+
+    def take(self, rows: Iterable[Any]) -> Iterator[Any]:
+        """Return the rows of the slice. A share of n rows is rounded as in `datasets`, so [:90%] and [90%:] are all of them."""
+        if not self.needs_total:
+            return islice(rows, int(self.start or 0), int(self.stop) if self.stop else None)
+        held = list(rows)
+        start, stop = (
+            round(int(bound[:-1]) * len(held) / 100) if bound.endswith("%") else int(bound) if bound else None
+            for bound in (self.start, self.stop)
+        )
+        return iter(held[start:stop])
+
+
+def parse_split(split: str) -> SplitSlice:
+    """Return the split that is meant. Raises `UserError` for a slice that is none."""
+    if "[" not in split or "+" in split:  # of a sum of splits the hub knows
+        return SplitSlice(split)
+    found = _SLICE.fullmatch(split.strip())
+    if found is None:
+        raise UserError(f"The split {split!r} is no slice; write train[:90%], train[100:200] or train[-100:].")
+    return SplitSlice(found[1].strip(), found[2] or "", found[3] or "")
+
+
+def split_of(name: str) -> str:
+    """Return the split that a file's name carries, as on the hub: data/train-00000-of-00002.parquet is train. Empty for none."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), "")
+
+
+def usual_split(name: str) -> str:
+    """Return the usual word for a split: dev is validation."""
+    return _SPLIT_OF.get(name, name)
