@@ -13,7 +13,8 @@ from psigrad import extras, redaction
 from psigrad.cli import flags
 from psigrad.config import EvalConfig
 from psigrad.config.methods import declaration, list_declarations
-from psigrad.errors import UserError, check_output
+from psigrad.errors import UserError
+from psigrad.paths import check_output
 
 
 def train(name: str) -> Callable[[list[str]], int]:

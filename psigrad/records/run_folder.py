@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from psigrad import redaction
+from psigrad import paths, redaction
 from psigrad.errors import NO_LOCKS, UserError
 from psigrad.records import checkpoint, pins, row_lines
 from psigrad.records.rows import FORMAT, parse_row
@@ -76,25 +76,19 @@ class RunFolder:
     def open(
         cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", settings: type[Any] | None = None
     ) -> Iterator[RunFolder]:
-        """The folder at `path`, made or gone on with, locked for the length of the block. `settings` is the class of the
-        settings, whose marks say what may change when a run goes on.
+        """Create or resume the folder at `path` and hold its lock for the length of the block. `settings` is the class of the
+        settings, whose marks say what may change when a run is resumed.
 
-        Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting
-        that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
+        A start that raises `UserError` before the run has begun leaves no new folder. Raises `RunFolderError` if another process
+        holds the folder, if it holds something else or another run (each setting that differs is named), and if `resume` is
+        "never" and there are checkpoints or "must" and there are none.
         """
-        path = Path(path)
+        path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models take no other name
             raise RunFolderError(f"The name of {str(path)!r} is not UTF-8; choose another output_dir.")
-        if path.is_file():
-            raise RunFolderError(f"{path} is a file; choose a new or an empty folder as output_dir.")
         with _errors_of(path):
-            path.mkdir(parents=True, exist_ok=True)
-            started = (".lock", ".config.json.tmp")  # all that a run killed at once leaves
-            begun = (path / "config.json").exists() or any(path.glob("checkpoints/step-*"))
-            if not begun and any(p.name not in started for p in path.iterdir()):
-                raise RunFolderError(
-                    f"{path} holds files but is not a run folder; choose an empty or a new folder as output_dir."
-                )
+            paths.check_folder(path, "output_dir", is_run)
+            fresh, created = not (path.exists() and any(path.iterdir())), _create(path)
             for name in (".lock", ".config.json.tmp", "config.json", *(f"{rows}.jsonl" for rows in ROWS)):
                 _must_be_own(path / name, Path.is_file, "regular file")
             for name in ("checkpoints", "model"):
@@ -103,11 +97,15 @@ class RunFolder:
                 if place.name.startswith(".") or place.suffix in _WRITTEN:
                     _must_be_own(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
             lock = lock_folder(path)
+        folder = cls(path, lock)
         try:
-            folder = cls(path, lock)
             with _errors_of(path):
                 folder._begin({"format": FORMAT, **config}, resume, settings)
             yield folder
+        except (UserError, KeyboardInterrupt):
+            if fresh and not folder._has_begun():
+                _remove_unused(path, created)
+            raise
         finally:
             for stream in folder._files.values():
                 stream.close()
@@ -303,6 +301,41 @@ class RunFolder:
             os.rename(aside, final)
         for leftover in (beside, aside):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def is_run(path: Path) -> bool:
+    """Return True if psigrad wrote the run in a folder, or a start that was killed at once left it.
+
+    A model of Hugging Face has a config.json as well: that of a run names its `recipe` and its `format`.
+    """
+    file, events = path / "config.json", path / "events.jsonl"
+    saved = any(path.glob(f"checkpoints/step-*/{checkpoint.MANIFEST}"))
+    if config := parse_row(file.read_bytes()) if file.is_file() else None:
+        return "recipe" in config and ("format" in config or saved)
+    begun = events.is_file() and row_lines.last_event(events, "started", "resumed", "finished", "failed")
+    if saved or begun or file.is_symlink():  # a link is refused by a sentence of its own
+        return True
+    return all(one.name in (".lock", ".config.json.tmp") for one in path.iterdir())
+
+
+def _create(path: Path) -> list[Path]:
+    """Create a folder that is missing, with those above it. Return the created ones, the innermost first."""
+    created = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return created
+
+
+def _remove_unused(path: Path, created: Sequence[Path]) -> None:
+    """Remove the files and folders of a refused start, unless others lie beside them, such as a tracker's."""
+    files = (".lock", "config.json", *(f"{rows}.jsonl" for rows in ROWS))
+    with contextlib.suppress(OSError):
+        if any(one.name not in (*files, "checkpoints") for one in path.iterdir()):
+            return
+        (path / "checkpoints").rmdir()
+        for name in files:
+            (path / name).unlink(missing_ok=True)
+        for folder in created:
+            folder.rmdir()
 
 
 class NullRunFolder(RunFolder):

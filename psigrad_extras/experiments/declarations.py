@@ -10,10 +10,10 @@ import importlib
 import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, nearest
+from psigrad.paths import absolute, claim
 from psigrad_extras.checkout import checkout_folder
 
 
@@ -166,12 +166,9 @@ def run(name: str, settings: Any, console: Any = None) -> Any:
     """
     from rich.console import Console
 
-    module, console, folder = find(name).module, console or Console(), Path(settings.out)
+    module, console = find(name).module, console or Console()
     module.check(settings)  # before a folder is made
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"The folder {settings.out!r} cannot be made: {error.strerror}; name another with --out.") from error
+    folder = claim(absolute(settings.out), "experiment", "--out")
     result = module.run(settings)
     for part in module.tables(result):
         console.print(part)

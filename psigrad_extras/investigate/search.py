@@ -20,6 +20,7 @@ from psigrad import redaction
 from psigrad.config.nested import read_value
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
+from psigrad.paths import absolute, claim
 from psigrad.records.rows import headline, number
 from psigrad.records.run_folder import lock_folder
 from psigrad.runs import session
@@ -102,8 +103,9 @@ def run(sweep: Search, train: Train | None = None) -> Path:
         raise UserError('sweep needs Optuna; install it: pip install "psigrad[sweep]".') from error
     if not sweep.spaces or not sweep.seeds or sweep.trials < 1:
         raise UserError("sweep searches nothing; for example: psigrad sweep sft --search learning_rate:1e-6..1e-4:log …")
-    sweep = replace(sweep, seeds=tuple(dict.fromkeys(sweep.seeds)))  # a run that counts twice would narrow the intervals
-    sweep.folder.mkdir(parents=True, exist_ok=True)
+    # a run that counts twice would narrow the intervals
+    sweep = replace(sweep, folder=absolute(sweep.folder), seeds=tuple(dict.fromkeys(sweep.seeds)))
+    claim(sweep.folder, "sweep")
     with contextlib.closing(lock_folder(sweep.folder)):  # a second process would take the trials of the first for left ones
         return _run(optuna, sweep, train or _train)
 

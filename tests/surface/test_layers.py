@@ -21,7 +21,7 @@ ROOMS = (
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
     *("processes.parallel", "language.models", "language.data", "config", "objective", "tabular"),
 )
-LEAVES = ("cache_folder", "errors", "extras", "importing", "intervals", "redaction", "seeds")
+LEAVES = ("cache_folder", "errors", "extras", "importing", "intervals", "paths", "redaction", "seeds")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 # Whoever reads run folders reads files, and nothing else of the library.
 ALLOWED |= {
@@ -41,7 +41,7 @@ ALLOWED |= {
 }
 # Where the core reaches a room of other libraries' words; the packages beside psigrad it reaches by `extras.py` alone.
 HOOKS = {"config/load.py": {"compat"}}
-ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}, "extras": {"extras", "errors"}}
+ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {leaf: {leaf, "errors"} for leaf in ("importing", "extras", "paths")}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

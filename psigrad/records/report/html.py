@@ -86,9 +86,14 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
     return save(page(runs), Path(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
 
 
-def save(content: str, target: Path) -> Path:
-    """Write a page, whole or not at all. Raises `UserError` where it cannot be written."""
+def save(content: str, target: Path, mark: bytes = b'name="generator" content="psigrad"') -> Path:
+    """Write a page, whole or not at all. A file at `target` is replaced only if it has the `mark` of an earlier page.
+
+    Raises `UserError` if the page cannot be written.
+    """
     try:
+        if target.is_file() and (before := target.read_bytes()) and mark not in before:
+            raise UserError(f"{target} exists and is not a page of psigrad; name another file as the output.")
         replace_file(target, [content.encode("utf-8", "backslashreplace")], f".{os.getpid()}")
     except OSError as error:
         why = error.strerror or error
