@@ -14,6 +14,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from psigrad.errors import UserError, kind_of, nearest
+from psigrad.paths import kept_folder
 
 # The files that a module opened for reading while it was imported here, and the modules that came with it, by its name.
 opened_by: dict[str, set[str]] = {}
@@ -101,7 +102,7 @@ def exits_guarded(tell: Callable[[str], None] = lambda reason: None) -> Iterator
 
 
 def _module(name: str, path: str, kind: str) -> ModuleType:
-    with exits_guarded():
+    with exits_guarded(), kept_folder():
         return _imported(name, path, kind)
 
 

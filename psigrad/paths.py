@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,26 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return found
 
 
+@contextlib.contextmanager
+def kept_folder() -> Iterator[None]:
+    """Return to the current folder at the end of the block: user code in it may leave it by `os.chdir`."""
+    before = os.open(".", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
 def find_absolute(text: str) -> str:
-    """Return the absolute path of what exists on this disk or begins with `~`. Return any other name unchanged."""
+    """Return the absolute path of what exists on this disk, `~` expanded. Return any other name unchanged."""
     if not text or isinstance(text, TypedPath) or "\0" in text:
         return text
+    weighed = re.fullmatch(r"(.+)(:(?:\d+(?:\.\d*)?|\.\d+))", text)  # a dataset with its weight
     with contextlib.suppress(OSError, RuntimeError):
-        if text.startswith("~") or os.path.exists(text):
-            return TypedPath(str(Path(text).expanduser().absolute()), text)
+        for name, rest in ((text, ""), *([weighed.groups()] if weighed else [])):
+            if os.path.exists(os.path.expanduser(name)):
+                return TypedPath(f"{Path(name).expanduser().absolute()}{rest}", text)
     return text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
@@ -95,7 +96,8 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], a
             )
     known, rest = parser.parse_known_args(list(arguments))
     _refuse(rest, parser, "a value of one")
-    return vars(known)
+    # a shell does not expand `--output=~/x`
+    return {name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in vars(known).items()}
 
 
 def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:

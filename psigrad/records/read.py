@@ -155,7 +155,7 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
 
     Raises `UserError` where it is no run folder, or may not be read.
     """
-    path = Path(folder)
+    path = Path(folder).expanduser()
     if not path.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from psigrad import extras, redaction
+from psigrad import extras, paths, redaction
 from psigrad.config import Run
 from psigrad.config.fields import LENGTH, find_marked, idle
 from psigrad.config.load import to_dict
@@ -55,7 +55,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
             division = Division(given.dp_replicate_size, given.tp_size, given.cp_size)
             joined = join_world(device=device(config.run), lockstep=lockstep, minutes=minutes, division=division)
             world = stack.enter_context(joined)
-        path = world.broadcast(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
+        path = world.broadcast(paths.absolute(config.run.output_dir or new_folder(recipe)))
         yield stack.enter_context(_open_as(world, path, config, recipe))
 
 
@@ -95,7 +95,8 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     """The run's callbacks, ready to be told."""
-    found = [callbacks.resolve(given) for given in config.run.callbacks]
+    with paths.kept_folder():
+        found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
     found += [Best(evaluation)] if Best.wanted(evaluation) else []
     for callback in found if world.rank == 0 else ():

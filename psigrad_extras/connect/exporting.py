@@ -18,7 +18,7 @@ from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.loading.model_source import coded_base, ends_of, locate, meant, plain_folder, tell_ends
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
-from psigrad.paths import absolute, check_folder
+from psigrad.paths import check_folder
 from psigrad.records import checkpoint
 
 KINDS = ("gguf", "merged", "adapter")
@@ -66,7 +66,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         if given not in known:
             raise UserError(f"{name} is {given!r}; expected {', '.join(known)}{nearest(given, known) or '.'}")
     model = meant(source)
-    folder = absolute(output or f"{Path(source).name}-{to}")
+    folder = Path(output or f"{Path(source).name}-{to}").expanduser()
     check_folder(folder, "--output")
     if to == "adapter":
         places = [place for place in (Path(model) / "adapter", Path(model)) if is_adapter(place)]

@@ -41,7 +41,7 @@ ALLOWED |= {
 }
 # Where the core reaches a room of other libraries' words; the packages beside psigrad it reaches by `extras.py` alone.
 HOOKS = {"config/load.py": {"compat"}}
-ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {leaf: {leaf, "errors"} for leaf in ("importing", "extras", "paths")}
+ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {leaf: {leaf, "errors", "paths"} for leaf in ("importing", "extras", "paths")}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -19,6 +19,7 @@ from psigrad.language.loading.given_model import START, GivenModel
 from psigrad.language.loading.model_source import check_there
 from psigrad.language.training.update import check_schedule
 from psigrad.objective import PolicyGradient
+from psigrad.paths import TypedPath, absolute, find_absolute
 from psigrad.processes.parallel import launch
 from psigrad.runs import machine
 from psigrad.runs.result import Result
@@ -185,12 +186,13 @@ def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> di
             "The model is an object and several processes train it; give output_dir, which all of them must agree on."
         )
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
+    start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
         raise UserError(
             f"The model's weights are {objects.dtype} and dtype is {named['model.dtype']!r}; leave dtype out, or convert "
             "the model before it is given."
         )
-    return {"run.output_dir": folder, "model.path": folder / START, "model.dtype": objects.dtype}
+    return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype}
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def score(
         return score_rows.score(rewards, _rows(dataset), **settings)
     from psigrad.language.recipes import reward as rewarding
 
-    return [row["reward"] for row in rewarding.score_rows(os.fspath(model), _rows(dataset), **settings)]
+    return [row["reward"] for row in rewarding.score_rows(find_absolute(os.fspath(model)), _rows(dataset), **settings)]
 
 
 def evaluate(
@@ -244,7 +246,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split") -> Any
     names.
     """
     if isinstance(dataset, str | os.PathLike):
-        return dataset
+        return find_absolute(os.fspath(dataset))
     if type(dataset).__name__ == "DataFrame":
         frame: Any = dataset
         return _plain(frame.to_dict("records"))

@@ -63,7 +63,8 @@ class Worker:
 
     `service(payload)` is called in the worker and gives the function that answers. `homes` are files of modules that a fresh
     process does not find by name. `memory` limits its data in bytes (0: no limit), `variables` are environment variables that it
-    gets besides the usual ones. It runs in the `enclosure`, where one is given. It must be ready within `start_limit` seconds.
+    gets besides the usual ones. It starts in `folder` and runs in the `enclosure`, where one is given. It must be ready within
+    `start_limit` seconds.
 
     Pipes never block: a worker that was stopped in the middle of reading or writing is late like any other.
     """
@@ -79,6 +80,7 @@ class Worker:
         variables: Sequence[str] = (),
         enclosure: Enclosure | None = None,
         start_limit: float = START_LIMIT,
+        folder: str | None = None,
     ) -> None:
         request_read, self._requests = os.pipe()
         self._responses, response_write = os.pipe()
@@ -96,6 +98,7 @@ class Worker:
                 stdout=print_write,
                 stderr=print_write,
                 env={**pick_variables(variables), MARK: self._mark},
+                cwd=folder,
                 start_new_session=True,
             )
         except OSError:  # such as no memory for a fork: a pool tries again, and would run out of descriptors too
@@ -332,7 +335,7 @@ class WorkerPool(Generic[C]):
     ) -> None:
         self.timeout = timeout
         self._decode, self._what, self._error = decode, what, error
-        each: Any = {"memory": int(memory_gb * 1e9), "variables": tuple(variables), "enclosure": enclosure}
+        each: Any = {"memory": int(memory_gb * 1e9), "variables": tuple(variables), "enclosure": enclosure, "folder": os.getcwd()}
         self._start = partial(Worker, service, payload, homes, name=f"the worker of the {what}", **each)
         self._places: list[_Place] = []
         self._looked = time.monotonic()

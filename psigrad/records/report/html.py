@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from psigrad.errors import UserError
+from psigrad.paths import absolute
 from psigrad.records import run_folder
 from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, escape, interval, load_all, show_number
 from psigrad.records.report import plots
@@ -83,7 +84,7 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
     runs = load_all([folders] if isinstance(folders, str | Path) else folders)
     if not runs:
         raise UserError("No run was named; give the output_dir of one or more runs.")
-    return save(page(runs), Path(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
+    return save(page(runs), absolute(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
 
 
 def save(content: str, target: Path, mark: bytes = b'name="generator" content="psigrad"') -> Path:
