@@ -1,7 +1,7 @@
 """The process above a worker: everything that the user's code starts is below it, and ends with the worker, however that ends.
 
 A child may leave its session and empty its environment. It can't leave the tree: an orphan becomes the keeper's child
-(PR_SET_CHILD_SUBREAPER of Linux), and the keeper reaps it when it ends, or its process id would be taken for as long as the worker.
+(PR_SET_CHILD_SUBREAPER of Linux). The keeper reaps it when it ends, or its process id would stay taken while the worker lives.
 """
 
 from __future__ import annotations
