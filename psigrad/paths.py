@@ -53,6 +53,12 @@ def kept_folder() -> Iterator[None]:
         os.close(before)
 
 
+def expand(text: str) -> str:
+    """Return a path to write to, with `~` expanded. Raises `UserError` for a name that no file system takes."""
+    found = absolute(text)
+    return TypedPath(str(found), text) if text.startswith("~") else text
+
+
 def find_absolute(text: str) -> str:
     """Return the absolute path of what exists on this disk, `~` expanded. Return any other name unchanged."""
     if not text or isinstance(text, TypedPath) or "\0" in text:

@@ -23,7 +23,7 @@ from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value, value_below
 from psigrad.errors import UserError, kind_of, nearest
-from psigrad.paths import TypedPath, absolute, find_absolute
+from psigrad.paths import TypedPath, expand, find_absolute
 
 T = TypeVar("T")
 
@@ -67,9 +67,9 @@ def load(
 
 
 def _locate(config: T) -> T:
-    """The settings with absolute paths: code of the user that changes the folder changes no path of the run."""
+    """The settings with absolute paths of what is read: code of the user that changes the folder changes none of them."""
     made: Any = config
-    for mark, find in ((PATH, find_absolute), (WRITTEN, lambda text: text and TypedPath(str(absolute(text)), text))):
+    for mark, find in ((PATH, find_absolute), (WRITTEN, expand)):
         for name in find_marked(type(config), mark):
             section, _, leaf = name.rpartition(".")
             owner = getattr(made, section) if section else made

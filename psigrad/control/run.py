@@ -22,6 +22,7 @@ from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.models.native.kernels import kernels
+from psigrad.paths import kept_folder
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
 from psigrad.runs.callbacks import RunState
@@ -54,7 +55,7 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
-    with no_way_out():
+    with no_way_out(), kept_folder():
         trainer = builder.build(config)
         envs = evaluation_environments(config) if config.eval_episodes else None
     try:

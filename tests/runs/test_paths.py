@@ -53,7 +53,7 @@ def test_code_that_changes_the_folder_changes_no_path(output, project, monkeypat
     monkeypatch.chdir("/")
     assert [row["step"] for row in result.history if "loss" in row or "reward" in row] == [1, 2]
     assert len(result.tokenizer()) and result.load().num_parameters()
-    assert {path.name for path in project.iterdir()} - {"__pycache__"} == {"base", "train.jsonl", "mine.py", "runs"}
+    assert {path.name for path in project.iterdir()} - {"__pycache__", ".cache"} == {"base", "train.jsonl", "mine.py", "runs"}
 
 
 def test_settings_are_recorded_as_they_were_typed(project):
@@ -72,7 +72,7 @@ def test_a_name_that_no_file_system_takes_is_a_sentence(project, capsys):
     asked[-1] = "x" * 255
     with pytest.raises(UserError, match="255"):
         load(SFTConfig, flags={"output_dir": "y" * 256})
-    assert load(SFTConfig, flags={"output_dir": asked[-1]}).run.output_dir.endswith("/" + asked[-1])
+    assert load(SFTConfig, flags={"output_dir": asked[-1]}).run.output_dir == asked[-1]
 
 
 @pytest.mark.parametrize(
