@@ -30,7 +30,7 @@ from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.result import Result
-from psigrad.runs.session import no_way_out
+from psigrad.runs.survival import exits_are_errors
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
 LESS_MEMORY = "Begin again with fewer n_envs or n_steps, or for DQN a smaller buffer_size."
@@ -55,7 +55,7 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
-    with no_way_out(), kept_folder():
+    with exits_are_errors(), kept_folder():
         trainer = builder.build(config)
         envs = evaluation_environments(config) if config.eval_episodes else None
     try:

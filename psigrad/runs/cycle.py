@@ -13,8 +13,9 @@ import torch
 from psigrad.config import Run
 from psigrad.errors import UserError
 from psigrad.runs.callbacks import CallbackError, RunState
-from psigrad.runs.journal import Journal, Stopped
+from psigrad.runs.journal import Journal
 from psigrad.runs.progress import bar
+from psigrad.runs.survival import Stopped
 
 S = TypeVar("S", bound=RunState)
 # Seconds that processes which hold a model in shards give a save beside the steps once one has failed: another may be gone.

@@ -9,7 +9,7 @@ import threading
 import pytest
 from tiny_jobs import forked
 
-from psigrad.runs.journal import StopSignal
+from psigrad.runs.survival import StopSignal
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 

@@ -15,7 +15,7 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.update import Optimizer
 from psigrad.records import checkpoint
-from psigrad.runs.journal import Stopped
+from psigrad.runs.survival import Stopped
 
 PHASES = {
     "start": (LanguageModel, "trainable", 1),

@@ -42,7 +42,7 @@ ALLOWED |= {
 # Where the core reaches a room of other libraries' words; the packages beside psigrad it reaches by `extras.py` alone.
 HOOKS = {"config/load.py": {"compat"}}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {leaf: {leaf, "errors", "paths"} for leaf in ("importing", "extras", "paths")}
-ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
+ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli", "runs"}, "language": set(), "processes": set()}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MODULES_BESIDE = sorted(path for name in BESIDE for path in (ROOT / name).rglob("*.py"))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import time
 from pathlib import Path
 
-from psigrad.processes.proc import die_with_parent, stat_of
+from psigrad.processes.proc import die_with_parent, end_by, stat_of
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
 # Seconds in which what a worker left behind must have ended.
@@ -55,11 +54,7 @@ def keep(parent: int) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     _end_all()
     if status < 0:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(own, -status)
+        end_by(-status)
     os._exit(max(0, status))
 
 

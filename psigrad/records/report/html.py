@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from psigrad.errors import UserError
 from psigrad.paths import absolute
 from psigrad.records import run_folder
-from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, escape, interval, load_all, show_number
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, show_number
 from psigrad.records.report import plots
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides
 from psigrad.records.report.verdict import verdict, watched
@@ -25,6 +25,7 @@ from psigrad.records.row_lines import replace_file
 from psigrad.records.rows import number
 from psigrad.records.warnings import BY_NAME as RULES
 from psigrad.records.warnings import SIGNAL_BY_NAME, Alert, name_of
+from psigrad.redaction import escape
 
 SAMPLES, AT_ONCE = 24, 6
 _ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
