@@ -52,4 +52,5 @@ def reason_of(error: BaseException) -> str:
         return f"{type(error).__name__} {text}"
     if "trust_remote_code" in text:
         return "it comes with Python code of its own; set model.trust_remote_code=true if you have read and trust it"
-    return text.splitlines()[0]
+    first, *rest = text.splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

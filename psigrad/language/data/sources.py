@@ -210,6 +210,8 @@ def _records(dataset: str, split: str, streaming: bool = False) -> Records:
         raise UserError("The dataset name is empty; give a JSONL, JSON, Parquet or CSV file, a folder of them, or a hub name.")
     if is_folder:
         return _folder(path, split)
+    if exists and not path.is_file():  # a pipe or a device may never end
+        raise UserError(f"The dataset {show(dataset)} is no regular file; give a file, a folder or a hub name.")
     if exists:
         return read_file(path, path.name)
     if path.suffix in READERS or dataset.startswith((".", "/", "~")) or "\\" in dataset:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -296,7 +296,7 @@ def load(
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
         files = _files(path) if suits(config, dtype) and not _file(path, "adapter_config.json") else []
         generation = None if scalar else _generation_config(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, StrictDataclassError) as error:
         # a hub that doesn't answer costs half a minute: transformers must not ask it again
         unanswered = isinstance(error.__cause__, LocalEntryNotFoundError)
         cached = (try_to_load_from_cache(path, name) for name in ("config.json", "adapter_config.json"))
