@@ -112,9 +112,7 @@ sys.exit(supervise(work))
 def test_status_0_means_that_the_command_returned_it(way):
     done = subprocess.run([sys.executable, "-c", SUPERVISED.format(way=way)], capture_output=True, timeout=60, check=False)
     assert done.returncode == WAYS[way]
-    assert ("before the command was finished" in done.stderr.decode()) == (
-        done.returncode == 1 and b"ValueError" not in done.stderr
-    )
+    assert (b"before the command was finished" in done.stderr) == (done.returncode == 1)
 
 
 @pytest.fixture
@@ -155,7 +153,7 @@ def test_a_second_ctrl_c_interrupts_at_once(stops):
     os.write(terminal, b"\x03")
     time.sleep(0.4)
     os.write(terminal, b"\x03")
-    assert process.wait(60) == 1, "KeyboardInterrupt"
+    assert process.wait(60) == -signal.SIGINT, "Python ends so by a KeyboardInterrupt"
 
 
 def test_a_run_ends_with_its_parent(stops):
@@ -168,9 +166,10 @@ def test_a_run_ends_with_its_parent(stops):
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(
-    "way", ["posix._exit(0)", "posix.execv('/bin/true', ['true'])", "atexit.register(posix._exit, 0); 1 / 0", ""]
-)
+POSIX = ("posix._exit(0)", "posix.execv('/bin/true', ['true'])", "atexit.register(posix._exit, 0); 1 / 0")
+
+
+@pytest.mark.parametrize("way", [*POSIX, ""])
 def test_a_callback_that_leaves_the_command_line_does_not_end_it_well(way, tmp_path):
     callback = "import atexit, posix\n\nclass Leaves:\n    def on_step_end(self, *given, **more):\n        {way}\n"
     (tmp_path / "leaves.py").write_text(callback.format(way=way or "pass"))
