@@ -1,12 +1,18 @@
-"""The record of a loop: rows of the run folder, trackers, seconds of its phases, and warnings."""
+"""The record of a loop: rows of the run folder, trackers, seconds of its phases, memory, warnings, and phases that hang."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
+import re
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from psigrad import redaction
@@ -16,7 +22,12 @@ from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.survival import Stopped, StopSignal, Trimmer, Watchdog
+from psigrad.runs.survival import Stopped, StopSignal
+
+STACKS = "stacks.txt"
+# A phase may take so many times as long as the longest of its kind so far.
+_TIMES = 10
+_HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes": "RssAnon"}
 
 
 class Tracker(Protocol):
@@ -84,6 +95,49 @@ class Announcer:
         new = [a for a in standing if a.rule not in self._told and not self._watch.explains(a.rule)]
         self._told |= {alert.rule for alert in new}
         return new
+
+
+def memory() -> dict[str, int]:
+    """Bytes of memory that this process holds now, the most that it has held, and what of it is no file's; empty where the system
+    does not say.
+    """
+    try:
+        said = Path("/proc/self/status").read_text()
+    except OSError:
+        return {}
+    found = {name: re.search(rf"^{key}:\s+(\d+) kB", said, re.M) for name, key in _HELD.items()}
+    return {name: 1024 * int(match[1]) for name, match in found.items() if match}
+
+
+class Trimmer:
+    """Gives freed memory back to the system where more and more is held: tensors of ever new sizes leave holes that the next ones
+    do not fit into.
+
+    What a process holds between its first steps is what it needs. Above it by a fiftieth, the holes are given back; they cost
+    page faults when they are used again, so that is not done in every step.
+    """
+
+    def __init__(self, steps: int = 3, above: float = 1.02) -> None:
+        self._left, self._above, self._usual = steps, above, 0
+
+    def __call__(self) -> dict[str, int]:
+        """To be called at the end of each step, with whose row `memory` goes."""
+        held = memory()
+        now = held.pop("anonymous_bytes", 0)  # pages of files come and go with what the machine needs its memory for
+        if self._left > 0:
+            self._left -= 1
+            self._usual = max(self._usual, now)
+        elif now > self._above * self._usual:
+            give_back()
+            self._usual = max(self._usual, memory().get("anonymous_bytes", 0))  # what is held then is needed
+        return held
+
+
+def give_back() -> None:
+    """Have glibc give all freed memory back to the system; other C libraries have no such call."""
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @dataclass(frozen=True)
@@ -164,3 +218,58 @@ class Journal:
         stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
         stopped.exit_status += max(self.world.all_gather(self.signal.number if self.signal is not None else 0))
         raise stopped
+
+
+class Watchdog:
+    """Reports a phase that lasts longer than `seconds`, and than ten times the longest one of its name. It stops nothing.
+
+    `report(phase, seconds)` is called once for each such phase, from the watchdog's thread.
+    """
+
+    def __init__(self, seconds: float, folder: Path, report: Callable[[str, float], None]) -> None:
+        self._limit, self._file, self._report = seconds, folder / STACKS, report
+        self._phases = ["loading"]
+        self._since = time.monotonic()
+        self._longest: dict[str, float] = {}
+        self._told = False
+        self._end = threading.Event()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch for the length of the block."""
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        if self._limit:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside the block the run is in the phase `name`."""
+        self._turn()
+        self._phases.append(name)
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._longest[name] = max(self._longest.get(name, 0.0), time.monotonic() - begun)
+            self._turn()
+
+    def _turn(self) -> None:
+        self._phases[0] = "between the phases of a step"
+        self._since, self._told = time.monotonic(), False
+
+    def _watch(self) -> None:
+        while not self._end.wait(min(5.0, self._limit / 4)):
+            phase, spent = self._phases[-1], time.monotonic() - self._since
+            if not self._told and spent > max(self._limit, _TIMES * self._longest.get(phase, 0.0)):
+                self._told = True
+                with contextlib.suppress(OSError), self._file.open("a") as stream:
+                    stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {phase} for {spent:.0f} s\n")
+                    stream.flush()
+                    faulthandler.dump_traceback(stream)
+                redaction.say(f"{phase} has lasted {spent:.0f} s; the stacks are in {self._file}")
+                self._report(phase, spent)

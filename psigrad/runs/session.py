@@ -26,11 +26,11 @@ from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.journal import Announcer, Journal
+from psigrad.runs.journal import Announcer, Journal, Watchdog
 from psigrad.runs.machine import device, prepared_torch
 from psigrad.runs.progress import readers_may_leave
 from psigrad.runs.result import Result
-from psigrad.runs.survival import Stopped, StopSignal, Watchdog, exits_are_errors
+from psigrad.runs.survival import Stopped, StopSignal, exits_are_errors
 
 
 @contextlib.contextmanager

@@ -14,9 +14,8 @@ import pytest
 import torch
 from tiny_jobs import forked
 
-from psigrad.runs import machine, survival
-from psigrad.runs.journal import Clock, Journal
-from psigrad.runs.survival import Trimmer
+from psigrad.runs import journal, machine
+from psigrad.runs.journal import Clock, Journal, Trimmer
 
 pytestmark = pytest.mark.needs("linux")
 MB, ROOT = 1 << 20, Path(__file__).parents[2]
@@ -26,8 +25,8 @@ MB, ROOT = 1 << 20, Path(__file__).parents[2]
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """What the process will hold at the end of each step, and, as negative numbers, what was given back."""
     found: list[int] = []
-    monkeypatch.setattr(survival, "memory", lambda: {"memory_bytes": 2 * found[0] + len(found), "anonymous_bytes": found[0]})
-    monkeypatch.setattr(survival, "give_back", lambda: found.append(-found[0]))
+    monkeypatch.setattr(journal, "memory", lambda: {"memory_bytes": 2 * found[0] + len(found), "anonymous_bytes": found[0]})
+    monkeypatch.setattr(journal, "give_back", lambda: found.append(-found[0]))
     yield found
 
 
@@ -50,8 +49,8 @@ def test_what_is_held_after_it_was_given_back_is_needed(held: list[int]) -> None
 def test_pages_of_files_that_the_system_takes_back_hide_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is short a process that holds more of its own may hold less in all."""
     held, given = iter([(100, 180), (103, 110), (103, 110)]), []
-    monkeypatch.setattr(survival, "memory", lambda: dict(zip(("anonymous_bytes", "memory_bytes"), next(held), strict=True)))
-    monkeypatch.setattr(survival, "give_back", lambda: given.append(True))
+    monkeypatch.setattr(journal, "memory", lambda: dict(zip(("anonymous_bytes", "memory_bytes"), next(held), strict=True)))
+    monkeypatch.setattr(journal, "give_back", lambda: given.append(True))
     trim = Trimmer(steps=1)
     assert [trim(), trim()] == [{"memory_bytes": 180}, {"memory_bytes": 110}] and given == [True]
 
@@ -70,9 +69,9 @@ def peak(trims: bool, leak: int, seed: int) -> float:
     the end of a step, as freed memory is kept.
     """
     machine.keep_freed_memory()
-    survival.give_back()
+    journal.give_back()
     draw, caches, leaked, held, peaks = random.Random(seed), [], [], 0, []
-    ours = Trimmer() if trims else survival.memory
+    ours = Trimmer() if trims else journal.memory
     for _ in range(60):
         live: list[torch.Tensor] = []
         for _ in range(30):
@@ -81,7 +80,7 @@ def peak(trims: bool, leak: int, seed: int) -> float:
                 caches.append(held_tensor(2048))
             if len(live) > 6:
                 live.pop(draw.randrange(6))
-        held = max(held, survival.memory()["anonymous_bytes"])
+        held = max(held, journal.memory()["anonymous_bytes"])
         peaks.append(held)
         del live, caches[:-200]
         leaked.append(held_tensor(leak))
@@ -131,14 +130,14 @@ def test_negative_control_the_peak_rises_where_nothing_is_given_back(rises: dict
 SHAPES = """
 import sys, torch
 from psigrad.config import Run
-from psigrad.runs import machine, survival
+from psigrad.runs import journal, machine
 machine.prepare_torch(Run(threads=1)) if sys.argv[1:] else torch.set_num_threads(1)
 weight = torch.randn(192, 192).bfloat16()
 for tokens in range(100, 500):
     torch.nn.functional.linear(torch.randn(tokens, 192).bfloat16(), weight)
     if tokens == 105:
-        before = survival.memory()["anonymous_bytes"]
-print((survival.memory()["anonymous_bytes"] - before) / 2**20)
+        before = journal.memory()["anonymous_bytes"]
+print((journal.memory()["anonymous_bytes"] - before) / 2**20)
 """
 
 

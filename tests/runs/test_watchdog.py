@@ -14,8 +14,8 @@ from tiny_jobs import online_config
 from tiny_rewards import Sleepy
 
 from psigrad.language.recipes import online
-from psigrad.runs import survival as watchdog
-from psigrad.runs.survival import STACKS, Watchdog
+from psigrad.runs import journal as watchdog
+from psigrad.runs.journal import STACKS, Watchdog
 
 
 @pytest.fixture
